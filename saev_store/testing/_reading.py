@@ -3,6 +3,7 @@
 # ruff: noqa: S101
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, TransportError, UnsafeContentError
-from saev_store.transport import Lists, Moves, Transport, Writes
+from saev_store.transport import Awaits, Buffer, Lists, Moves, Transport, Writes
 
 #: Files that the transport under test has to hold.
 FILES = {
@@ -41,6 +42,11 @@ UNSAFE = (
 def follow(start: int, buffers: Sequence[memoryview]) -> list[int]:
     """Where each of several buffers begins in a file, if they follow each other there."""
     return list(accumulate((buffer.nbytes for buffer in buffers), initial=start))[:-1]
+
+
+async def awaited(transport: Awaits, path: str, start: int, end: int) -> Buffer:
+    """One awaited range, for `asyncio.run`."""
+    return await transport.get_range_async(path, start=start, end=end)
 
 
 class ReadContract:
@@ -132,6 +138,28 @@ class ReadContract:
         for call in calls:
             with pytest.raises(NotFoundError, match=r"gone\.bin"):
                 call()
+
+    def test_awaited_ranges_are_those_of_get_ranges(self, transport: Transport) -> None:
+        if not isinstance(transport, Awaits):
+            return  # to be awaited is optional
+        truth = FILES["acts000000.bin"]
+        bounds = [(5, 5), (0, len(truth)), (3, 9), *((start, start + 700) for start in range(0, 90_000, 1009))]
+
+        async def read() -> list[Buffer]:
+            waits = [transport.get_range_async("acts000000.bin", start=start, end=end) for start, end in bounds]
+            return await asyncio.gather(*waits)
+
+        for _ in range(2):  # each in a loop of its own
+            assert [bytes(part) for part in asyncio.run(read())] == [truth[start:end] for start, end in bounds]
+        kinds: list[tuple[str, int, int, type[Exception]]] = [
+            ("acts000000.bin", 100_000, 100_004, CorruptShardError),
+            ("acts000000.bin", 5, 4, ArgumentError),
+            ("gone.bin", 0, 1, NotFoundError),
+            ("../x", 0, 1, UnsafeContentError),
+        ]
+        for path, start, end, kind in kinds:
+            with pytest.raises(kind):
+                asyncio.run(awaited(transport, path, start, end))
 
     @pytest.mark.parametrize("path", UNSAFE)
     def test_never_leaves_its_root(self, transport: Transport, path: str) -> None:

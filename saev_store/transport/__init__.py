@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from saev_store.transport.base import (
     FREE,
+    Awaits,
     Buffer,
     CleansUploads,
     CopiesWithin,
@@ -27,6 +28,7 @@ from saev_store.transport.open import Engine, open_transport
 
 __all__ = [
     "FREE",
+    "Awaits",
     "Buffer",
     "CleansUploads",
     "CopiesWithin",

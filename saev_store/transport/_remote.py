@@ -33,12 +33,7 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
         TimeoutError: it took longer than `limit_s`.
         Exception: its own error.
     """
-
-    async def within() -> T:
-        async with asyncio.timeout(limit_s):
-            return await work()
-
-    future = asyncio.run_coroutine_threadsafe(within(), loop)
+    future = asyncio.run_coroutine_threadsafe(_within(work, limit_s), loop)
     # The loop keeps the time-out; this thread does so where the loop itself is stuck.
     deadline = time.monotonic() + limit_s + STUCK_S
     try:
@@ -52,6 +47,22 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
     finally:
         if not future.done():
             future.cancel()
+
+
+async def awaited_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
+    """What `work()` gives in a loop that runs in another thread, awaited in this one; cancelled when the wait ends.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s`.
+        Exception: its own error.
+    """
+    async with asyncio.timeout(limit_s + STUCK_S):
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_within(work, limit_s), loop))
+
+
+async def _within(work: Callable[[], Awaitable[T]], limit_s: float) -> T:
+    async with asyncio.timeout(limit_s):
+        return await work()
 
 
 async def again(work: Callable[[], Awaitable[T]], waits_s: Sequence[float], passes: Callable[[Exception], bool]) -> T:

@@ -166,6 +166,15 @@ class Transport(Protocol):
 
 
 @runtime_checkable
+class Awaits(Protocol):
+    """Reads ranges for callers that run in an event loop, without a thread for each."""
+
+    async def get_range_async(self, path: str, *, start: int, end: int) -> Buffer:
+        """As `get_ranges` of one range, awaited in any event loop; to cancel it cancels the request."""
+        ...
+
+
+@runtime_checkable
 class Lists(Protocol):
     """Lists one level of names: to find stores below a root, never to read one."""
 

@@ -1,31 +1,33 @@
 """`ZarrView`: a read-only `zarr.abc.store.Store` whose values are byte ranges of shards.
 
 Zarr calls from event loops: its own, in a thread of its own, or the caller's. Views of mapped memory are returned
-directly. Reads that wait run in a pool of threads, so that a loop is never blocked and many requests are in flight.
+directly. Reads that wait are awaited where the transport can be, or run in a pool of threads, so that a loop is never blocked
+and many requests are in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from saev_store._runtime.threads import after_fork_in_child
 from saev_store.core.chunk_grid import ChunkGrid, Extent
-from saev_store.core.dtypes import FLOAT32, ReadDtype, converted, numpy_dtype, read_dtype
+from saev_store.core.dtypes import FLOAT32, ReadDtype, numpy_dtype, read_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, brief
 from saev_store.store.token_arrays import check_values
+from saev_store.transport import Awaits, Transport
 from saev_store.transport import Buffer as Bytes
-from saev_store.transport import Transport
 from saev_store.transport.fetch import fetch_ranges
 from saev_store.zarr._keys import Chunks, TensorKeys, chunk_shape
+from saev_store.zarr._parts import Parts, bounds, convert, nbytes_of
 from saev_store.zarr.documents import attributes_of, token_variables
 
 if TYPE_CHECKING:
@@ -121,6 +123,7 @@ class ZarrView(Store):
         #: Of the files of token arrays those whose bytes are not all valid.
         self._bools = {array.file_name: array for array in keys.token_arrays.values() if array.dtype == "bool"}
         self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
+        self._awaits = transport if isinstance(transport, Awaits) else None
 
     @property
     def keys(self) -> TensorKeys:
@@ -139,23 +142,21 @@ class ZarrView(Store):
             DocumentError: the file of a bool token array holds bytes other than 0 and 1.
             ValueError: `byte_range` is no byte request.
         """
-        if self._is_mapped:
-            return self.get_sync(key, prototype=prototype, byte_range=byte_range)
-        call = partial(self.get_sync, key, prototype=prototype, byte_range=byte_range)
-        return await asyncio.get_running_loop().run_in_executor(_pool(), call)
+        parts = self._find(key, [byte_range])
+        if parts is None:
+            return None
+        found = self._finish(parts, await self._fetch_async(parts))
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(found[0])  # no copy, except to a GPU
 
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
         """What `get` awaits."""
-        value = self._keys.find(key)
-        if value is None:
+        parts = self._find(key, [byte_range])
+        if parts is None:
             return None
-        start, stop = _bounds(byte_range, self._nbytes(value))
-        found = (
-            self._read_converted(value, start, stop) if self._converts(value) else self._read(value, [(start, stop)])[0]
-        )
-        return (prototype or default_buffer_prototype()).buffer.from_bytes(found)  # no copy, except to a GPU
+        found = self._finish(parts, self._fetch(parts))
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(found[0])
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -173,26 +174,19 @@ class ZarrView(Store):
     ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
         """Many parts of one value, merged by the transport's limits instead of zarr's."""
         del limits
-        if byte_ranges and self._is_mapped:
-            yield self.get_ranges_sync(key, byte_ranges, prototype=prototype)
-        elif byte_ranges:
-            call = partial(self.get_ranges_sync, key, byte_ranges, prototype=prototype)
-            yield await asyncio.get_running_loop().run_in_executor(_pool(), call)
+        if byte_ranges:
+            parts = self._find_all(key, byte_ranges)
+            found = self._finish(parts, await self._fetch_async(parts))
+            yield [(number, prototype.buffer.from_bytes(part)) for number, part in enumerate(found)]
 
     def get_ranges_sync(
         self, key: str, byte_ranges: Sequence[ByteRequest | None], *, prototype: BufferPrototype, **limits: int
     ) -> Sequence[tuple[int, Buffer | None]]:
         """What `get_ranges` awaits."""
         del limits
-        value = self._keys.find(key)
-        if value is None:
-            raise BaseExceptionGroup("there is no such key", [FileNotFoundError(key)])
-        bounds = [_bounds(part, self._nbytes(value)) for part in byte_ranges]
-        if self._converts(value):
-            parts = [self._read_converted(value, start, stop) for start, stop in bounds]
-        else:
-            parts = self._read(value, bounds)
-        return [(number, prototype.buffer.from_bytes(part)) for number, part in enumerate(parts)]
+        parts = self._find_all(key, byte_ranges)
+        found = self._finish(parts, self._fetch(parts))
+        return [(number, prototype.buffer.from_bytes(part)) for number, part in enumerate(found)]
 
     async def exists(self, key: str) -> bool:
         """Whether the view has the key; says nothing about the file, and reads nothing."""
@@ -216,47 +210,85 @@ class ZarrView(Store):
         return is_of_tensor and self._keys.converts
 
     def _nbytes(self, value: bytes | Extent) -> int:
-        nbytes = _nbytes(value)
+        nbytes = nbytes_of(value)
         return nbytes // self._keys.grid.layout.itemsize * FLOAT32.itemsize if self._converts(value) else nbytes
 
-    def _read_converted(self, value: bytes | Extent, start: int, stop: int) -> Bytes:
-        """Bytes of the float32 numbers that a value of 16-bit numbers stands for."""
-        size = FLOAT32.itemsize
-        first, last = start // size, -(-stop // size)
-        stored = numpy_dtype(self._keys.grid.layout.dtype)
-        (found,) = self._read(value, [(first * stored.itemsize, last * stored.itemsize)])
-        numbers = converted(np.frombuffer(found, stored), FLOAT32)
-        return numbers.view(np.uint8).data[start - first * size : stop - first * size]
-
-    def _read(self, value: bytes | Extent, parts: Sequence[tuple[int, int]]) -> list[Bytes]:
-        """Parts of a value: of the file, of the zeros after its end, of the index."""
-        if isinstance(value, bytes):
-            return [memoryview(value)[start:stop] for start, stop in parts]
+    def _find(self, key: str, byte_ranges: Sequence[ByteRequest | None]) -> Parts | None:
+        """Where the bytes of parts of a value are; None if there is no such key."""
+        value = self._keys.find(key)
+        if value is None:
+            return None
+        shown = stored = [bounds(part, self._nbytes(value)) for part in byte_ranges]
+        if isinstance(value, bytes) or not shown:
+            return Parts(value, shown, stored, 0)
+        if self._converts(value):
+            size, stored_size = FLOAT32.itemsize, self._keys.grid.layout.itemsize
+            stored = [(start // size * stored_size, -(-stop // size) * stored_size) for start, stop in shown]
         in_file = value.end - value.start
-        if in_file < min(value.nbytes, max(stop for _, stop in parts)) and self._is_padded(value):
+        if in_file < min(value.nbytes, max(stop for _, stop in stored)) and self._is_padded(value):
             in_file = value.nbytes  # the last chunk needs no copy either
-        starts = [value.start + min(start, in_file) for start, _ in parts]
-        ends = [value.start + min(stop, in_file) for _, stop in parts]
-        found: Sequence[Bytes] = [b""] * len(parts)
-        if starts != ends:  # else only zeros and the index are wanted, which no file has
-            if self._readable:
-                self._check_readable(value, max(end for start, end in zip(starts, ends, strict=True) if start < end))
-            try:
-                found = fetch_ranges(self._transport, value.path, starts, ends)
-            except NotFoundError as error:
-                raise CorruptShardError(
-                    "the file is missing, although the store's documents list it",
-                    where=f"{self._transport.url}/{value.path}",
-                    remedy=_REMEDY,
-                ) from error
+        parts = Parts(value, shown, stored, in_file)
+        if self._readable and parts.starts != parts.ends:
+            pairs = zip(parts.starts, parts.ends, strict=True)
+            self._check_readable(value, max(end for start, end in pairs if start < end))
+        return parts
+
+    def _find_all(self, key: str, byte_ranges: Sequence[ByteRequest | None]) -> Parts:
+        parts = self._find(key, byte_ranges)
+        if parts is None:
+            raise BaseExceptionGroup("there is no such key", [FileNotFoundError(key)])
+        return parts
+
+    def _fetch(self, parts: Parts) -> Sequence[Bytes]:
+        """What the file holds of each part."""
+        if parts.starts == parts.ends:  # of zeros, of the index or of a document, which no file holds
+            return [b""] * len(parts.starts)
+        with self._losses(parts):
+            return fetch_ranges(self._transport, parts.path, parts.starts, parts.ends)
+
+    async def _fetch_async(self, parts: Parts) -> Sequence[Bytes]:
+        """The same without blocking the event loop: awaited where the transport can be, else in a thread."""
+        if self._is_mapped or parts.starts == parts.ends:
+            return self._fetch(parts)
+        transport = self._transport
+        if (
+            isinstance(transport, Awaits)
+            and len(parts.starts) == 1
+            and parts.nbytes <= transport.cost.max_request_bytes
+        ):
+            with self._losses(parts):
+                return [await transport.get_range_async(parts.path, start=parts.starts[0], end=parts.ends[0])]
+        return await asyncio.get_running_loop().run_in_executor(_pool(), self._fetch, parts)
+
+    @contextlib.contextmanager
+    def _losses(self, parts: Parts) -> Generator[None]:
+        """A block in which a missing file is a damaged store."""
+        try:
+            yield
+        except NotFoundError as error:
+            raise CorruptShardError(
+                "the file is missing, although the store's documents list it",
+                where=f"{self._transport.url}/{parts.path}",
+                remedy=_REMEDY,
+            ) from error
+
+    def _finish(self, parts: Parts, found: Sequence[Bytes]) -> list[Bytes]:
+        """The parts as readers see them: what the file holds, the zeros after its end, the index; converted."""
+        value = parts.value
+        if isinstance(value, bytes):
+            return [memoryview(value)[start:stop] for start, stop in parts.stored]
         array = self._bools.get(value.path)
         if array is not None:
-            for part, start in zip(found, starts, strict=True):
+            for part, start in zip(found, parts.starts, strict=True):
                 check_values(array, part, where=f"{self._transport.url}/{value.path}", start=start)
-        return [
-            part if stop <= in_file else self._completed(value, part, start, stop)
-            for part, (start, stop) in zip(found, parts, strict=True)
+        whole = [
+            part if stop <= parts.in_file else self._completed(value, part, start, stop)
+            for part, (start, stop) in zip(found, parts.stored, strict=True)
         ]
+        if not self._converts(value):
+            return whole
+        stored = numpy_dtype(self._keys.grid.layout.dtype)
+        return [convert(np.frombuffer(part, stored), *of) for part, of in zip(whole, parts.shown, strict=True)]
 
     def _completed(self, value: Extent, part: Bytes, start: int, stop: int) -> Bytes:
         """What the file has of a part, with the zeros and the piece of the index that follow."""
@@ -358,23 +390,3 @@ class ZarrView(Store):
 
     def __str__(self) -> str:
         return self._transport.url
-
-
-def _nbytes(value: bytes | Extent) -> int:
-    return len(value) if isinstance(value, bytes) else value.nbytes + value.index_nbytes
-
-
-def _bounds(request: ByteRequest | None, nbytes: int) -> tuple[int, int]:
-    """First byte and one past the last of what a byte request means for a value of that length."""
-    match request:
-        case None:
-            return 0, nbytes
-        case RangeByteRequest(start, end):
-            start, end = min(start, nbytes), min(end, nbytes)
-            return start, max(start, end)
-        case OffsetByteRequest(offset):
-            return min(offset, nbytes), nbytes
-        case SuffixByteRequest(suffix):
-            return max(nbytes - suffix, 0), nbytes
-        case _:
-            raise ValueError(f"Unexpected byte_range, got {request!r}; a Range-, Offset- or SuffixByteRequest is one")

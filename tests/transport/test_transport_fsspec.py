@@ -47,6 +47,16 @@ def one(transport, path, start, end):
     return part
 
 
+def one_awaited(transport, path, start, end):
+    async def read():
+        return await transport.get_range_async(path, start=start, end=end)
+
+    return asyncio.run(read())
+
+
+both = pytest.mark.parametrize("one", [one, one_awaited])
+
+
 class FakeFileSystem(AsyncFileSystem):
     """An object store that does whatever a test wants: `answers` are raised, or replace the data."""
 
@@ -170,7 +180,13 @@ def test_a_precondition_that_fails_in_a_read_does_not_mean_that_something_exists
     ],
 )
 def test_errors_become_ours(fake, error, kind, transient):
-    for call in (lambda: fake.read("a.bin"), lambda: one(fake, "a.bin", 0, 5), lambda: fake.put("a.bin", b"")):
+    calls = [
+        lambda: fake.read("a.bin"),
+        lambda: one(fake, "a.bin", 0, 5),
+        lambda: one_awaited(fake, "a.bin", 0, 5),
+        lambda: fake.put("a.bin", b""),
+    ]
+    for call in calls:
         FakeFileSystem.answers[:] = [error]
         with pytest.raises(kind, match="fake://bucket/base/a.bin") as caught:
             call()
@@ -178,8 +194,9 @@ def test_errors_become_ours(fake, error, kind, transient):
         assert getattr(caught.value, "transient", None) == transient
 
 
+@both
 @pytest.mark.parametrize("answer", [b"", b"1234", b"123456", bytes(range(256)), ValueError("as data"), None])
-def test_wrong_answers_are_never_data(fake, monkeypatch, answer):
+def test_wrong_answers_are_never_data(fake, monkeypatch, answer, one):
     async def cat_ranges(self, paths, starts, ends, on_error="return", **kwargs):
         return [answer]
 
@@ -189,7 +206,8 @@ def test_wrong_answers_are_never_data(fake, monkeypatch, answer):
     assert caught.value.transient
 
 
-def test_a_range_beyond_the_end_is_told_from_other_failures(fake):
+@both
+def test_a_range_beyond_the_end_is_told_from_other_failures(fake, one):
     with pytest.raises(CorruptShardError, match=r"256 bytes but byte 300"):
         one(fake, "a.bin", 250, 300)
     FakeFileSystem.answers[:] = [HttpError(416, "range not satisfiable")]
@@ -260,10 +278,71 @@ def test_unfinished_uploads_are_listed_to_the_last_page():
 
 def test_nothing_hangs_longer_than_its_deadline(fake):
     impatient = open_fake(timeout_s=0.2)
-    for call in (lambda: impatient.read("a.bin", max_bytes=10), lambda: one(impatient, "a.bin", 0, 5)):
+    calls = [
+        lambda: impatient.read("a.bin", max_bytes=10),
+        lambda: one(impatient, "a.bin", 0, 5),
+        lambda: one_awaited(impatient, "a.bin", 0, 5),
+    ]
+    for call in calls:
         FakeFileSystem.answers[:] = ["hang"]
         with pytest.raises(DeadlineError, match=r"a\.bin"):
             call()
+
+
+def test_a_cancelled_wait_cancels_the_request(fake, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    async def hang(self, paths, starts, ends, **kwargs):
+        begun.set()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(FakeFileSystem, "_cat_ranges", hang)
+    transport = open_fake()
+
+    async def read_and_cancel():
+        task = asyncio.create_task(transport.get_range_async("a.bin", start=0, end=5))
+        assert await asyncio.to_thread(begun.wait, HANG_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(read_and_cancel())
+    assert ended.wait(HANG_S)
+
+
+def test_awaited_ranges_are_of_the_version_that_was_read_first(tmp_path):
+    """Of a web server, whose answers have ETags."""
+    tags = iter(["one", "one", "two"])
+
+    class Tagged(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            data = b"0123456789"[3:7]
+            self.send_response(206)
+            self.send_header("Content-Range", "bytes 3-6/10")
+            self.send_header("ETag", next(tags))
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "10")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Tagged) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        transport = open_transport(f"http://127.0.0.1:{server.server_port}")
+        assert one(transport, "a.bin", 3, 7) == one_awaited(transport, "a.bin", 3, 7) == b"3456"
+        assert transport.counters.operations["get_ranges"] == 2
+        with pytest.raises(TransportError, match="replaced while it was being read"):
+            one_awaited(transport, "a.bin", 3, 7)
+        server.shutdown()
 
 
 def test_sizes_that_the_server_does_not_tell(fake, monkeypatch):

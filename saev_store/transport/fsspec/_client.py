@@ -24,7 +24,13 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, SLOWEST_BYTES_PER_S, run_in_loop
+from saev_store.transport._remote import (
+    CONNECT_TIMEOUT_S,
+    READ_TIMEOUT_S,
+    SLOWEST_BYTES_PER_S,
+    awaited_in_loop,
+    run_in_loop,
+)
 from saev_store.transport._tls import authorities, context_of, read_authorities, refused_certificate
 from saev_store.transport.base import IN_FLIGHT
 from saev_store.transport.checks import RequestCounter, from_os_error
@@ -171,6 +177,14 @@ class FsspecClient:
             TimeoutError: it took longer than is allowed for `nbytes`, and was cancelled.
         """
         return run_in_loop(work, self.fs().loop, limit_s=self.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
+
+    async def awaited(self, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
+        """The same, awaited in the caller's loop; cancelling it cancels the work.
+
+        Raises:
+            TimeoutError: it took longer than is allowed for `nbytes`, and was cancelled.
+        """
+        return await awaited_in_loop(work, self.fs().loop, limit_s=self.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""

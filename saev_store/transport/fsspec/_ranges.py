@@ -17,6 +17,8 @@ from saev_store.transport.base import IN_FLIGHT
 #: Waits before a body that broke off is asked for again; what fails before the body, the file systems try again themselves.
 _WAITS_S = (0.1, 0.2, 0.4, 0.8)
 _PASSING = {"ClientPayloadError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError", "ReadTimeoutError"}
+#: Sizes of a read buffer: aiohttp's own, which answers with errors need, and the largest, for its parser counts with 32 bits.
+_LEAST_BUFFER_BYTES, _MOST_BUFFER_BYTES = 64 << 10, 64 << 20
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 Answer = tuple[bytes, Version]
@@ -43,6 +45,8 @@ async def _gs(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes, 
 async def _http(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
     options = dict(fs.kwargs)
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
+    # With less it stops and resumes the socket several times for each answer, which is kept whole anyway.
+    options.setdefault("read_bufsize", min(max(end - start, _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES))
     session = await fs.set_session()
     async with session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
@@ -81,9 +85,25 @@ async def ranges(
                 lambda error: type(error).__name__ in _PASSING,
             )
 
+    if len(starts) == 1:
+        return [await one(starts[0], ends[0])]
     async with task_group() as group:
         tasks = [group.create_task(one(start, end)) for start, end in zip(starts, ends, strict=True)]
     return [task.result() for task in tasks]
+
+
+async def cat_ranges(fs: _FileSystem, path: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    """The ranges of one object through an asynchronous file system that tells no versions.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    found = await fs._cat_ranges([path] * len(starts), list(starts), list(ends), on_error="raise")
+    # Older releases of fsspec return errors as data whatever `on_error` says.
+    for part in found:
+        if isinstance(part, OSError):
+            raise part
+    return found
 
 
 async def _checked(get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str) -> Answer:

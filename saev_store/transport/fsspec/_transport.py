@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import BinaryIO, cast
 
 from saev_store._runtime.threads import ForkSafeLock
@@ -14,7 +16,7 @@ from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, Unfini
 from saev_store.transport.checks import check_ranges, readinto_by_ranges, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, FileSystem, FsspecClient, means_exists
-from saev_store.transport.fsspec._ranges import getter, ranges
+from saev_store.transport.fsspec._ranges import cat_ranges, getter, ranges
 from saev_store.transport.fsspec._sink import SpooledSink, list_uploads
 
 #: A request through fsspec's clients is about a millisecond of Python.
@@ -115,51 +117,70 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             except TransportError as error:
                 self._blame(path, needed, error)
                 raise
-            for index, (part, version) in zip(wanted, found, strict=True):
-                if version is not None:
-                    self.pins.check(below, version, where=self.where(below))
+            for index, part in zip(wanted, found, strict=True):
                 parts[index] = part
         return parts
+
+    async def get_range_async(self, path: str, *, start: int, end: int) -> Buffer:
+        """As `get_ranges` of one range, awaited; where the file system is not asynchronous, in a thread."""
+        below = self.below(path)
+        check_ranges(self.where(below), [start], [end])
+        if not self.client.is_async or start == end:
+            return (await asyncio.to_thread(self.get_ranges, path, starts=[start], ends=[end]))[0]
+        try:
+            with self.client.errors("read", self.where(below)):
+                work = partial(self._answers, below, [start], [end])
+                answers = await self.client.awaited(work, nbytes=end - start)
+                return self._checked(below, [start], [end], answers)[0]
+        except DeadlineError:
+            raise
+        except TransportError as error:
+            await asyncio.to_thread(self._blame, path, end, error)
+            raise
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         readinto_by_ranges(self, path, starts, buffers, where=self.where(self.below(path)))
 
-    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[tuple[bytes, Version | None]]:
-        """Each range, with the version of the object that it is of where the file system can be made to tell."""
+    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[bytes]:
+        """Each range, of the version of the file that was read before."""
         client, full = self.client, self.key(below)
-        nbytes = sum(ends) - sum(starts)
         with client.errors("read", self.where(below)):
-            fs = client.fs()
-            get = getter(client.protocols, fs)
-            versions: list[Version | None] = [None] * len(starts)
-            if get is not None:
-                where = self.where(below)
-                answers = client.run(lambda: ranges(get, fs, full, starts, ends, where=where), nbytes=nbytes)
-                found = [data for data, _ in answers]
-                versions = [version for _, version in answers]
-            elif client.is_async:
-                paths = [full] * len(starts)
-                found = client.ask("cat_ranges", paths, starts, ends, on_error="raise", nbytes=nbytes)
-                found = cast("list[bytes]", found)
-                # Older releases of fsspec return errors as data whatever `on_error` says.
-                for part in found:
-                    if isinstance(part, OSError):
-                        raise part
+            if client.is_async:
+                work = partial(self._answers, below, starts, ends)
+                answers = client.run(work, nbytes=sum(ends) - sum(starts))
             else:
+                fs = client.fs()
                 with client.turn():
                     # Before the read: what is replaced in between is then an error of the next read.
                     is_told = len(client.protocols) == 1 and not {"file", "local"} & set(client.protocols)
-                    versions = [_version(fs.info(full)) if is_told else None] * len(starts)
+                    version = _version(fs.info(full)) if is_told else None
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
-        for start, end, part in zip(starts, ends, found, strict=True):
+                answers = [(part, version) for part in found]
+            return self._checked(below, starts, ends, answers)
+
+    async def _answers(self, below: str, starts: list[int], ends: list[int]) -> Sequence[tuple[bytes, Version | None]]:
+        """Each range, in the loop of an asynchronous file system, with the version of the object where it can be told."""
+        fs, full = self.client.fs(), self.key(below)
+        get = getter(self.client.protocols, fs)
+        if get is not None:
+            return await ranges(get, fs, full, starts, ends, where=self.where(below))
+        return [(part, None) for part in await cat_ranges(fs, full, starts, ends)]
+
+    def _checked(
+        self, below: str, starts: list[int], ends: list[int], answers: Sequence[tuple[bytes, Version | None]]
+    ) -> list[bytes]:
+        """The bytes, of the length asked for and of one version of the file."""
+        for start, end, (part, version) in zip(starts, ends, answers, strict=True):
             # fsspec can return exceptions as data, and servers may ignore ranges.
             if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
                 got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
                 raise TransportError(
                     f"{got} came for the range {start:,}:{end:,}", where=self.where(below), transient=True
                 )
-            client.requests.add("get_ranges", read=len(part))
-        return list(zip(found, versions, strict=True))
+            self.client.requests.add("get_ranges", read=len(part))
+            if version is not None:
+                self.pins.check(below, version, where=self.where(below))
+        return [part for part, _ in answers]
 
     def _blame(self, path: str, needed: int, error: TransportError) -> None:
         """Raise `CorruptShardError` if a failed range is beyond the end of the file; servers answer that with different errors."""
