@@ -57,6 +57,16 @@ PartRow = tuple[int, str, int, int]
 """sample_index, part, offset of its content, nbytes"""
 
 
+class _Deadline:
+    """When the running statement is stopped. SQLite holds it in the place of the index, which nothing else would release."""
+
+    at_s = 0.0
+
+    def is_over(self) -> bool:
+        """Whether that time has come."""
+        return time.monotonic() > self.at_s
+
+
 class SqliteIndex:
     """The index of a data set, open for reading; may be shared between threads.
 
@@ -77,7 +87,7 @@ class SqliteIndex:
         self.where = where
         self._path, self._pid = path, 0
         self._lock = threading.Lock()
-        self._deadline = 0.0
+        self._deadline = _Deadline()
         self._db: sqlite3.Connection | None = None
         objects = self._rows("SELECT type, name, sql FROM sqlite_master LIMIT ?", (_MAX_OBJECTS + 1,))
         if len(objects) > _MAX_OBJECTS:
@@ -278,7 +288,7 @@ class SqliteIndex:
         with self._lock:
             try:
                 db = self._connection()
-                self._deadline = time.monotonic() + TIMEOUT_S
+                self._deadline.at_s = time.monotonic() + TIMEOUT_S
                 return db.execute(statement, values).fetchall()
             except sqlite3.OperationalError as error:
                 if "interrupted" in str(error):
@@ -296,11 +306,8 @@ class SqliteIndex:
             # A connection must not be used in a child of the process that opened it.
             self._db, self._pid = _connect(self._path), os.getpid()
             self._finalizer = weakref.finalize(self, self._db.close)
-            self._db.set_progress_handler(self._is_late, 100_000)
+            self._db.set_progress_handler(self._deadline.is_over, 100_000)
         return self._db
-
-    def _is_late(self) -> bool:
-        return time.monotonic() > self._deadline
 
     def close(self) -> None:
         """Release the database; using the index again opens it again."""
