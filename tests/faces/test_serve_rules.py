@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import socket
 import threading
 from pathlib import Path
@@ -58,7 +59,7 @@ def asked(app: Starlette, path: str, *, method: str = "GET", **headers: str) -> 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+    asyncio.run(app(scope, receive, send))
     found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:])
 
@@ -157,6 +158,16 @@ def test_the_padding_of_a_cut_shard_is_served(app: Starlette, plain: PlainStore)
             status, headers, body = asked(app, key, method=method, range=f"bytes={start}-{end - 1}")
             assert (status, headers["content-length"]) == (206, str(end - start))
             assert body == (whole[start:end] if method == "GET" else b"")
+
+
+def test_a_cut_shard_that_is_cut_further_is_damage(plain: PlainStore, tmp_path: Path):
+    """Its last byte is missed, which is not that of the chunk."""
+    folder, key = plain.write(tmp_path), "activations/c/2/0/0/0"
+    cut = application(ShardStore.open(folder), chunks=(3, 3, 5, 8))
+    assert asked(cut, key, method="HEAD")[0] == 200
+    os.truncate(folder / "acts000002.bin", LAYOUT.example_nbytes - 1)
+    assert asked(cut, key, method="HEAD")[0] == 410
+    assert asked(cut, key, method="HEAD", range="bytes=0-3")[0] == 206
 
 
 # -- failures ------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def write(folder: Path, *tensors: dict[str, np.ndarray]) -> Path:
 
 
 def imported(folder: Path, out: object, **more: Any) -> ShardStore:
-    return import_cache(folder, out, **{**MODEL, "layers": [1, 2], "context": 2, **more})  # type: ignore[arg-type]
+    return import_cache(folder, out, **{**MODEL, "layers": [1, 2], "context": 2, **more})
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_an_address_that_cannot_be_listed():
     class Blind:
         url = "https://host/a"
 
-    error = refused(lambda: entries_of(Blind()))  # type: ignore[arg-type]
+    error = refused(lambda: entries_of(Blind()))
     assert (type(error), error.where) == (ArgumentError, "https://host/a")
     assert type(refused(lambda: entries_of(MemoryTransport(), "nothing"))) is NotFoundError
 

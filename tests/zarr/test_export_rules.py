@@ -48,7 +48,7 @@ def refused(call: Callable[[], object]) -> SaevStoreError:
 def made(
     root: Path, *, tail: str = "cut", labelled: bool = True, ckpt: str | None = None, seed: int = 0
 ) -> tuple[PlainStore, ShardStore]:
-    plain = plain_store(LAYOUT, tail=tail, labelled=labelled, ckpt=ckpt, seed=seed)  # type: ignore[arg-type]
+    plain = plain_store(LAYOUT, tail=tail, labelled=labelled, ckpt=ckpt, seed=seed)
     return plain, ShardStore.open(plain.write(root))
 
 
@@ -74,7 +74,7 @@ def content(plain: PlainStore, reference: object, base: str) -> bytes:
     """The bytes that a reference leads to, read from the store's files."""
     if isinstance(reference, str):
         return base64.b64decode(reference.removeprefix("base64:"))
-    address, offset, nbytes = reference  # type: ignore[misc]
+    address, offset, nbytes = reference
     folder, _, name = address.rpartition("/")
     assert folder == base
     found = plain.files[name][offset : offset + nbytes]
@@ -234,14 +234,14 @@ def test_specs_are_whole_shards(tmp_path: Path):
     """A last shard at its full size is a chunk like the others."""
     _, store = made(tmp_path, tail="padded")
     spec = tensorstore_spec(store)
-    assert (spec["driver"], spec["metadata"]["shape"]) == ("zarr3", [7, 3, 5, 8])  # type: ignore[index]
-    assert spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"] == [3, 3, 5, 8]  # type: ignore[index]
-    keys = [layer["exact"] for layer in spec["kvstore"]["layers"]]  # type: ignore[index]
+    assert (spec["driver"], spec["metadata"]["shape"]) == ("zarr3", [7, 3, 5, 8])
+    assert spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"] == [3, 3, 5, 8]
+    keys = [layer["exact"] for layer in spec["kvstore"]["layers"]]
     assert keys == [f"c/{n}/0/0/0" for n in range(3)]
     labels = tensorstore_spec(store, "labels")
-    assert labels["metadata"]["shape"] == [7, 4]  # type: ignore[index]
-    assert [layer["exact"] for layer in labels["kvstore"]["layers"]] == ["c/0/0"]  # type: ignore[index]
-    assert not {"attributes", "storage_transformers"} & set(spec["metadata"])  # type: ignore[call-overload]
+    assert labels["metadata"]["shape"] == [7, 4]
+    assert [layer["exact"] for layer in labels["kvstore"]["layers"]] == ["c/0/0"]
+    assert not {"attributes", "storage_transformers"} & set(spec["metadata"])
     layer = tensorstore_spec(store, "layer")
     assert (layer["driver"], layer["dtype"]) == ("array", "int64")
     assert layer["transform"] == {"input_inclusive_min": [0], "input_exclusive_max": [3], "input_labels": ["layer"]}
@@ -366,5 +366,5 @@ def test_a_parser_hands_on_its_options(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ShardStore, "open", opened)
     for options in (None, {"key": "x"}):
         with pytest.raises(Told):
-            SaevParser(storage_options=options)("s3://lab/a", None)  # type: ignore[arg-type]
+            SaevParser(storage_options=options)("s3://lab/a", None)
     assert given == [("s3://lab/a", {"storage_options": None}), ("s3://lab/a", {"storage_options": {"key": "x"}})]
