@@ -320,3 +320,59 @@ def test_arrays_in_parts_keep_their_order():
     buffer = io.BytesIO()
     np.save(buffer, np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)))
     assert decode("x.npy", buffer.getvalue(), where="x").tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_documents_of_older_releases_are_replaced():
+    """A reader that looks for `.info.yaml` would find tars that are no longer there."""
+    memory = prepared({"a.tar": sample_files(0, 2)})
+    memory.put(".nv-meta/.info.yaml", b"shard_counts: {gone.tar: 9}")
+    memory.delete(".nv-meta/.info.json")
+    memory.put(".nv-meta/split.json", b"{}")
+    assert refused(lambda: prepare("", transport=memory, split="1,0,0")).remedy == "Pass overwrite=True."
+    made = prepare("", transport=memory, overwrite=True, progress=False)  # keeps split.yaml, and what else is not said
+    assert ".nv-meta/.info.yaml" not in memory.files
+    assert memory.files[".nv-meta/split.json"] == b"{}"
+    assert dict(made.splits) == {"train": ("a.tar",), "val": (), "test": ()}
+    prepare("", transport=memory, overwrite=True, split="0,1,0", progress=False)
+    assert set(memory.files) == {
+        "a.tar", "a.tar.idx", ".nv-meta/.info.json", ".nv-meta/index.sqlite", ".nv-meta/index.uuid", ".nv-meta/split.yaml",
+        ".nv-meta/dataset.yaml",
+    }  # fmt: skip
+    definition = {"sample_type": "TextSample", "field_map": {"text": "json[caption]"}}
+    prepare("", transport=memory, overwrite=True, progress=False, **definition)
+    for more, kind in (
+        ({}, "TextSample"),
+        ({"sample_type": "CrudeWebdataset"}, "CrudeWebdataset"),
+        ({}, "CrudeWebdataset"),
+    ):
+        prepare("", transport=memory, overwrite=True, progress=False, **more)
+        assert EnergonDataset("", transport=memory).sample_type == kind
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "message"),
+    [
+        ({"sample_type": "X"}, "sample_type", "'X' is none of Sample, CaptioningSample, "),
+        ({"field_map": {"a": "b"}}, "field_map", "a field map needs a sample type"),
+        ({"sample_type": "TextSample"}, "field_map", "field_map does not fit: TextSample needs 'text'"),
+        ({"sample_type": "TextSample", "field_map": {"text": "a["}}, "field_map", "'a[' is no path"),
+        ({"exclude": "("}, "exclude", "'(' is no regular expression: "),
+        ({"split": "1,2"}, "split", "'1,2' has 2 shares; train, val and test need 3"),
+        ({"split": None, "split_parts": ["a:("]}, "split_parts", "'(' is no regular expression: "),
+    ],
+)
+def test_what_cannot_be_prepared(options: dict, where: str, message: str):
+    memory = MemoryTransport({"a.tar": tar_bytes(sample_files(0, 1))})
+    error = refused(lambda: prepare("", transport=memory, progress=False, **{"split": "1,0,0", **options}))
+    assert (type(error), error.where) == (ArgumentError, where)
+    assert error.message.startswith(message)
+    assert set(memory.files) == {"a.tar"}
+
+
+def test_what_cannot_be_listed_cannot_be_prepared():
+    class Reader:
+        name, url = "reader", "nowhere://"
+
+    error = refused(lambda: prepare("", transport=Reader(), split="1,0,0"))
+    assert (type(error), error.where) == (ReadOnlyError, "nowhere://")
+    assert error.message == "nothing can be written or listed through reader"

@@ -277,3 +277,19 @@ def test_an_object_of_the_same_shape_that_took_the_place_of_the_opened_one(s3_bu
             reader.close()
     with pytest.raises(CorruptShardError, match="another file has this name"):
         reader.read_batch(0)
+
+
+def test_a_file_with_another_header_that_took_the_place_is_noticed_where_no_versions_are_told():
+    memory = MemoryTransport({"x.batch": FILE})
+    reader = BatchFileReader("x.batch", transport=memory)
+    reader.close()
+    for other in (llmbatch_bytes(random_batches(2, 3, 50), seed=1), llmbatch_bytes(random_batches(3, 2, 50))):
+        memory.put("x.batch", other)
+        for read in (lambda: reader.read_batch(0), lambda: reader.rows([0]), lambda: reader[1]):
+            with pytest.raises(
+                CorruptShardError, match="another file has this name since the reader was closed"
+            ) as told:
+                read()
+            assert (told.value.where, told.value.remedy) == ("memory://x.batch", "Open it again.")
+    memory.put("x.batch", FILE)
+    np.testing.assert_array_equal(reader.read_batch(0), random_batches(2, 3, 50)[0])
