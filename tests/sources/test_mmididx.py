@@ -472,3 +472,24 @@ def test_objects_that_are_replaced_after_opening(s3_bucket):
     _replaced(writing, 100)
     with pytest.raises((CorruptShardError, TransportError), match="replaced"):
         dataset.rows([0, 2])
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "loc", "message"),
+    [
+        (patched(38, struct.pack("<i", -2)), "negative_size", ("sizes", 1), "sizes[1] is -2; a sequence has at least 0 tokens"),
+        (with_(doc_idx=[]), "bad_doc_idx", ("doc_idx", 0), "doc_idx is empty; it must begin with 0 and end with 4"),
+        (with_(doc_idx=[0, 2, 3]), "bad_doc_idx", ("doc_idx", 0), "doc_idx is 0 … 3; it must begin with 0 and end with 4"),
+        (with_(doc_idx=[0, 3, 2, 4]), "bad_doc_idx", ("doc_idx", 2), "doc_idx[2] is 2 after 3; it must not descend"),
+        (with_(pointers=[0, 16, -1, 48]), "negative_pointer", ("pointers", 2), "pointers[2] is -1"),
+        (with_(pointers=[0, 4, 4, 12]), "pointers_in_elements", ("pointers", 1), "pointers count tokens (pointers[1] is 4); they must count bytes"),
+        (with_(pointers=[0, 16, 16, 46]), "unaligned_pointer", ("pointers", 3), "pointers[3] is 46, no multiple of the 4 bytes of a token"),
+        (with_(pointers=[0, 16, 12, 48]), "overlapping_sequences", ("pointers", 2), "sequences 0 and 2 overlap: they begin at bytes 0 and 12"),
+    ],
+)  # fmt: skip
+def test_the_number_that_is_wrong_is_located(files, kind, loc, message):
+    with pytest.raises(DocumentError) as caught:
+        opened(*files)
+    (problem,) = caught.value.problems
+    assert (problem.kind, problem.loc, problem.message, problem.where) == (kind, loc, message, "memory://x.idx")
+    assert (caught.value.message, caught.value.where) == (message, "memory://x.idx")
