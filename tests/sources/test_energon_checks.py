@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from saev_store.sources.energon import EnergonDataset, check
 from saev_store.sources.energon._fetch import PartPlace
 from saev_store.sources.energon._view import View
 from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.energon.tar_header import disagreement, headers_nbytes
 from saev_store.transport import MemoryTransport
 
 Files = list[tuple[str, bytes]]
@@ -222,3 +224,61 @@ def test_an_empty_tar_is_told_and_in_no_split():
     for call in calls:
         with pytest.raises(DocumentError, match="samples 0 to 0 of shard 0 are not there exactly once"):
             call()
+
+
+# -- headers -------------------------------------------------------------------------------------------------------------
+
+
+def header(name: str, nbytes: int, kind: bytes = tarfile.REGTYPE, *, format: int = tarfile.USTAR_FORMAT) -> bytes:
+    """The headers of one member, with those of extensions before them."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = nbytes, kind
+    return info.tobuf(format)
+
+
+LONG = "d/" + "n" * 120 + ".txt"
+PLAIN, GNU, PAX = (
+    header("a.txt", 3),
+    header(LONG, 3, format=tarfile.GNU_FORMAT),
+    header("ä.txt", 3, format=tarfile.PAX_FORMAT),
+)
+
+
+@pytest.mark.parametrize(
+    ("headers", "name", "nbytes", "told"),
+    [
+        (PLAIN, "a.txt", 3, None), (b"x" * 512 + PLAIN, "a.txt", 3, None), (bytes(1024) + PLAIN, "a.txt", 3, None),
+        (header("a.txt", 3, tarfile.AREGTYPE), "a.txt", 3, None), (header("a.txt", 3, tarfile.CONTTYPE), "a.txt", 3, None),
+        (GNU, LONG, 3, None), (PAX, "ä.txt", 3, None), (header("b", 1) + b"b".ljust(512) + GNU, LONG, 3, None),
+        (header("b", 1) + b"b".ljust(512) + PAX, "ä.txt", 3, None),
+        (PLAIN, "a.tx", 3, "the tar has 'a.txt' there"), (PLAIN, "a.txt", 2, "the tar has a file of 3 bytes there, the index says 2"),
+        (PLAIN, "a.txt", 4, "the tar has a file of 3 bytes there, the index says 4"), (PAX, "a.txt", 3, "the tar has 'ä.txt' there"),
+        (GNU, LONG[:100], 3, f"the tar has {LONG!r} there"),
+        (header("a.txt", 3, tarfile.DIRTYPE), "a.txt", 3, "the tar has no plain file there"),
+        (header("a.txt", 3, tarfile.SYMTYPE), "a.txt", 3, "the tar has no plain file there"),
+        (header("a.txt", 3, tarfile.LNKTYPE), "a.txt", 3, "the tar has no plain file there"),
+        (header("a.txt", 3, tarfile.FIFOTYPE), "a.txt", 3, "the tar has no plain file there"),
+        (PLAIN[:-1] + b"x", "a.txt", 3, "the tar has no header with a valid checksum there"),
+        (bytes(512), "a.txt", 3, "the tar has no header with a valid checksum there"),
+        (PLAIN + bytes(512), "a.txt", 3, "the tar has no header with a valid checksum there"),
+        # Extensions of another file, behind which the one of the index is a plain one.
+        (PAX + b"x".ljust(512) + PLAIN, "a.txt", 3, None), (GNU + b"x".ljust(512) + PLAIN, "a.txt", 3, None),
+        (GNU + b"x".ljust(512) + PLAIN, LONG, 3, "the tar has 'a.txt' there"),
+    ],
+)  # fmt: skip
+def test_headers_are_compared_with_the_index(headers: bytes, name: str, nbytes: int, told: str | None):
+    assert disagreement(headers, name=name, nbytes=nbytes) == told
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("name", ["a.txt", "n" * 96 + ".txt", "d" * 60 + "/" + "n" * 60 + ".txt", "ä.txt", "a?.txt"])
+@pytest.mark.parametrize("nbytes", [0, 8**11 - 1, 8**11])
+def test_as_many_headers_are_read_as_there_may_be(format: int, name: str, nbytes: int):
+    try:
+        raw = header(name, nbytes, format=format)
+    except ValueError:
+        return  # this format has no room for it
+    n = headers_nbytes(name, nbytes)
+    assert n % 512 == 0
+    assert len(raw) <= n
+    assert disagreement(raw.rjust(n, b"\0"), name=name, nbytes=nbytes) is None
