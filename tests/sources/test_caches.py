@@ -369,6 +369,8 @@ def _cut(name: str) -> Callable[[Path], object]:
         (lambda folder: (folder / "layer_9_out" / "shard_0.meta").unlink(), NotFoundError, "shard_0.meta"),
         (_with_another_layer, DocumentError, "layer_10_out has 21 tokens"),
         (lambda folder: saved(folder / "tokens.pt", list(range(21))), CorruptShardError, "for 22 vectors"),
+        (lambda folder: saved(folder / "tokens.pt", [[i] for i in range(22)]), CorruptShardError, r"shape \(22, 1\), for 22 vectors"),
+        (lambda folder: saved(folder / "tokens.pt", list(range(23))), DocumentError, "no tensor of integers, one for each token"),
         (lambda folder: saved(folder / "tokens.pt", [0.5] * 22), DocumentError, "no tensor of integers"),
         (lambda folder: (folder / "tokens.pt").write_bytes(b"no"), DocumentError, "weights_only=True"),
         (lambda folder: (folder / "tokens.pt").write_bytes(bytes(1 << 20)), CorruptShardError, "too many for 22 tokens"),

@@ -376,3 +376,22 @@ def test_what_cannot_be_listed_cannot_be_prepared():
     error = refused(lambda: prepare("", transport=Reader(), split="1,0,0"))
     assert (type(error), error.where) == (ReadOnlyError, "nowhere://")
     assert error.message == "nothing can be written or listed through reader"
+
+
+def test_the_uuid_of_an_index_is_of_names_sizes_and_places():
+    def uuid(files: dict[str, bytes]) -> str:
+        memory = MemoryTransport(files)
+        prepare("", transport=memory, split="1,0,0", progress=False)
+        return memory.files[".nv-meta/index.uuid"].decode()
+
+    tar = tar_bytes([("k.txt", b"abc"), ("l.txt", b"d")])
+    other = [
+        tar_bytes([("k.txt", b"ab"), ("l.txt", b"d")]),
+        tar_bytes([("k.txt", b"abc"), ("l.json", b"d")]),
+        tar + bytes(512),
+    ]
+    found = [uuid({"a.tar": tar}), uuid({"b.tar": tar}), uuid({"a.tar": tar, "e.tar": tar_bytes([])})]
+    found += [uuid({"a.tar": each}) for each in other]
+    assert len(set(found)) == 6
+    assert uuid({"a.tar": tar}) == found[0]
+    assert uuid({"a.tar": tar.replace(b"abc", b"xyz")}) == found[0]  # contents are not indexed
