@@ -11,7 +11,7 @@ from typing import cast
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import shard_name
-from saev_store.errors import ResumeError, SaevStoreWarning
+from saev_store.errors import ResumeError, SaevStoreWarning, counted
 from saev_store.transport import Sink
 from saev_store.writer._digests import BlockDigester, block_ranges, digest
 from saev_store.writer._shard_file import Receipt, ShardFile, ShardPlan, leading_receipts, read_token_rows
@@ -145,7 +145,7 @@ def _kept_digests(plan: ShardPlan, sink: Sink, receipt: Receipt, verify: str, ba
 
 def _warn(plan: ShardPlan, shard_idx: int, kept_nbytes: int, *, n_dropped: int) -> None:
     first, _ = plan.layout.example_range(shard_idx)
-    after = f" and the {n_dropped} shards after it" if n_dropped > 0 else ""
+    after = f" and the {counted(n_dropped, 'shard')} after it" if n_dropped > 0 else ""
     warnings.warn(
         f"{plan.folder.where(shard_name(shard_idx))}: not what was written (its file, its digests, or what was recorded of its tokens); "
         f"{kept_nbytes // plan.layout.example_nbytes} of its examples are kept, the rest of it{after} has to be appended "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,17 @@ from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError, DeadlineError, WriterConflictError
-from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, _iteration, open_for_training, stage
-from saev_store.order import Blocks, ShuffledOrder
+from saev_store.loaders import (
+    CachedTransport,
+    Explanation,
+    OrderedLoader,
+    ShuffledLoader,
+    _iteration,
+    open_for_training,
+    stage,
+)
+from saev_store.order import Blocks, Mixing, ShuffledOrder
+from saev_store.store.estimate import Estimate
 from saev_store.transport import PreadTransport
 from saev_store.writer import copying
 
@@ -155,3 +165,43 @@ def test_patience_begins_anew_with_whatever_arrives(n_arrivals: int, n_waits: in
     with pytest.raises(DeadlineError, match=r"nothing read within 2 s; .* busy with: nothing"):
         iteration.get(2.0, lambda: min(len(waits), n_arrivals))
     assert waits == [0.5] * n_waits
+
+
+def test_a_plan_as_text() -> None:
+    """Every line of it; what does not apply is left out."""
+    mixing = Mixing(
+        16_384, window_examples=12_000.4, distinct_examples=900.6, independent_draws=890.0, full_shuffle=1_000.4
+    )
+    far = Explanation(
+        n_rows=1_234_567, n_batches=76, medium="remote", reason="it is far", engine="obstore:s3", n_threads=32,
+        extent_bytes=8 << 20, cost=Estimate(3_000, 5 << 40, 5 << 40, request_dollars=1.5, transfer_dollars=8.25),
+        keeps_pages=None, window_bytes=3 << 29, buffer_bytes=1023, in_flight_bytes=1024, n_partitions=8,
+        examples_per_block=3, mixing=mixing,
+    )  # fmt: skip
+    assert str(far).splitlines() == [
+        "rows    1,234,567 in 76 batches",
+        "medium  remote: it is far (engine obstore:s3)",
+        "reads   3,000 of about 8.0 MiB, 32 at a time",
+        "bytes   5.0 TiB per epoch",
+        "memory  1.5 GiB window, 1023 B batches, 1.0 KiB on the way",
+        "price   $1.50 per epoch for requests, and $8.25 if the bytes leave the region",
+        "window  3 example(s) per block, 8 partitions",
+        "mixing  901 of 12,000 examples in the window per batch; a full shuffle gives 1,000",
+    ]
+    near = replace(far, medium="disk", in_flight_bytes=0, mixing=None, keeps_pages=True)
+    assert str(near).splitlines()[3:] == [
+        "bytes   5.0 TiB per epoch, kept in the page cache",
+        "memory  1.5 GiB window, 1023 B batches",
+    ]
+    dropped = str(replace(near, keeps_pages=False))
+    assert "bytes   5.0 TiB per epoch, dropped from the page cache at once" in dropped
+
+
+@pytest.mark.parametrize("n_partitions", [1, 4])
+def test_the_window_is_filled_to_a_share_of_it(plain, n_partitions: int) -> None:
+    """At most wholly, however many partitions there are."""
+    rows = ShardStore.open(plain.path).sel(layer=5)
+    loader = ShuffledLoader(rows, batch_size=8, n_partitions=n_partitions)
+    fills = [loader.metrics().window_fill for _ in loader]
+    assert 0 < max(fills) <= 1
+    assert min(fills) >= 0

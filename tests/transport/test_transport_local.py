@@ -18,6 +18,8 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ from saev_store.testing._reading import follow
 from saev_store.transport import MmapTransport, PreadTransport, open_transport
 from saev_store.transport.checks import from_os_error
 from saev_store.transport.local import write as _local_write
-from saev_store.transport.local.files import DESCRIPTORS, map_file
+from saev_store.transport.local.files import DESCRIPTORS, DescriptorCache, map_file
 
 ENGINES = (MmapTransport, PreadTransport)
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -722,6 +724,19 @@ def test_places_that_cannot_reserve_space(tmp_path, monkeypatch, missing):
         transport.open_sink("b.bin", used_nbytes=too_much, file_nbytes=too_much)
 
 
+def test_what_a_resumed_file_has_needs_no_room(tmp_path, monkeypatch):
+    """On a disk that has just become full."""
+    size = 1 << 20
+    sink = MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=size, file_nbytes=size)
+    sink.write(0, [memoryview(b"1" * size)])
+    sink.abort()
+    full = SimpleNamespace(f_blocks=1 << 20, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda fd: full)
+    MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=size, file_nbytes=size, resume=True).abort()
+    with pytest.raises(TransportError, match="ENOSPC"):
+        MmapTransport(tmp_path).open_sink("a.bin", used_nbytes=size + 1, file_nbytes=size + 1, resume=True)
+
+
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     pwritev = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: pwritev(fd, [views[0][:7]], offset))
@@ -1024,3 +1039,27 @@ def test_nothing_that_only_linux_has_is_needed(tmp_path):
         [sys.executable, "-c", _WITHOUT, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def test_no_more_descriptors_are_kept_than_said(tmp_path):
+    cache, names = DescriptorCache(2), [str(tmp_path / name) for name in "abc"]
+    for name in names:
+        Path(name).write_bytes(b"1")
+        cache.open(name)
+    assert [cache.peek(name) is not None for name in names] == [False, True, True]
+
+
+@pytest.mark.parametrize("kind", [MmapTransport, PreadTransport])
+def test_a_shard_that_was_never_read_is_refused_each_time_once_the_last_one_was_replaced(tmp_path, kind):
+    for name in ("acts000000.bin", "acts000001.bin"):
+        (tmp_path / name).write_bytes(b"old")
+    transport = kind(tmp_path)
+    transport.get_ranges("acts000000.bin", starts=[0], ends=[3])
+    for name in ("acts000000.bin", "acts000001.bin"):
+        (tmp_path / "new").write_bytes(b"new")
+        (tmp_path / "new").replace(tmp_path / name)
+    for _ in range(2):
+        with pytest.raises(CorruptShardError, match="others may be of another recording too"):
+            transport.get_ranges("acts000001.bin", starts=[0], ends=[3])
+    transport.close()
+    assert bytes(transport.get_ranges("acts000001.bin", starts=[0], ends=[3])[0]) == b"new"

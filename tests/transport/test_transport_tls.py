@@ -9,6 +9,7 @@ from tls import Certificates, TlsFront, certificates, no_authorities  # noqa: F4
 
 from saev_store.errors import ArgumentError, TransportError
 from saev_store.transport import open_transport
+from saev_store.transport._tls import authorities
 
 pytestmark = pytest.mark.usefixtures("no_authorities")
 engines = pytest.mark.parametrize("engine", ["obstore", "fsspec"])
@@ -97,3 +98,18 @@ def test_a_file_of_authorities_that_is_none(s3_bucket, front, engine, tmp_path, 
         opened(s3_bucket, front, engine, verify=str(path)).read("metadata.json")
     with pytest.raises(ArgumentError, match="verify is a int"):
         opened(s3_bucket, front, engine, verify=3)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3a", "https", "http", "gs"])
+def test_which_variables_name_authorities(scheme, monkeypatch):
+    """That of AWS before the general one, for addresses of S3 only; an empty one names none."""
+    for aws, general, of_aws, of_others in (
+        ("", "", True, True),
+        ("/a", "", "/a", True),
+        ("", "/b", "/b", "/b"),
+        ("/a", "/b", "/a", "/b"),
+    ):
+        monkeypatch.setenv("AWS_CA_BUNDLE", aws)
+        monkeypatch.setenv("SSL_CERT_FILE", general)
+        assert authorities(scheme, None) == (of_aws if scheme.startswith("s3") else of_others)
+        assert authorities(scheme, verify=False) is False

@@ -223,3 +223,16 @@ def test_pieces_of_a_long_range_are_requests_each(naps, monkeypatch):
         transport.get_ranges("a.bin", starts=[0], ends=[nbytes])
         rate.take(0, 0)
         assert sum(naps) - before_s == pytest.approx(n_requests)
+
+
+def test_what_is_written_counts_as_requests_of_a_fixed_length(naps, monkeypatch):
+    """A client sends what several writes give it at once."""
+    monkeypatch.setattr(time, "monotonic", lambda: sum(naps))
+    rate = Rate(requests_per_s=1)
+    sink = LimitTransport(MemoryTransport(), rate).open_sink("a.bin", used_nbytes=12 << 20, file_nbytes=12 << 20)
+    rate.take(0, 0)
+    for offset, nbytes, n_requests in ((0, 2 << 20, 0.25), (2 << 20, 10 << 20, 1.25)):
+        before_s = sum(naps)
+        sink.write(offset, [memoryview(bytes(nbytes))])
+        rate.take(0, 0)
+        assert sum(naps) - before_s == pytest.approx(n_requests)

@@ -457,6 +457,31 @@ def test_where_there_are_no_locks_the_older_writer_notices() -> None:
     this.check(bucket.content(this.name))
 
 
+def test_a_writer_whose_store_was_discarded_is_told() -> None:
+    """Where there are no locks; it is not called a take-over."""
+    this, bucket = case(), Disk(posix=False)
+    old = begin(bucket, this)
+    this.append(old, 0, 2)
+    discard_unfinished(bucket, this.metadata)
+    with pytest.raises(WriterConflictError, match="published or discarded while this writer was at work"):
+        this.append(old, 2, 6)
+        old.checkpoint()
+    old.close() if old._background.error is None else None
+
+
+def test_a_writer_says_how_far_it_is(tmp_path: Path) -> None:
+    this = case()
+    transport = open_transport(tmp_path)
+    writer = begin(transport, this)
+    this.append(writer, 0, 2)
+    assert repr(writer) == f"<ShardWriter {tmp_path}/{this.name}: 2 of 7 examples, open>"
+    writer.close()
+    assert repr(writer) == f"<ShardWriter {tmp_path}/{this.name}: 2 of 7 examples, closed>"
+    with begin(transport, this, resume=True) as writer:
+        this.append(writer, 2, 7)
+    assert repr(writer) == f"<ShardWriter {tmp_path}/{this.name}: 7 of 7 examples, complete>"
+
+
 def test_no_thread_outlives_its_writer(tmp_path: Path) -> None:
     this = case()
 

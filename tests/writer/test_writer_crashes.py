@@ -159,9 +159,13 @@ def test_damage_found_on_resuming_is_dropped_and_told() -> None:
         ):
             this.append(writer, 0, 8)
         disk.files[f"{this.name}/{path}"].seen[at] ^= 1
-        with pytest.warns(SaevStoreWarning, match=path):
+        with pytest.warns(SaevStoreWarning, match=path) as told:
             writer = create_store(disk, this.metadata, resume=True, block_bytes=64, on_nonfinite="allow")
-        assert writer.next_example == int(path[4:10]) * 3 + at // 64 * 64 // this.metadata.layout.example_nbytes
+        shard, kept = int(path[4:10]), at // 64 * 64 // this.metadata.layout.example_nbytes
+        assert writer.next_example == shard * 3 + kept
+        after = ["and the 2 shards after it ", "and the 1 shard after it ", ""][shard]
+        ending = f"; {kept} of its examples are kept, the rest of it {after}has to be appended again, from example {shard * 3 + kept} on."
+        assert str(told[0].message).endswith(ending)
         with writer:
             this.append(writer, writer.next_example, 9)
         this.check(disk.content(this.name))

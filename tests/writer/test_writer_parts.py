@@ -27,9 +27,10 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
-from saev_store.transport import Transport, open_transport
+from saev_store.transport import MemoryTransport, Transport, open_transport
 from saev_store.writer import create_store, finalize_store
 from saev_store.writer.folder import Claim, Folder, read_claim
+from saev_store.writer.parts import UnpublishedStore
 
 
 def write_part(transport: Transport, this: Case, rank: int, world: int, **options: object) -> tuple[int, int]:
@@ -327,3 +328,23 @@ def test_a_shard_that_is_only_checkpointed_is_not_published(tmp_path: Path) -> N
     with pytest.raises(IncompleteStoreError, match="part 1"):
         finalize_store(transport, this.metadata)
     assert not (tmp_path / this.name / "metadata.json").exists()
+
+
+def test_what_is_missing_of_a_store_that_others_write() -> None:
+    """Ranges of examples, as the receipts have them; nothing is missing once another process has published it."""
+    this, root = case(n=7, per_shard=2), MemoryTransport()
+    write_part(root, this, 1, 3)
+    found = UnpublishedStore.find(root.at(this.name))
+    assert found is not None
+    assert (found.n_parts, found.metadata.raw) == (3, this.metadata.raw)
+    assert found.missing() == [(0, 2), (4, 7)]
+    assert list(found.untouched_parts()) == [True, False, True]
+    ranges = ((0, 7), (0, 2), (2, 4), (3, 4), (3, 7), (4, 7))
+    assert [found.n_durable(first, end) for first, end in ranges] == [2, 0, 2, 1, 1, 0]
+    for rank in (0, 2):
+        write_part(root, this, rank, 3)
+    assert found.missing() == []
+    assert finalize_store(root, this.metadata)
+    assert found.missing() == []
+    assert not found.publish()
+    assert UnpublishedStore.find(root.at(this.name)) is None
