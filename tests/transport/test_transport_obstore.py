@@ -36,6 +36,7 @@ from saev_store.testing._reading import follow
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
 from saev_store.transport import Transport, open_transport
 from saev_store.transport._remote import again, run_in_loop
+from saev_store.transport.obstore import part_bytes
 from saev_store.transport.obstore._client import bucket_region
 from saev_store.transport.obstore._options import only_obstore_understands, place_of
 from saev_store.transport.obstore._transport import ObstoreTransport
@@ -304,6 +305,12 @@ def test_a_long_file_has_longer_parts_rather_than_more_than_a_service_takes(s3_b
     assert transport.counters.operations["sink.write"] == n_parts
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 9000 * (8 << 20), 9000 * (8 << 20) + 1, 9000 * (9 << 20) - 1, 48 << 40])
+def test_no_length_takes_more_parts_than_allowed(nbytes):
+    assert -(-nbytes // part_bytes(nbytes)) <= 9000
+    assert part_bytes(nbytes) >= 8 << 20
+
+
 @pytest.mark.parametrize("step", [8 << 20, 3 << 20, 20 << 20])
 def test_memory_may_be_used_again_when_a_write_returns(s3_bucket, step):
     transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(21 << 20)
@@ -454,6 +461,17 @@ def test_errors_become_ours_and_tell_no_secrets(s3_bucket):
         ("Server returned non-2xx status code: 301 Moved: ", TransportError, False),
         ("HTTP error: error sending request: operation timed out", DeadlineError, True),
         ("HTTP error: request or response body error", TransportError, True),
+        ("Server returned non-2xx status code: 401 Unauthorized: ", AccessError, None),
+        ("Server returned non-2xx status code: 404 Not Found: ", NotFoundError, None),
+        ("Server returned non-2xx status code: 408 Slow: ", TransportError, True),
+        ("Server returned non-2xx status code: 500 Internal: ", TransportError, True),
+        ("Server returned non-2xx status code: 499 Odd: ", TransportError, False),
+        ("Server returned non-2xx status code: 412 Precondition Failed: ", TransportError, False),
+        ("Server returned non-2xx status code: 400 Bad: <Error><Code>InvalidAccessKeyId</Code>", AccessError, None),
+        ("Server returned non-2xx status code: 400 Bad: <Error><Code>InvalidToken</Code>", AccessError, None),
+        ("Server returned non-2xx status code: 400 Bad: <Error><Code>SignatureDoesNotMatch</Code>", AccessError, None),
+        ("Server returned non-2xx status code: 400 Bad: <Error><Code>TokenRefreshRequired</Code>", AccessError, None),
+        ("Server returned non-2xx status code: 400 Bad: <Error><Code>Other</Code>", TransportError, False),
     ],
 )
 def test_what_answers_mean(text, kind, transient):
@@ -468,6 +486,25 @@ def test_what_answers_mean(text, kind, transient):
     assert getattr(error, "transient", None) == transient
     assert "hush" not in str(error)
     assert "abcdef" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_of_region"),
+    [
+        *((f"Server returned non-2xx status code: {status} Moved: ", True) for status in (301, 307, 308, 400)),
+        *((f"Server returned non-2xx status code: {status} No: ", False) for status in (302, 405, 500)),
+        ("Received redirect without LOCATION, this normally indicates an incorrectly configured region", True),
+        ("HTTP error: request or response body error", False),
+    ],
+)
+def test_which_answers_are_of_another_region(answer, is_of_region):
+    from obstore.exceptions import GenericError
+
+    for url, options in (("s3://b", {**S3, "region": "r"}), ("gs://b", {"skip_signature": True})):
+        error = ObstoreTransport(url, options).client.translate(GenericError(answer), doing="read", where="w")
+        assert isinstance(error, TransportError)
+        assert ("region" in (error.remedy or "")) == (is_of_region and url == "s3://b")
+        assert not (is_of_region and error.transient)
 
 
 def test_the_region_is_requested_where_no_option_names_it():

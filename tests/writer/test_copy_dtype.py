@@ -310,7 +310,8 @@ def test_an_interrupted_copy_continues_with_the_same_bytes_and_the_same_report(t
         assert (Path(url) / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_copy_that_saturates_is_not_continued_with_another_policy(tmp_path, monkeypatch):
+@pytest.mark.parametrize("policy", ["saturate", "warn"])
+def test_a_copy_is_not_continued_with_another_policy(policy, tmp_path, monkeypatch):
     path, _ = made(tmp_path / "from", numbers("float32"))
 
     def interrupted(on_overflow):
@@ -322,11 +323,11 @@ def test_a_copy_that_saturates_is_not_continued_with_another_policy(tmp_path, mo
             copy_store(path, tmp_path / "to", dtype="float16", on_overflow=on_overflow, progress=False)
 
     interrupted("raise")
-    interrupted("saturate")
-    for other in ("raise", "warn"):
-        with pytest.raises(ResumeError, match="begun with on_overflow='saturate'"):
+    interrupted(policy)
+    for other in ("raise", "warn" if policy == "saturate" else "saturate"):
+        with pytest.raises(ResumeError, match=f"begun with on_overflow='{policy}', and this call has '{other}'"):
             copy_store(path, tmp_path / "to", dtype="float16", on_overflow=other, progress=False)
-    assert copy_store(path, tmp_path / "to", dtype="float16", on_overflow="saturate", progress=False).rounding
+    assert copy_store(path, tmp_path / "to", dtype="float16", on_overflow=policy, progress=False).rounding
 
 
 def test_a_copy_is_not_continued_from_other_token_arrays(tmp_path, monkeypatch):
