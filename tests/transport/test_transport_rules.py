@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
 from saev_store.transport.fsspec._ranges import ranges
 from saev_store.transport.fsspec._sink import list_uploads
+from saev_store.transport.fsspec._transport import _read_range as read_range
 from saev_store.transport.obstore._options import finds_credentials, only_obstore_understands, place_of
 
 SECRET = "hush-hush-hush-hush"
@@ -251,3 +253,16 @@ def test_the_range_of_an_answer(said: str, nbytes: int, is_refused: bool, size: 
         assert asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x")) == [
             (bytes(nbytes), (None, size))
         ]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+def test_a_file_that_gives_little_at_once_is_read_on(most: int) -> None:
+    """As often as it needs, and no further than its end."""
+
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            return super().read(min(most, size or 0))
+
+    truth = bytes(range(20))
+    for start, end in ((0, 20), (3, 10), (19, 20), (5, 5), (15, 30), (20, 25)):
+        assert read_range(Slow(truth), start, end) == truth[start:end]
