@@ -431,3 +431,10 @@ def test_patience_is_for_one_thing_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert slices([]) == 20
     changed.jump = 50.0
     assert slices(["a"]) == 4
+
+
+def test_who_shares_what_is_shown(store: Path):
+    with make(store).share(["left", "right"]) as shared:
+        assert repr(shared) == "<SharedLoader of ['left', 'right']>"
+        assert [repr(one) for one in shared] == ["<Consumer 'left'>", "<Consumer 'right'>"]
+        assert [len(one) for one in shared] == [shared.n_batches] * 2

@@ -60,8 +60,8 @@ def test_rows_of_two_models_equal_dense_numpy(tmp_path):
     where = rows.coordinates([0, 7])
     assert (where.example_idx.tolist(), where.token_idx.tolist()) == ([4, 1], [0, 1])
     assert both.sel(layer_a=[5], layer_b=1).rows([0]).act_a.shape == (1, 1, 4), "a list is stacked, also of one"
-    assert "PairSelection" in repr(rows)
-    assert "StorePair" in repr(both)
+    assert repr(rows) == f"<PairSelection of {rows.a!r} and {rows.b!r}>"
+    assert repr(both) == f"<StorePair of {a!r} and {b!r}>"
 
 
 def test_stores_of_every_generation(tmp_path):

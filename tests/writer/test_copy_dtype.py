@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import sys
@@ -23,7 +24,7 @@ from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.dtypes import stored_as
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, ResumeError, StoreExistsError
 from saev_store.writer.copying import _layers, _rounding, copy_store
-from saev_store.writer.copying._rounding import Measurement, parse_report
+from saev_store.writer.copying._rounding import Measurement, RoundingReport, parse_report
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 STORES = sorted(path.parent for path in SAMPLES.glob("v*/**/metadata.json"))
@@ -175,6 +176,16 @@ def test_numbers_are_rounded_as_torch_rounds(tmp_path, dtype):
     store = ShardStore.open(copy_store(path, tmp_path / "to", dtype=dtype, progress=False))
     truth = torch.from_numpy(acts).to(getattr(torch, dtype)).view(torch.int16).numpy()
     assert np.array_equal(store.read(dtype="stored").view(np.int16), truth)
+
+
+def test_a_report_as_text():
+    changed = RoundingReport("float32", "float16", 20_000, 5_000, 0.001234567, 1 / 3, 0)
+    text = "float32 to float16: 25% of 20,000 vectors changed, max absolute error 0.001235, mean relative error 0.3333"
+    assert str(changed) == text
+    assert str(dataclasses.replace(changed, n_became_infinite=1_200)) == f"{text}, 1,200 numbers became infinite"
+    assert not changed.is_bit_lossless
+    same = RoundingReport("float32", "float16", 20_000, 0, 0.0, 0.0, 0)
+    assert str(same) == "float32 to float16: bit-lossless, none of 20,000 vectors changed"
 
 
 def test_what_a_bfloat16_model_computed_shrinks_without_a_changed_bit_and_comes_back_as_it_was(tmp_path):

@@ -451,6 +451,10 @@ def test_equality_and_what_is_shown():
     assert view != "view"
     assert repr(view) == f"<ZarrView of memory://{plain.name} in 3 chunks of (3, 3, 5, 8)>"
     assert str(view) == f"memory://{plain.name}"
+    sharded = TensorKeys(ChunkGrid(store.layout, (1, 3, 5, 8), sharded=True), {}, {})
+    assert (
+        repr(ZarrView(transport, sharded)) == f"<ZarrView of memory://{plain.name} in 9 inner chunks of (1, 3, 5, 8)>"
+    )
 
 
 @ways
