@@ -88,11 +88,12 @@ def _mean_and_scale(sample: Floats, kind: Normalize) -> tuple[Floats, float]:
         return np.full(d_model, np.nan), math.nan
     mean: Floats = np.zeros(d_model)
     scale = 1.0
-    if kind in ("center", "center_and_scale_norm"):
-        np.mean(sample, axis=0, out=mean)
-    if kind in ("scale_norm_per_layer", "center_and_scale_norm"):
-        norm = float(np.linalg.norm(sample - mean, axis=1).mean())
-        scale = math.sqrt(d_model) / norm if norm > 0 else math.inf
+    with np.errstate(invalid="ignore"):  # infinities: the caller refuses what comes of them
+        if kind in ("center", "center_and_scale_norm"):
+            np.mean(sample, axis=0, out=mean)
+        if kind in ("scale_norm_per_layer", "center_and_scale_norm"):
+            norm = float(np.linalg.norm(sample - mean, axis=1).mean())
+            scale = math.sqrt(d_model) / norm if norm > 0 else math.inf
     return mean, scale
 
 

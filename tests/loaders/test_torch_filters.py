@@ -300,3 +300,13 @@ def test_mean_norms_are_those_of_the_rows_that_are_left(plain: Path, stacked: bo
     norms = np.linalg.norm(long_ones()[:, 1:].astype(np.float64), axis=-1)
     truth = [norms[:, layer][left & np.isfinite(norms[:, layer])].mean() for layer in range(2)]
     np.testing.assert_allclose(mean_norms(store, rows), truth, rtol=1e-6)
+
+
+def test_rows_that_are_left_out_change_nothing_else(tmp_path: Path):
+    store = ShardStore.open(write(tmp_path, long_ones()))
+    rows = store.sel(layer=(5, 2), tokens="content", dtype="float64", stack_layers=True)
+    left = rows.only(np.ones_like(rows.kept))
+    assert left.metadata is rows.metadata is store.metadata
+    assert left.token_arrays is rows.token_arrays is store.token_arrays
+    assert left.reader is rows.reader
+    assert (left.dtype, left.shape, left.layer_keys) == (rows.dtype, rows.shape, rows.layer_keys)

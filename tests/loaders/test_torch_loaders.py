@@ -376,6 +376,30 @@ def test_memory_is_held_while_it_is_copied():
     assert sum(buffer is not None for buffer in pool._idle) <= 5
 
 
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+def test_a_copied_batch_is_handed_out_once_it_is_ready(n):
+    """The one that was begun first, also the last ones; the next copy is under way by then."""
+    calls = []
+
+    class Recorded:
+        def start(self, batch):
+            calls.append(("start", int(batch["act"][0, 0])))
+            return batch.__class__(act=batch["act"].clone()), lambda: True
+
+        def ready(self, batch):
+            calls.append(("ready", int(batch["act"][0, 0])))
+
+    batches = (tensors({"act": np.full((1, 1), number, np.float32)}) for number in range(n))
+    for batch in moved(batches, Recorded()):
+        number = int(batch["act"][0, 0])
+        calls.append(("out", number))
+    expected = []
+    for number in range(n):
+        begun = [0, 1] if number == 0 else [number + 1]
+        expected += [("start", later) for later in begun if later < n] + [("ready", number), ("out", number)]
+    assert calls == expected
+
+
 def test_devices(plain):
     assert copies_to("cpu") is None
     assert pinned("cpu") is None

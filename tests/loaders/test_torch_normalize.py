@@ -253,6 +253,18 @@ def test_a_layer_without_a_mean_norm_is_refused(tmp_path: Path, store: Path):
         writer.append(np.ones((3, 1, 6, 8), np.float32))
     with pytest.raises(ArgumentError, match="layer 1"):
         next(iter(make("ordered", tmp_path / metadata.hash, layer=1, normalize="center_and_scale_norm")))
+    acts = np.random.default_rng(0).standard_normal((3, 1, 6, 8)).astype(np.float32)
+    acts[1, 0, 2, 5], acts[2, 0, 1, 5] = np.inf, -np.inf
+    metadata = metadata.replace(ckpt="infinite")
+    with ShardStore.create(tmp_path, metadata, on_nonfinite="allow", progress=False) as writer:
+        writer.append(acts)
+    for kind in ("scale_norm_per_layer", "center", "center_and_scale_norm"):
+        with pytest.raises(ArgumentError, match="18 sampled rows of layer 1 .* not finite") as refused:
+            _ = make("ordered", tmp_path / metadata.hash, layer=1, normalize=kind).normalization
+        assert "max_norm_multiple" in str(refused.value)
+        left = make("ordered", tmp_path / metadata.hash, layer=1, normalize=kind, max_norm_multiple=1e6).normalization
+        assert torch.isfinite(left.mean).all()
+        assert (left.scale > 0).all()
     with pytest.raises(ArgumentError, match="0 sampled rows"):
         _ = make("ordered", store, layer=2, examples=(), normalize="center").normalization
     with pytest.raises(ConfigError, match="normalize"):

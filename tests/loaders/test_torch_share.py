@@ -438,3 +438,15 @@ def test_who_shares_what_is_shown(store: Path):
         assert repr(shared) == "<SharedLoader of ['left', 'right']>"
         assert [repr(one) for one in shared] == ["<Consumer 'left'>", "<Consumer 'right'>"]
         assert [len(one) for one in shared] == [shared.n_batches] * 2
+
+
+def test_the_loader_is_closed_when_the_last_consumer_leaves(store: Path):
+    loader = make(store)
+    shared = loader.share(2)
+    in_threads(shared, lambda consumer: next(iter(consumer)) is not None)
+    shared[0].close()
+    assert loader.manager_pid > 0
+    shared[1].close()
+    assert loader.manager_pid == -1
+    with pytest.raises(ArgumentError, match="was closed|shared no more"):
+        next(iter(shared[1]))

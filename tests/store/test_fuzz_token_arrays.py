@@ -209,11 +209,11 @@ def test_a_mask_that_hides_everything_leaves_no_content():
 
 
 def test_large_numbers_are_compared_exactly():
-    ids = np.array([[2**63 - 1, 2**53, 2**53 + 1]] * 5, np.int64)
+    ids = np.array([[2**63 - 1, 2**53, 2**53 + 1]] * 4 + [[-1, -(2**63), 2 - 2**63]], np.int64)
     _, store = opened(document_ids=ids, mask=np.ones((5, 3), bool))
 
-    def chosen(wanted):
-        rows = store.sel(layer=2, tokens="content", examples=0, where={"document_ids": wanted})
+    def chosen(wanted, example=0):
+        rows = store.sel(layer=2, tokens="content", examples=example, where={"document_ids": wanted})
         return rows.coordinates().token_idx.tolist()
 
     assert chosen(2**63 - 1) == [0]
@@ -224,6 +224,9 @@ def test_large_numbers_are_compared_exactly():
     assert chosen(np.array([2**63 + 2, 2**53 + 1], np.uint64)) == [2]
     assert chosen(np.array([2**63 - 1, 2**63], np.uint64)) == [0]
     assert chosen(np.array([2**64 - 1], np.uint64)) == []
+    # The same bits as int64 are other numbers.
+    assert chosen(np.array([2**64 - 1, 2**63, 2**63 + 2], np.uint64), example=4) == []
+    assert chosen([-1, 2 - 2**63], example=4) == [0, 2]
 
 
 def test_an_empty_condition_is_none_and_needs_no_memory():
