@@ -37,9 +37,11 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
+from saev_store.names import WORK_FOLDER
 from saev_store.testing._reading import follow
 from saev_store.transport import MmapTransport, PreadTransport, open_transport
 from saev_store.transport.checks import from_os_error
+from saev_store.transport.local import transport as _local_transport
 from saev_store.transport.local import write as _local_write
 from saev_store.transport.local.files import DESCRIPTORS, DescriptorCache, map_file
 
@@ -1063,3 +1065,23 @@ def test_a_shard_that_was_never_read_is_refused_each_time_once_the_last_one_was_
             transport.get_ranges("acts000001.bin", starts=[0], ends=[3])
     transport.close()
     assert bytes(transport.get_ranges("acts000001.bin", starts=[0], ends=[3])[0]) == b"new"
+
+
+def test_a_hidden_folder_that_cannot_be_deleted_keeps_its_name(tmp_path, monkeypatch):
+    """It is moved aside to be deleted, and must be found again by who cleans up."""
+
+    def refuse(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    hidden = tmp_path / "store" / WORK_FOLDER
+    hidden.mkdir(parents=True)
+    (hidden / "writer.json").write_bytes(b"{}")
+    transport = MmapTransport(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(_local_transport.shutil, "rmtree", refuse)
+        with pytest.raises(TransportError, match="EBUSY"):
+            transport.delete(f"store/{WORK_FOLDER}")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == [WORK_FOLDER]
+    assert (hidden / "writer.json").read_bytes() == b"{}"
+    transport.delete(f"store/{WORK_FOLDER}")
+    assert list((tmp_path / "store").iterdir()) == []

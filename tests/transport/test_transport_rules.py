@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
 from saev_store.transport.fsspec._ranges import ranges
 from saev_store.transport.fsspec._sink import list_uploads
+from saev_store.transport.fsspec._transport import _modified_s as modified_s
 from saev_store.transport.fsspec._transport import _read_range as read_range
 from saev_store.transport.obstore._options import finds_credentials, only_obstore_understands, place_of
 
@@ -266,3 +268,21 @@ def test_a_file_that_gives_little_at_once_is_read_on(most: int) -> None:
     truth = bytes(range(20))
     for start, end in ((0, 20), (3, 10), (19, 20), (5, 5), (15, 30), (20, 25)):
         assert read_range(Slow(truth), start, end) == truth[start:end]
+
+
+@pytest.mark.parametrize("name", ["LastModified", "mtime", "updated", "last_modified"])
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [
+        (datetime(1970, 1, 1, 0, 1, 40, tzinfo=UTC), 100.0),
+        ("1970-01-01T00:01:40+00:00", 100.0),
+        ("1970-01-01T00:01:40.250Z", 100.25),
+        (100, 100.0),
+        (100.5, 100.5),
+        ("yesterday", None),
+        (None, None),
+    ],
+)
+def test_when_a_file_was_written_as_each_file_system_tells_it(name: str, told: object, seconds: float | None) -> None:
+    assert modified_s({"name": "a", name: told}) == seconds
+    assert modified_s({"name": "a"}) is None
