@@ -15,7 +15,7 @@ from transports import CountingTransport, LatencyTransport
 
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
-from saev_store.transport import LimitTransport, MemoryTransport, Rate, Transport, open_transport
+from saev_store.transport import Counters, LimitTransport, MemoryTransport, Rate, Transport, open_transport
 
 
 def fill_folder(folder) -> None:
@@ -204,3 +204,35 @@ class OnlyReads:
 
     def __reduce__(self):
         return (OnlyReads, (self.url,))
+
+
+@pytest.mark.parametrize(
+    ("engine", "own"),
+    [
+        ("memory", {"get_ranges": 4, "size": 1, "sink.write": 6}),
+        ("mmap", {"get_ranges": 3, "readinto": 1, "size": 1, "sink.write": 6}),
+        ("pread", {"get_ranges": 3, "readinto": 1, "size": 1, "sink.write": 6}),
+        ("fsspec", {"get_ranges": 4, "size": 4, "sink.write": 8}),  # it looks before creating, and after uploading
+    ],
+)
+def test_what_was_requested_is_counted(tmp_path, engine, own):
+    """Each range that has bytes is a request; places below count together with those above."""
+    transport = MemoryTransport() if engine == "memory" else open_transport(tmp_path, engine=engine)
+    below = transport.at("x")
+    transport.put("x/a.bin", bytes(10))
+    below.create("b.bin", bytes(4))
+    below.size("a.bin")
+    transport.read("x/a.bin")
+    below.get_ranges("a.bin", starts=[0, 5, 7], ends=[3, 5, 9])
+    below.get_ranges("a.bin", starts=[2], ends=[4])
+    below.get_ranges("a.bin", starts=[2], ends=[2])
+    below.readinto("a.bin", starts=[0], buffers=[memoryview(bytearray(4))])
+    transport.list()
+    below.delete("b.bin")
+    sink = transport.open_sink("c.bin", used_nbytes=6, file_nbytes=8)
+    sink.write(0, [memoryview(b"123456")])
+    sink.commit()
+    sent, counts = own["sink.write"], {**own, "sink.write": 1}
+    operations = {"put": 1, "create": 1, "read": 1, "list": 1, "delete": 1, **counts}
+    expected = Counters(sum(operations.values()), 10 + 5 + 2 + 4, 10 + 4 + sent, operations)
+    assert transport.counters == below.counters == expected
