@@ -67,9 +67,12 @@ def test_signs_of_life_until_somebody_else_has_taken_over(monkeypatch):
         assert ours
         assert changed.wait(HANG_S)
         beating = next(thread for thread in threading.enumerate() if thread.name == "saev-lease")
-        while beating.is_alive():  # a beat that was just under way is put over it
+        for _ in range(2000):  # a beat that was just under way is put over it
             place.put(PATH, b"another's")
             beating.join(0.01)
+            if not beating.is_alive():
+                break
+        assert not beating.is_alive()
         place.put(PATH, b"another's")
     assert place.read(PATH) == b"another's"
 
