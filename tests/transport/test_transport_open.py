@@ -10,6 +10,7 @@ import pytest
 
 from saev_store.errors import ArgumentError, NotFoundError, TransportError, UnsafeContentError
 from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport.open import _obstore_fits
 
 
 @pytest.mark.parametrize(
@@ -139,3 +140,9 @@ def test_memory_sinks_appear_when_committed():
     again.write(0, [memoryview(b"2")])
     again.commit()
     assert transport.read("a") == b"2"
+
+
+def test_what_only_fsspec_understands_leaves_the_choice_to_it():
+    """Options of any type: credentials of Google may be a dictionary."""
+    for options in ({"token": {"type": "service_account"}}, {"token": ["a"]}, {"requester_pays": True}):
+        assert not _obstore_fits("gs://bucket/x", options)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
 
-from saev_store.errors import AccessError, DeadlineError, NotFoundError, SaevStoreError, TransportError
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    DeadlineError,
+    NotFoundError,
+    ReadOnlyError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+)
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
@@ -286,3 +297,111 @@ def test_a_file_that_gives_little_at_once_is_read_on(most: int) -> None:
 def test_when_a_file_was_written_as_each_file_system_tells_it(name: str, told: object, seconds: float | None) -> None:
     assert modified_s({"name": "a", name: told}) == seconds
     assert modified_s({"name": "a"}) is None
+
+
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("raised", "doing", "kind", "message", "transient"),
+    [
+        (FileNotFoundError("a"), "read", NotFoundError, "could not read: FileNotFoundError: a", None),
+        (KeyError("no item a in the archive"), "read", NotFoundError, "in the archive", None),
+        (KeyError("a"), "read", TransportError, "could not read: KeyError: 'a'", True),
+        (PermissionError("a"), "read", AccessError, "could not read: PermissionError: a", None),
+        (OSError("Forbidden: b/o"), "read", AccessError, "Forbidden", None),
+        (type("NoCredentialsError", (Exception,), {})("a"), "read", AccessError, "NoCredentialsError", None),
+        (FileExistsError("a"), "create", StoreExistsError, "could not create: FileExistsError: a", None),
+        (FileExistsError("a"), "read", TransportError, "could not read", False),
+        (FileExistsError("a"), "look at it", TransportError, "could not look at it", False),
+        (FileExistsError("a"), "list", TransportError, "could not list", False),
+        (RecursionError("deep"), "read", TransportError, "the server goes on answering that the bucket is elsewhere", False),
+        (TimeoutError(), "read", DeadlineError, "could not read: TimeoutError", True),
+        (type("ServerTimeoutError", (Exception,), {})("a"), "read", DeadlineError, "ServerTimeoutError", True),
+        (NotImplementedError(), "create", ReadOnlyError, "this kind of file system cannot create", None),
+        (OSError(errno.ENOSPC, "full"), "write", TransportError, "could not write: No space left on device", False),
+        (OSError(errno.EIO, "broken"), "read", TransportError, "could not read: OSError: .*broken", True),
+        (OSError(errno.EBUSY, "busy"), "read", TransportError, "could not read: OSError: .*busy", True),
+        (ValueError("a"), "read", TransportError, "could not read: ValueError: a", False),
+        (TypeError("a"), "read", TransportError, "could not read: TypeError: a", False),
+        (_caused(FileNotFoundError("a"), HttpError(404)), "read", NotFoundError, "could not read", None),
+        (_caused(FileNotFoundError("a"), HttpError(503)), "read", TransportError, "the server answers 503", True),
+        (_caused(FileNotFoundError("a"), ConnectionRefusedError(errno.ECONNREFUSED, "no")), "read", TransportError, "refused", True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)  # fmt: skip
+def test_errors_of_file_systems_become_ours(
+    raised: Exception, doing: str, kind: type[SaevStoreError], message: str, transient: bool | None
+):
+    client = FsspecClient("memory://x", StorageOptions({}), 5.0)
+    with pytest.raises(kind, match=message) as caught, client.errors(doing, "memory://x/a"):
+        raise raised
+    assert type(caught.value) is kind
+    assert getattr(caught.value, "transient", None) == transient
+    assert caught.value.where == "memory://x/a"
+    assert (kind is not AccessError) or "credentials" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3a"])
+def test_how_s3_is_spoken_to_where_nobody_says_otherwise(scheme: str, monkeypatch: pytest.MonkeyPatch):
+    """As many connections as requests in flight, no wait without end, and one attempt more."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    assert tuned(scheme, {}) == {
+        "use_listings_cache": False,
+        "config_kwargs": {
+            "max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1, "mode": "standard"},
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "headers"),
+    [
+        ("gs://b", {"requester_pays": "project"}, {"x-goog-user-project": "project"}),
+        ("gs://b", {"requester_pays": False}, {}),
+        ("https://h/x", {"headers": {"A": 1}, "client_kwargs": {"headers": {"A": 2, "B": 3}}}, {"A": "1", "B": "3"}),
+    ],
+)
+def test_which_headers_obstore_sends(url: str, options: dict[str, object], headers: dict[str, str]):
+    assert place_of(url, options).headers == headers
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "config", "allows_http"),
+    [
+        ("az://c", {"anon": True}, {"skip_signature": True}, False),
+        ("az://c", {"use_emulator": True}, {"use_emulator": True}, True),
+        ("az://c", {"endpoint": "HTTP://h"}, {"endpoint": "HTTP://h"}, True),
+        ("s3://b", {"requester_pays": True, "region": "r"}, {"request_payer": True, "region": "r"}, False),
+        ("gs://b", {"base_url": "http://h"}, {"base_url": "http://h"}, True),
+        ("gs://b", {"token": "google_default"}, {}, False),
+        ("gs://b", {"token": __file__}, {"application_credentials": __file__}, False),
+        ("http://h/x", {}, {}, True),
+        ("https://h/x", {}, {}, False),
+    ],
+)
+def test_what_obstore_is_told(url: str, options: dict[str, object], config: dict[str, object], allows_http: bool):
+    place = place_of(url, options)
+    assert place.config == config
+    assert place.allow_http == allows_http
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "named"),
+    [
+        ("gs://b", {"requester_pays": True}, "requester_pays"),
+        ("gs://b", {"token": "/no/such/file"}, "token"),
+        ("gs://b", {"token": {"a": 1}}, "token"),
+        ("s3://b", {"config_kwargs": {"signature_version": "s3"}}, "config_kwargs.signature_version"),
+        ("s3://b", {"config_kwargs": {"signature_version": []}}, "config_kwargs.signature_version"),
+        ("http://h", {"anon": True}, "anon"),
+        ("az://c", {"key": "k", "secret": "s"}, "key, secret"),
+    ],
+)
+def test_what_obstore_cannot_be_told(url: str, options: dict[str, object], named: str):
+    with pytest.raises(ArgumentError, match=rf"no equivalent for {re.escape(named)}\. ") as refused:
+        place_of(url, options)
+    assert refused.value.where == "storage_options"
+    assert "fsspec" in str(refused.value.remedy)

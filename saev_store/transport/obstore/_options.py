@@ -169,7 +169,7 @@ def _read_s3(options: dict[str, object], config: dict[str, object]) -> None:
         config["request_payer"] = True
     if options.pop("config_kwargs.s3.addressing_style", "path") == "virtual":
         config["virtual_hosted_style_request"] = True
-    if options.pop("config_kwargs.signature_version", "s3v4") not in {"s3v4", "v4"}:
+    if options.pop("config_kwargs.signature_version", "s3v4") not in ("s3v4", "v4"):
         raise _unknown("config_kwargs.signature_version")
     if options.pop("version_aware", False):
         raise _unknown("version_aware")
@@ -189,7 +189,7 @@ def _read_gs(options: dict[str, object], config: dict[str, object], headers: dic
         config["skip_signature"] = True
     elif isinstance(token, str) and os.path.exists(token):
         config["application_credentials"] = token
-    elif token not in {None, "google_default"}:
+    elif token is not None and token != "google_default":  # noqa: S105 - a word, not a token
         raise _unknown("token")
     payer = options.pop("requester_pays", None)
     if isinstance(payer, str):
