@@ -175,3 +175,15 @@ def test_stores_of_other_tokens_are_refused(stores, tmp_path: Path):
     other = token_store(tmp_path, n=12)
     with pytest.raises(ArgumentError, match="not of the same tokens"):
         OrderedPairDataLoader(OrderedPairConfig(shards_a=stores[0].path, shards_b=other.path, layer_a=5, layer_b=5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_come_from_the_store_that_has_some(stores, kind):
+    for some in (stores, stores[::-1]):
+        n_rows = 0
+        with KINDS[kind][0](config(kind, some, "plain", token_arrays=())) as loader:
+            for batch in loader:
+                truth = stores[0].arrays["labels"][batch["example_idx"].numpy(), batch["token_idx"].numpy()]
+                assert np.array_equal(batch["token_labels"].numpy(), truth)
+                n_rows += len(truth)
+        assert n_rows == loader.n_samples > 0

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from saev_store.transport import credentials
 from saev_store.transport.credentials import StorageOptions
 
 #: Options with a secret in them, and the secret.
@@ -71,3 +72,18 @@ def test_messages_are_without_secrets():
 def test_texts_too_short_to_be_secrets_stay():
     assert StorageOptions({"key": "the"}).redact("the answer") == "the answer"
     assert StorageOptions({"key": "them"}).redact("them all") == "*** all"
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_a_process_that_is_started_here_passes_secrets_on_to_its_own(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Its first pickle holds them, which goes to the child and nowhere else; what the child pickles finds them there."""
+    given, secret = SECRET[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(credentials, "get_spawning_popen", object)
+        data = pickle.dumps(StorageOptions(given))
+    monkeypatch.setattr(credentials, "_KEPT", {})  # as in the child, which has just begun
+    found = pickle.loads(data)
+    assert found.all == given
+    again = pickle.dumps(found)
+    assert secret.encode() not in again
+    assert pickle.loads(again).all == given

@@ -379,17 +379,20 @@ def test_a_change_that_the_identity_does_not_see_is_found_by_verifying(example: 
         ShardStore.open(next(tmp_path.iterdir()))
 
 
-def test_bytes_that_are_damaged_on_their_way_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("example", "shard"), [(7, "6 to 7"), (0, "0 to 1")])
+def test_bytes_that_are_damaged_on_their_way_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: int, shard: str
+):
     acts, right = numbers(), shard_writer.rows_as_bytes
 
     def damaged(array: np.ndarray, layout: object) -> np.ndarray:
         found = right(array, layout).copy()
-        if acts[7].tobytes() == found.tobytes():
+        if acts[example].tobytes() == found.tobytes():
             found[100] ^= 1
         return found
 
     monkeypatch.setattr(shard_writer, "rows_as_bytes", damaged)
-    with pytest.raises(CorruptShardError, match="examples 6 to 7 is not what was read"):
+    with pytest.raises(CorruptShardError, match=f"examples {shard} is not what was read"):
         ShardStore.from_array(acts, tmp_path, **OPTIONS, max_block_bytes=1)
     with pytest.raises(SaevStoreError):
         ShardStore.open(next(tmp_path.iterdir()))

@@ -18,6 +18,7 @@ from zarr.core.sync import sync
 from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.chunk_grid import ChunkGrid
 from saev_store.core.layout import Layout
+from saev_store.core.token_arrays import LABELS
 from saev_store.errors import ArgumentError, CorruptShardError
 from saev_store.transport import MemoryTransport, Transport
 from saev_store.zarr import TensorKeys, ZarrView, _keys
@@ -151,3 +152,31 @@ def test_views_of_other_places_differ():
     assert one == same
     assert hash(one) == hash(same)
     assert one != other
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_below_any_prefix(sharded: bool):
+    """As if all keys were looked through; what names no key or folder has nothing below it."""
+    keys = TensorKeys(
+        ChunkGrid(Layout(23, (0, 1), 3, True, 2, 2), (1, 1, 4, 2), sharded=sharded), {}, {"labels": LABELS}
+    )
+    every = list(keys.below(""))
+    assert len(set(every)) == len(every)
+    prefixes = {key[:n] for key in every for n in range(len(key) + 1)}
+    prefixes |= {f"{key}{more}" for key in every[:40] for more in ("/", "/0", "/0/", "/0/0", "0", "x")}
+    prefixes |= {
+        "activations/c/00",
+        "activations/c/-1/",
+        "activations/c/99/",
+        "activations/c/0//",
+        "activations/d/",
+        "x",
+        "/",
+    }
+    for prefix in prefixes:
+        assert sorted(keys.below(prefix)) == sorted(key for key in every if key.startswith(prefix)), prefix
+        folder = prefix.rstrip("/")
+        inside = {key.removeprefix(f"{folder}/").partition("/")[0] for key in every if key.startswith(f"{folder}/")}
+        if folder:
+            assert set(keys.children(folder)) == inside, folder
+    assert set(keys.children("")) == {key.partition("/")[0] for key in every}
