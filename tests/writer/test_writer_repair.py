@@ -168,6 +168,24 @@ def test_a_last_shard_that_is_gone_gets_the_length_that_its_place_gives_it(tmp_p
     assert transport.read("acts000003.bin") == this.files()["acts000003.bin"]
 
 
+@pytest.mark.parametrize("found", ["used", "between", "full", "short"])
+def test_a_damaged_last_shard_keeps_its_length(tmp_path: Path, found: str) -> None:
+    """Without padding, or with all of it; where its length is none of these, the place decides."""
+    this = case(n=11, per_shard=3, pad=False, block_bytes=48)
+    used, full = this.metadata.layout.used_nbytes(3), this.metadata.layout.shard_nbytes
+    folder = tmp_path / this.name
+    folder.mkdir()
+    for name, data in this.files().items():
+        (folder / name).write_bytes(data)
+    shard = folder / "acts000003.bin"
+    truth = shard.read_bytes()
+    length = {"used": used, "between": used + 4, "full": full, "short": used - 1}[found]
+    shard.write_bytes((bytes([truth[0] ^ 1]) + truth[1:]).ljust(length, b"\0")[:length])
+    with opened(open_transport(folder), this, deep=True) as writer:
+        fill(writer, this)
+    assert shard.read_bytes() == truth.ljust(full if found in ("full", "short") else used, b"\0")
+
+
 def test_nothing_lost_is_nothing_to_do() -> None:
     this = case()
     memory = store_of(this)
