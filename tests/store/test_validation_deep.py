@@ -404,6 +404,23 @@ def test_a_read_error_costs_only_the_examples_in_that_block(digested):
     assert report.lost == touched(digested, 1, 500, 256)
 
 
+def test_of_several_read_errors_of_a_shard_the_first_is_told(digested):
+    """With the bytes of all of them; another shard has its own."""
+
+    class Worse(Bad):
+        def readinto(self, path, *, starts, buffers):
+            if (path, starts[0]) in {("acts000001.bin", 256), ("acts000001.bin", 768), ("acts000002.bin", 0)}:
+                raise TransportError(f"error at {starts[0]}", where=path)
+            super().readinto(path, starts=starts, buffers=buffers)
+
+    report = look(digested, Worse(digested, set(), 0))
+    messages = {problem.where: problem.message for problem in report.problems}
+    assert messages == {
+        "acts000001.bin": "512 bytes of acts000001.bin cannot be read: error at 256",
+        "acts000002.bin": "256 bytes of acts000002.bin cannot be read: error at 0",
+    }
+
+
 @pytest.mark.parametrize("value", [0, 1, 2, 128, 255])
 def test_a_bool_is_0_or_1_also_where_no_digest_tells(tmp_path: Path, value: int):
     recorded = token_store(tmp_path, arrays={"mask": "bool"})
