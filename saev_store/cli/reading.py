@@ -222,7 +222,9 @@ def head(
             norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1))
         where = selection.coordinates(rows)
         example, token = where.example_idx.tolist(), where.token_idx.tolist()
-        columns = TokenColumns(selection, token_array or (), None).at(where.example_idx, where.token_idx)
+        # Of all tokens: batches of special ones alone have no columns, but here somebody asked for these.
+        every = TokenColumns(store.sel(layer=label), token_array or (), None)
+        columns = every.at(where.example_idx, where.token_idx)
         recorded = [
             {key: None if t < 0 else values[row].item() for key, values in columns.items()}
             for row, t in enumerate(token)

@@ -56,8 +56,9 @@ def filtered(
 
 
 def _only(rows: Selection, stays: TokenMask) -> Selection:
-    """The rows themselves where all tokens stay: they are read faster, and a state of them goes on."""
-    return rows if stays.all() else rows.only(stays)
+    """The rows themselves where nothing more is left out: they are read faster, and a state of them goes on."""
+    left = rows.only(stays)
+    return rows if len(left) == len(rows) else left
 
 
 def filtered_pair(

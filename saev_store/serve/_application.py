@@ -119,7 +119,8 @@ class _Answers:
         nbytes = len(value) if isinstance(value, bytes) else value.nbytes + value.index_nbytes
         etag = self._etag(value)
         headers = {"Accept-Ranges": "bytes", "Cache-Control": "no-cache", "ETag": etag}
-        if etag in request.headers.get("if-none-match", ""):
+        unwanted = request.headers.get("if-none-match", "").strip()
+        if unwanted == "*" or etag in unwanted:
             return Response(status_code=304, headers=headers)
         is_current = request.headers.get("if-range", etag) == etag  # else the client has a part of another version
         try:

@@ -28,8 +28,8 @@ def split_address(url: Url) -> tuple[str, str]:
     text = _text(url)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"{brief(text)} is not an address: pass a path or a URL as str", where="url")
-    links = text.split("::")
-    if text.rpartition("/")[2] in {".", "..", "~"} and "::" not in text and "://" not in text:
+    links = _links(text)
+    if text.rpartition("/")[2] in {".", "..", "~"} and "://" not in text:
         links = [os.path.abspath(os.path.expanduser(text))]
     at = next((i for i, link in enumerate(links) if link.partition("://")[2]), len(links) - 1)
     path, question, query = links[at].partition("?") if "://" in links[at] else (links[at], "", "")
@@ -64,10 +64,27 @@ def full_url(transport: Transport, path: str) -> str:
     >>> full_url(MemoryTransport(label="x"), "a.idx")
     'memory://x/a.idx'
     """
-    links = transport.url.split("::")
+    return address_below(transport.url, path)
+
+
+def address_below(folder: str, path: str) -> str:
+    """The address of what lies below a folder; of a chained URL, the part that names a path is extended.
+
+    >>> address_below("zip://a::file:///data/all.zip", "b/x.idx")
+    'zip://a/b/x.idx::file:///data/all.zip'
+    >>> address_below("https://host/a?token=1", "x.idx")
+    'https://host/a/x.idx?token=1'
+    """
+    links = _links(folder)
     at = next((i for i, link in enumerate(links) if "://" in link), 0)
-    links[at] += f"{'' if links[at].endswith('/') else '/'}{path}"
+    head, question, query = links[at].partition("?") if "://" in links[at] else (links[at], "", "")
+    links[at] = f"{head}{'' if head.endswith('/') else '/'}{path}{question}{query}"
     return "::".join(links)
+
+
+def _links(url: str) -> list[str]:
+    """The links of a chained URL; `::` in a path is a part of its name."""
+    return url.split("::") if "://" in url else [url]
 
 
 def _text(url: object) -> object:

@@ -226,6 +226,19 @@ def test_head_with_token_arrays(run, tmp_path):
     assert (code, lines[1].split()) == (0, ["example", "token", "token_ids", "tokens_layer", "norm", "values"])
     assert lines[2].split()[:4] == ["0", "CLS", "-", "-"]
     assert lines[3].split()[:4] == ["0", "0", str(made.arrays["token_ids"][0, 0]), str(made.arrays["layer"][0, 0])]
+    code, out, _ = run(
+        "head", made.path, *options, "--tokens", "special", "--json"
+    )  # the column that was asked for, empty
+    assert code == 0
+    assert [row["token_arrays"] for row in json.loads(out)["vectors"]] == [
+        {"token_ids": None, "tokens_layer": None}
+    ] * min(6, len(made.acts))
+    assert run("head", made.path, *options, "--tokens", "special")[1].splitlines()[2].split()[:4] == [
+        "0",
+        "CLS",
+        "-",
+        "-",
+    ]
     code, out, err = run("head", made.path, "--token-array", "text")
     assert (code, out) == (2, "")
     assert "no token array 'text'; it has ['token_ids', 'score', 'layer']" in err

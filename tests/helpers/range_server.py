@@ -26,7 +26,7 @@ class FlakyServer(http.server.BaseHTTPRequestHandler):
     def answer(self, *, body: bool) -> None:
         cls = type(self)
         cls.counter += 1
-        path = os.path.join(self.root, os.path.basename(self.path))
+        path = os.path.join(self.root, os.path.basename(self.path.partition("?")[0]))
         if not os.path.exists(path):
             self.send_error(404)
             return

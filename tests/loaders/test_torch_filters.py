@@ -292,6 +292,20 @@ def test_rows_of_which_nothing_is_left_out_are_the_same_object(plain: Path) -> N
     assert filtered_pair((store, store), both, max_norm_multiple=2.0) is not both
 
 
+def test_what_was_left_out_before_is_not_left_out_again(plain: Path) -> None:
+    """Neither tokens that are hidden, nor examples that are not chosen, make another selection of the same rows."""
+    store = ShardStore.open(plain)
+    every = store.sel(layer=5, tokens="content")
+    some = filtered(store, every, remove_bos=True, max_norm_multiple=2.0)  # also without what is not finite
+    assert 0 < len(some) < len(every)
+    assert filtered(store, some, remove_bos=True) is some
+    assert filtered(store, some, max_norm_multiple=1e6) is some
+    short = below_norms(every, [2 * mean_norms(store, every)[0]]).all(axis=1)
+    chosen = store.sel(layer=5, tokens="content", examples=np.flatnonzero(short))
+    assert 0 < chosen.space.n_examples < N
+    assert filtered(store, chosen, max_norm_multiple=2.0) is chosen
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_mean_norms_are_those_of_the_rows_that_are_left(plain: Path, stacked: bool) -> None:
     """Fewer than are sampled, so the mean is that of all of them, layer by layer."""

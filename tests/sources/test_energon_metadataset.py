@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
+import fsspec
 import pytest
 from energon_tars import METADATASET_HEAD as HEAD
 from energon_tars import write_metadataset
+from range_server import serving
 
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError, UnsafeContentError
 from saev_store.sources.energon.metadataset import open_metadataset, read_metadataset
@@ -42,6 +45,34 @@ def test_addresses_have_one_spelling(tmp_path, path, below):
     found = read_metadataset(tmp_path / "meta.yaml")["train"]
     assert found.primary == f"{tmp_path}{below}"
     assert found.folders == {"files": f"{tmp_path}{below}"}
+
+
+@pytest.mark.parametrize(
+    ("head", "tail"),
+    [
+        ("memory://lab/", ""), ("memory:///", ""), ("simplecache::memory://lab/", ""), ("file://ROOT/", ""),
+        ("simplecache::file://ROOT/", ""), ("zip://::file://ROOT/all.zip", ""), ("zip://a/::file://ROOT/all.zip", ""),
+        ("HOST/a/", "?t=1&u=/v/w"), ("simplecache::HOST/a/", "?t=1"),
+    ],
+)  # fmt: skip
+def test_addresses_are_below_the_document_wherever_it_lies(tmp_path, head, tail):
+    """In each chain, with the query that lets somebody read the document: it lets them read what is below."""
+    text = f"{HEAD}  train: {{path: texts, aux: {{files: 'filesystem://x/./y'}}}}\n"
+    (tmp_path / "a").mkdir()
+    for name in ("meta.yaml", "a/meta.yaml"):
+        (tmp_path / name).write_text(text)
+    fsspec.filesystem("memory").pipe({"/meta.yaml": text.encode(), "/lab/meta.yaml": text.encode()})
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("meta.yaml", text)
+        archive.writestr("a/meta.yaml", text)
+    with serving(tmp_path) as (host, _):
+        first, chain, rest = head.replace("ROOT", str(tmp_path)).replace("HOST", host).partition("::")
+        if first.startswith("simplecache"):
+            where = f"{first}{chain}{rest}{{}}{tail}"
+        else:
+            where = f"{first}{{}}{tail}{chain}{rest}"
+        found = read_metadataset(where.format("meta.yaml"))["train"]
+    assert (found.primary, found.folders) == (where.format("texts"), {"files": where.format("x/y")})
 
 
 def test_wrong_questions(folder):

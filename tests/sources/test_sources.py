@@ -30,7 +30,7 @@ from saev_store.errors import (
 )
 from saev_store.sources import Source, open_source, reopen, sniff
 from saev_store.sources._new_file import NewFile
-from saev_store.sources.address import full_url, locate, split_address
+from saev_store.sources.address import address_below, full_url, locate, split_address
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
@@ -63,10 +63,23 @@ def copied(folder, to):
         ("simplecache::s3://lab/a/x.idx", "simplecache::s3://lab/a", "x.idx"),
         ("zip://a/x.idx::s3://lab/all.zip", "zip://a::s3://lab/all.zip", "x.idx"),
         ("zip://x.idx::s3://lab/all.zip", "zip://::s3://lab/all.zip", "x.idx"),
+        ("/data/a::b/x.idx", "/data/a::b", "x.idx"),
+        ("/data/x::y.idx", "/data", "x::y.idx"),
     ],
 )
 def test_addresses_are_cut_where_their_file_begins(url, folder, name):
     assert split_address(url) == (folder, name)
+    if url.strip("/") != name and not url.endswith("/"):
+        assert address_below(folder, name) == url
+
+
+def test_a_local_path_with_two_colons_is_a_path(tmp_path):
+    folder = copied(TOKENS, tmp_path / "a::b")
+    (folder / "data.idx").rename(folder / "c::d.idx")
+    (folder / "data.bin").rename(folder / "c::d.bin")
+    source = open_source(folder / "c::d.idx")
+    assert source.url == f"{folder}/c::d.idx"
+    assert len(open_source(source.url)) == len(source)
 
 
 @pytest.mark.parametrize("url", [".", "..", "a/..", "./a/.", "~"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
-from saev_store.sources.address import Url, full_url, locate, split_address
+from saev_store.sources.address import Url, address_below, full_url, locate, split_address
 from saev_store.sources.energon import _yaml
 from saev_store.sources.energon._yaml import as_mapping
 from saev_store.sources.energon.joins import FolderFiles, JoinedDataset, MediaFiles
@@ -143,8 +143,7 @@ def _full_address(value: object, what: str, *, folder: str, where: str, outside_
     relative = "/".join(part for part in value.split("/") if part not in {"", "."})
     if absolute or not relative:
         return value if absolute else folder
-    head, chain, rest = folder.partition("::")
-    return f"{head.rstrip('/')}/{relative}{chain}{rest}"
+    return address_below(folder, relative)
 
 
 def _reference(split: str, value: object, full_address: Callable[[object, str], str], where: str) -> Reference:
