@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import multiprocessing
@@ -11,6 +12,7 @@ import re
 import threading
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from dense_stores import PlainStore, plain_store
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import component
+from token_stores import token_store
 from transports import LatencyTransport
 from waiting import HANG_S
 
@@ -363,6 +366,19 @@ def test_stores_work_in_other_processes(engine: str, method: str, tmp_path: Path
     one, two = queue.get()
     assert one == plain.dense[4, 1].tobytes()
     assert two == plain.dense[:, 1].reshape(-1, 8)[[3, 1]].tobytes()
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+def test_a_pickled_selection_has_the_same_rows(
+    tmp_path: Path, engine: Literal["mmap", "pread", "fsspec", "memory"]
+) -> None:
+    made = token_store(tmp_path)
+    store = ShardStore.open(made.path, engine=engine)
+    for rows in (store.sel(layer=2), store.sel(layer=(5, 2), tokens="content", where={"act": 3}, stack_layers=True)):
+        again = pickle.loads(pickle.dumps(rows))
+        assert again.shape == rows.shape
+        assert again[:].tobytes() == rows[:].tobytes()
+        assert again[:3].tobytes() == copy.deepcopy(rows)[:3].tobytes()
 
 
 def test_a_pickle_reopens_and_equals(tmp_path: Path) -> None:
