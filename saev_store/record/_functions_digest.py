@@ -1,4 +1,4 @@
-"""The digest of functions that decide what is recorded: forward hooks, and image processors that do not say what they are."""
+"""The digest of functions that decide what is recorded: hooks, methods that a user has replaced, processors that do not say what they are."""
 
 # torch and functions have no types for what is asked here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -29,12 +29,15 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _LOOKING_ON = {"transformers", "saev_store"}
 #: Functions of these packages are described by their names: the versions of the packages are in the identity, too.
 _BY_NAME = {*_LOOKING_ON, "torch", "numpy"}
+#: Libraries that put functions of their own into modules; these place weights or are told by the library's version.
+_PLACING = {"accelerate", "bitsandbytes", "open_clip", "timm", "transformer_lens"}
 
 
 def hooks_of(model: torch.nn.Module) -> dict[str, list[str]]:
-    """The functions that a user has hooked to modules: path of the module -> for each hook its kind, name and `function_digest`.
+    """The functions that a user has hooked to modules, or put into them: path of the module -> for each its kind, name and digest.
 
-    Hooks of all modules, which torch keeps elsewhere, are under `"every module"`.
+    Hooks of all modules, which torch keeps elsewhere, are under `"every module"`. What was put into a module, such as another
+    `forward`, is named by its attribute; as much of it is in the digest as can be told.
 
     Raises:
         ArgumentError: what a hook computes with cannot be told.
@@ -58,7 +61,26 @@ def hooks_of(model: torch.nn.Module) -> dict[str, list[str]]:
                 )
                 text = f"{kind.strip('_').removesuffix('s')} {_name(hook)} {digest}"
                 found.setdefault(path or "the model", []).append(text)
+    for path, module in model.named_modules():
+        for attribute, value in sorted(vars(module).items()):
+            if _is_put_in(attribute, value):
+                said = _Description(known)
+                said.add(value)
+                text = f"{attribute} {_name(value)} {said.digest.hexdigest()}"
+                found.setdefault(path or "the model", []).append(text)
     return found
+
+
+def _is_put_in(attribute: str, value: object) -> bool:
+    """Whether a public attribute of a module is a function, or an object that is called like one, of no library."""
+    import torch
+
+    return (
+        callable(value)
+        and not attribute.startswith("_")
+        and not isinstance(value, (type, torch.nn.Module, torch.Tensor, BuiltinFunctionType, np.ufunc))
+        and _package(value) not in _BY_NAME | _PLACING
+    )
 
 
 def function_digest(function: object, known: Collection[object] = (), *, where: str, remedy: str) -> str:

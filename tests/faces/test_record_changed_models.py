@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -277,3 +278,42 @@ def test_a_processor_whose_settings_cannot_be_told_is_refused(tmp_path: Path) ->
     processor.hidden = object()
     with pytest.raises(ArgumentError, match=r"Shift has a .*, whose settings cannot be told.*to_dict"):
         record(tiny_vision("ViTModel"), Images(pixels, 2, processor=processor, any_range=True), tmp_path, **OPTIONS)
+
+
+def replaced(how: str, factor: float) -> torch.nn.Module:
+    """A model of which one block computes something else, without a hook."""
+    model = tiny_language("LlamaModel")
+    mlp = model.layers[0].mlp
+    old = mlp.forward
+    match how:
+        case "a closure":
+            mlp.forward = lambda hidden: old(hidden) * factor
+        case "arguments":
+            mlp.forward = partial(times, old, factor=factor)
+        case "an object":
+            mlp.forward = Times(old, factor)
+        case _:
+            mlp.forward = MethodType(lambda self, hidden: type(self).forward(self, hidden) * factor, mlp)
+    return model
+
+
+def times(old: Callable, hidden: torch.Tensor, *, factor: float) -> torch.Tensor:
+    return old(hidden) * factor
+
+
+class Times:
+    def __init__(self, old: Callable, factor: float) -> None:
+        self.old, self.factor = old, factor
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.old(hidden) * self.factor
+
+
+@pytest.mark.parametrize("how", ["a closure", "arguments", "an object", "a method"])
+def test_a_method_that_was_replaced_makes_another_recording(tmp_path: Path, how: str) -> None:
+    """Also where only what the new one encloses differs: a whole store of the first is not opened for the second."""
+    plain = recorded(tiny_language("LlamaModel"), tmp_path / "plain")
+    first, second = (recorded(replaced(how, factor), tmp_path / str(factor)) for factor in (2.0, 3.0))
+    check_told_apart(plain, first)
+    check_told_apart(first, second)
+    assert recorded(replaced(how, 3.0), tmp_path / "again").name == second.name
