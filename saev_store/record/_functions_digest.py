@@ -61,7 +61,7 @@ def hooks_of(model: torch.nn.Module) -> dict[str, list[str]]:
                 )
                 text = f"{kind.strip('_').removesuffix('s')} {_name(hook)} {digest}"
                 found.setdefault(path or "the model", []).append(text)
-    for path, module in model.named_modules():
+    for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
         for attribute, value in sorted(vars(module).items()):
             if _is_put_in(attribute, value):
                 said = _Description(known)

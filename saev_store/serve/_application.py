@@ -20,7 +20,7 @@ from starlette.routing import Route
 from zarr.abc.store import RangeByteRequest
 
 from saev_store.core.chunk_grid import Extent, default_chunk
-from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError, TransportError
 from saev_store.serve.hosts import is_known_host
 from saev_store.store.identity import recording_identity
 from saev_store.validation import local_folder
@@ -204,7 +204,7 @@ def _refusal(error: SaevStoreError) -> Response:
     """The error as JSON, without the place of the store."""
     # 410 for damage: it is permanent, so clients do not try again, and no Zarr client takes it for a missing chunk. 503 where
     # trying again may help; 502 for other failures of the storage behind this server.
-    if isinstance(error, CorruptShardError):
+    if isinstance(error, (CorruptShardError, DocumentError)):
         status = 410
     elif isinstance(error, TransportError) and error.transient:
         status = 503

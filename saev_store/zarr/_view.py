@@ -21,8 +21,8 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from saev_store._runtime.threads import after_fork_in_child
 from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.core.dtypes import FLOAT32, ReadDtype, numpy_dtype, read_dtype
-from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, brief
-from saev_store.store.token_arrays import check_values
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, brief
+from saev_store.store.token_arrays import check_values, find_token_array
 from saev_store.transport import Awaits, Transport
 from saev_store.transport import Buffer as Bytes
 from saev_store.transport.fetch import fetch_ranges
@@ -31,6 +31,7 @@ from saev_store.zarr._parts import Parts, bounds, convert, nbytes_of
 from saev_store.zarr.documents import attributes_of, token_variables
 
 if TYPE_CHECKING:
+    from saev_store.core.token_arrays import TokenArray
     from saev_store.store.store import ShardStore
 
 Sharded: TypeAlias = Literal["auto"] | bool
@@ -70,7 +71,8 @@ def open_view(
     Raises:
         ArgumentError: `dtype` is neither float32 nor what is stored.
         ArgumentError: `chunks` is not such a shape (the message has the nearest ones), or zarr is too old for `sharded`.
-        DocumentError: `labels.bin` has another size than the documents imply.
+        DocumentError: `labels.bin` has another size than the documents imply (those that documents declare are compared when a
+            chunk is read).
     """
     if sharded not in {"auto", True, False}:
         raise ArgumentError(f'{sharded!r} is not one of True, False and "auto"', where="sharded")
@@ -107,7 +109,9 @@ class ZarrView(Store):
     """The tensor of a store, its coordinates and token arrays as a Zarr v3 group; made by `store.as_zarr()`.
 
     Values are verified by length when they are read: a shard that is missing or short raises `CorruptShardError`, and
-    never reads as fill values. Those of bool token arrays must be 0 or 1, else `DocumentError` is raised. Picklable; may be shared between threads, and with forked children where the transport may.
+    never reads as fill values; so does a token array whose file has another size than the documents imply. One that is bool
+    and holds something other than 0 and 1 raises `DocumentError`. Picklable; may be shared between threads, and with forked
+    children where the transport may.
 
     Args:
         transport: Where the shards are.
@@ -120,8 +124,9 @@ class ZarrView(Store):
         self._transport = transport
         self._keys = keys
         self._readable = dict(readable or {})
-        #: Of the files of token arrays those whose bytes are not all valid.
-        self._bools = {array.file_name: array for array in keys.token_arrays.values() if array.dtype == "bool"}
+        self._token_files = {array.file_name: array for array in keys.token_arrays.values()}
+        #: Those whose sizes were compared.
+        self._whole: set[str] = set()
         self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
         self._awaits = transport if isinstance(transport, Awaits) else None
 
@@ -138,7 +143,8 @@ class ZarrView(Store):
         """The value of a key, or a part of it, or None if there is no such key; a view where memory is mapped.
 
         Raises:
-            CorruptShardError: the file is missing, ends before the value does, or is known to be damaged there.
+            CorruptShardError: the file is missing, ends before the value does, is known to be damaged there, or is that of a
+                token array and has another size than the documents imply.
             DocumentError: the file of a bool token array holds bytes other than 0 and 1.
             ValueError: `byte_range` is no byte request.
         """
@@ -243,6 +249,9 @@ class ZarrView(Store):
         """What the file holds of each part."""
         if parts.starts == parts.ends:  # of zeros, of the index or of a document, which no file holds
             return [b""] * len(parts.starts)
+        array = self._token_files.get(parts.path)
+        if array is not None and (self._is_mapped or parts.path not in self._whole):
+            self._check_size(array)
         with self._losses(parts):
             return fetch_ranges(self._transport, parts.path, parts.starts, parts.ends)
 
@@ -250,15 +259,20 @@ class ZarrView(Store):
         """The same without blocking the event loop: awaited where the transport can be, else in a thread."""
         if self._is_mapped or parts.starts == parts.ends:
             return self._fetch(parts)
-        transport = self._transport
-        if (
-            isinstance(transport, Awaits)
-            and len(parts.starts) == 1
-            and parts.nbytes <= transport.cost.max_request_bytes
-        ):
+        is_request = len(parts.starts) == 1 and parts.nbytes <= self._transport.cost.max_request_bytes
+        is_compared = parts.path in self._whole or parts.path not in self._token_files
+        if self._awaits is not None and is_request and is_compared:
             with self._losses(parts):
-                return [await transport.get_range_async(parts.path, start=parts.starts[0], end=parts.ends[0])]
+                return [await self._awaits.get_range_async(parts.path, start=parts.starts[0], end=parts.ends[0])]
         return await asyncio.get_running_loop().run_in_executor(_pool(), self._fetch, parts)
+
+    def _check_size(self, array: TokenArray) -> None:
+        """Compare the size of a token array's file; one that is missing is told by reading it."""
+        try:
+            find_token_array(self._transport, self._keys.grid.layout, array, is_declared=True)
+        except DocumentError as error:
+            raise CorruptShardError(error.message, where=error.where, remedy=error.remedy) from error
+        self._whole.add(array.file_name)
 
     @contextlib.contextmanager
     def _losses(self, parts: Parts) -> Generator[None]:
@@ -277,7 +291,7 @@ class ZarrView(Store):
         value = parts.value
         if isinstance(value, bytes):
             return [memoryview(value)[start:stop] for start, stop in parts.stored]
-        array = self._bools.get(value.path)
+        array = self._token_files.get(value.path)
         if array is not None:
             for part, start in zip(found, parts.starts, strict=True):
                 check_values(array, part, where=f"{self._transport.url}/{value.path}", start=start)

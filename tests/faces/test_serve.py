@@ -23,7 +23,14 @@ from zarr.abc.store import Store
 from saev_store import ShardStore, new_metadata
 from saev_store.cli import main
 from saev_store.core.layout import Layout
-from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, SaevStoreWarning, TransportError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    SaevStoreError,
+    SaevStoreWarning,
+    TransportError,
+)
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -478,6 +485,7 @@ def test_tags_of_local_files_outlive_the_server_but_not_another_cut(folder):
         (TransportError("the server is busy", where="s3://secret/acts", transient=True), 503),
         (TransportError("the server refuses", where="s3://secret/acts"), 502),
         (CorruptShardError("it is cut", where="s3://secret/acts"), 410),
+        (DocumentError("its size is wrong", where="s3://secret/acts"), 410),
     ],
 )
 def test_failures_of_the_storage_tell_clients_whether_to_try_again(plain, error, status):

@@ -62,6 +62,32 @@ def test_the_view_has_every_array_as_a_variable(made, engine, chunk_nbytes, monk
     same(group["activations"][...], made.acts)
 
 
+@pytest.mark.parametrize("change", [7, -1, 66])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
+@pytest.mark.parametrize("name", ["token_ids", "mask", "labels"])
+def test_an_array_of_a_wrong_size_never_comes_out(made, name, engine, change):
+    """Neither where a damaged store is opened, nor where the file is replaced between two reads; as `store.token_arrays`."""
+    opened = ShardStore.open(made.path, engine=engine)
+    before = opened.as_zarr()
+    array = zarr.open_group(before, mode="r")[SHOWN[name]]
+    path, (n, n_content) = made.path / f"{name}.bin", array.shape
+    good = path.read_bytes()
+    same(array[...], made.arrays[name])
+    path.write_bytes((good * 2)[: len(good) + change * array.dtype.itemsize])
+    damaged = ShardStore.open(made.path, engine=engine, damaged_ok=True)
+    copies = [
+        zarr.open_group(damaged.as_zarr(), mode="r"),
+        zarr.open_group(pickle.loads(pickle.dumps(damaged.as_zarr())), mode="r"),
+    ]
+    for group in copies:
+        with pytest.raises(CorruptShardError, match=f"{n} examples x {n_content} content tokens"):
+            group[SHOWN[name]][0]
+        same(group["activations"][...], made.acts)
+    if engine == "mmap":
+        with pytest.raises(CorruptShardError, match="content tokens"):
+            array[0]
+
+
 @given(st.data())
 def test_any_store_in_any_dtype_chunking_and_selection_equals_numpy(data):
     draw, dtypes = data.draw, ["float32", "bfloat16", "float16"]
