@@ -142,6 +142,8 @@ def check_destination(
         )
     if os.path.isdir(url) if is_file else os.path.isfile(url):
         raise ArgumentError(f"{url!r} is a {other}; it must be a {kind}", where=where)
+    if is_file and os.path.exists(url) and not os.path.isfile(url):  # it would be replaced, even if it is a device
+        raise ArgumentError(f"{url!r} is no regular file", where=where, remedy="Name a file.")
     try:
         open_transport(url, options).close()
     except ArgumentError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -35,7 +36,7 @@ from saev_store.cli._common import (
 from saev_store.cli._ends import say_done
 from saev_store.cli._tables import emit_table
 from saev_store.errors import AccessError, ArgumentError
-from saev_store.transport import open_transport
+from saev_store.transport import MmapTransport, open_transport
 
 if TYPE_CHECKING:
     from saev_store.sources.convert import Tokenizer
@@ -300,20 +301,19 @@ def export(
 
 
 def _write_text(path: str, text: str) -> None:
-    """Write a local file.
+    """Write a local file, which an earlier one of that name makes room for when it is whole.
 
     Raises:
         AccessError: the system refuses it, or there is no such folder.
     """
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
+    folder, name = os.path.split(os.path.abspath(path))
+    if not os.path.isdir(folder):
         raise AccessError(
-            f"could not write: {error.strerror or error}",
+            "could not write: No such file or directory",
             where=path,
             remedy="Name a file in a local folder that exists.",
-        ) from error
+        )
+    MmapTransport(folder).put(name, text.encode())
 
 
 def clean(

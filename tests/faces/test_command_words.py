@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 
@@ -270,6 +271,8 @@ def test_a_dry_run_is_that_of_its_part(run, folder: Path, tmp_path: Path, monkey
         (["export", "STORE", "gs:/lab/x.json"], 2, "OUT: 'gs:/lab/x.json' is no URL"),
         (["export", "STORE", "ROOT"], 2, "OUT: 'ROOT' is a folder; it must be a file"),
         (["export", "STORE", "ROOT", "--format", "tensorstore"], 2, "OUT: 'ROOT' is a folder; it must be a file"),
+        (["export", "STORE", "PIPE"], 2, "OUT: 'PIPE' is no regular file. Name a file."),
+        (["export", "STORE", "PIPE", "--format", "tensorstore"], 2, "OUT: 'PIPE' is no regular file"),
         (["export", "STORE", "ROOT/none/x", "--format", "tensorstore"], 1, "ROOT/none/x: could not write: No such file or"),
         (["convert", "ARRAY", "s3:/lab/x.idx"], 2, "DST: 's3:/lab/x.idx' is no URL"),
         (["serve", "STORE", "--host", "256.0.0.1"], 2, "--host: cannot listen on '256.0.0.1': "),
@@ -283,15 +286,17 @@ def test_bad_input_of_other_commands(
     monkeypatch.chdir(tmp_path)  # where a folder 's3:' would be made
     store = plain_store(tmp_path / "root")
     (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
     np.save(tmp_path / "acts.npy", np.zeros((4, 3, 2), np.float32))
     before = sorted(tmp_path.rglob("*"))
-    places = {"STORE": store.path, "ROOT": tmp_path / "root", "FILE": tmp_path / "file", "ARRAY": tmp_path / "acts.npy"}
+    places = {"STORE": store.path, "ROOT": tmp_path / "root", "ARRAY": tmp_path / "acts.npy"}
+    places |= {"FILE": tmp_path / "file", "PIPE": tmp_path / "pipe"}
     names = places | {"OUT": tmp_path / "out"}
     given = [str(names.get(word, word)).replace("ROOT/", f"{places['ROOT']}/") for word in arguments]
     if arguments[0] == "import":
         given += ["--family", "gpt2", "--ckpt", "x", "--layers", "1"]
     found, out, err = run(*given)
-    for name in ("FILE", "ROOT"):
+    for name in ("FILE", "ROOT", "PIPE"):
         said = said.replace(name, str(places[name])) if not said.startswith("ROOT:") else said
     assert (found, out) == (code, "")
     assert err.startswith(f"error: {said}"), err

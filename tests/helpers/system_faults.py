@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -31,8 +33,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "scandir": ("EIO",),
     "sendfile": ("EIO", "ENOSPC"),
     "copy_file_range": ("EIO", "ENOSPC"),
+    # Of files of `open(…)`, `os.fdopen(…)` and `Path.write_text(…)`, which call the system in C.
+    "file.open": ("EMFILE", "EIO"),
+    "file.write": ("ENOSPC", "EIO", "short"),
 }
-#: `os.fdopen(os.open(…))` and `open(…)` of the standard library write through C; these calls are not seen here.
+_OPEN = open
 
 
 class SystemFaults:
@@ -54,6 +59,21 @@ class SystemFaults:
         for name in KINDS:
             if hasattr(os, name):
                 monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+        for module in (builtins, io):
+            monkeypatch.setattr(module, "open", self._wrapped("file.open", self._opened))
+        self._file = type("SeenFile", (io.FileIO,), {"write": self._wrapped("file.write", io.FileIO.write)})
+
+    def _opened(
+        self, path, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None
+    ):
+        """What `open` gives; a file for writing is one whose writes are seen."""
+        if not {*"wax+"} & {*mode} or not self.on:
+            return _OPEN(path, mode, buffering, encoding, errors, newline, closefd, opener)
+        raw = self._file(path, mode.replace("b", "").replace("t", ""), closefd, opener)
+        if buffering == 0:
+            return raw
+        file = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
+        return file if "b" in mode else io.TextIOWrapper(file, encoding, errors, newline)
 
     @contextmanager
     def failing(self, name: str, number: int, how: str, *, lasting: bool = False) -> Iterator[None]:
@@ -107,6 +127,8 @@ class SystemFaults:
                     continue
             elif isinstance(place, (str, os.PathLike)):
                 path = os.path.abspath(place)
+            elif isinstance(place, io.FileIO):
+                path = os.path.abspath(place.name) if isinstance(place.name, (str, bytes)) else ""
             else:
                 continue
             if path.startswith(self._below):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from saev_store.sources.caches._cache import Cache, Wanted, entries_of, layer_ax
 from saev_store.sources.caches._stream import check_starts
 from saev_store.sources.caches.hidden_states import HiddenStatesCache
 from saev_store.sources.caches.memmap import MemmapCache
+from saev_store.sources.caches.npy import mapped
 from saev_store.sources.caches.saelens import SaelensCache
 from saev_store.transport import open_transport
 
@@ -624,6 +626,23 @@ def test_npy_files_that_are_none_are_refused(raw: bytes, kind: type[Exception], 
     (tmp_path / "acts.npy").write_bytes(raw)
     with pytest.raises(kind, match=message):
         import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, layers=[5])
+
+
+def test_an_npy_file_that_is_cut_while_it_is_imported(tmp_path: Path):
+    """Reading on in its map would end the process."""
+    np.save(tmp_path / "acts.npy", np.ones((64, 1, 4, 512), np.float32))
+    examples = mapped(open_transport(tmp_path), "acts.npy", None)
+    assert examples[(slice(0, 2),)].shape == (2, 1, 4, 512)
+    os.truncate(tmp_path / "acts.npy", 4096)
+    with pytest.raises(CorruptShardError, match=r"acts\.npy: it was cut from 524,416 to 4,096 bytes"):
+        examples[(slice(32, 34),)]
+
+
+def test_an_npy_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    np.save(tmp_path / "acts.npy", np.ones((2, 4, 8), np.float32))
+    monkeypatch.setattr("builtins.open", lambda *_, **__: os.open(tmp_path / "none" / "x", os.O_RDONLY))
+    with pytest.raises(NotFoundError, match="could not open"):
+        mapped(open_transport(tmp_path), "acts.npy", None)
 
 
 def test_an_npy_file_of_a_server_is_refused(tmp_path: Path):

@@ -224,13 +224,18 @@ OPERATIONS: dict[str, Callable[[], Operation]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_call_fails_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fails_once(name, OPERATIONS[name], tmp_path, monkeypatch)
+
+
+def fails_once(name: str, make: Callable[[], Operation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls of an operation fail, one after the other, and look at what comes of it."""
     faults = SystemFaults(monkeypatch, tmp_path)
     warnings.simplefilter("ignore")
     number = 0
 
     def fresh() -> tuple[Operation, Path]:
         nonlocal number
-        operation, folder = OPERATIONS[name](), tmp_path / f"run{number}"
+        operation, folder = make(), tmp_path / f"run{number}"
         number += 1
         folder.mkdir()
         operation.set_up(folder)

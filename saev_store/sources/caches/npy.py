@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+import os
+import weakref
+from typing import BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ from saev_store.core.dtypes import StoredDtype, numpy_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, brief
 from saev_store.sources.address import full_url
 from saev_store.transport import Transport
+from saev_store.transport.checks import from_os_error, os_errors
 
 ENDING = ".npy"
 _MAX_HEADER_NBYTES = 1 << 16
@@ -19,8 +22,40 @@ _MAX_HEADER_NBYTES = 1 << 16
 _VERSIONS = {(1, 0), (2, 0), (3, 0)}
 
 
-def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> npt.NDArray[np.generic]:
-    """The array in a file, read-only.
+class NpyArray:
+    """An array in a mapped file; parts of it are copied out.
+
+    A map of a file that is cut later ends the process that reads it, so the size is compared before each copy.
+
+    Args:
+        array: The map.
+        file: The mapped file, open.
+        nbytes: Its size.
+
+    Attributes:
+        shape: Of the array.
+        dtype: Of the array.
+        filename: Of the file.
+    """
+
+    def __init__(self, array: npt.NDArray[np.generic], file: BinaryIO, nbytes: int) -> None:
+        self.shape, self.dtype, self.filename = array.shape, array.dtype, file.name
+        self._array, self._file, self._nbytes = array, file, nbytes
+        weakref.finalize(self, file.close)
+
+    def __getitem__(self, key: tuple[slice, ...]) -> npt.NDArray[np.generic]:
+        """A part as fresh memory; `CorruptShardError` if the file was cut."""
+        with os_errors(self.filename, "read"):
+            nbytes = os.fstat(self._file.fileno()).st_size
+        if nbytes < self._nbytes:
+            raise CorruptShardError(
+                f"it was cut from {self._nbytes:,} to {nbytes:,} bytes while it was read", where=self.filename
+            )
+        return np.array(self._array[key])
+
+
+def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> NpyArray:
+    """The array in a file.
 
     Args:
         transport: The folder of the file.
@@ -31,21 +66,37 @@ def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> npt.ND
         ArgumentError: the file is not on this machine.
         DocumentError: it is no such file, or holds objects.
         CorruptShardError: it is shorter or longer than its header says.
+        NotFoundError, AccessError, TransportError: it cannot be opened.
     """
     where = full_url(transport, name)
     if transport.local_path is None:
         raise ArgumentError(
             "a .npy file is mapped, so it has to be on this machine", where=where, remedy="Copy it first."
         )
-    path, nbytes = f"{transport.local_path}/{name}", transport.size(name)
+    with os_errors(where, "open"):
+        file = open(f"{transport.local_path}/{name}", "rb")  # noqa: SIM115 (closed with the array)
+        nbytes = os.fstat(file.fileno()).st_size
     try:
-        with open(path, "rb") as file:
-            version = np.lib.format.read_magic(file)
-            if version not in _VERSIONS:
-                raise ValueError(f"version {version} of the format is not known")
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, is_fortran, found = read(file, max_header_size=_MAX_HEADER_NBYTES)
-            start = file.tell()
+        array = _map(file, nbytes, where)
+    except BaseException:
+        file.close()
+        raise
+    if dtype == "bfloat16" and array.dtype.itemsize == 2 and array.dtype.kind in "iuV":
+        array = array.view(numpy_dtype("bfloat16"))
+    return NpyArray(array, file, nbytes)
+
+
+def _map(file: BinaryIO, nbytes: int, where: str) -> npt.NDArray[np.generic]:
+    """The array in an open file."""
+    try:
+        version = np.lib.format.read_magic(file)
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} of the format is not known")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, found = read(file, max_header_size=_MAX_HEADER_NBYTES)
+        start = file.tell()
+    except OSError as error:
+        raise from_os_error(error, where=where, doing="read") from error
     except Exception as error:  # NumPy's reader lets through what Python's parser of literals raises
         raise DocumentError(f"no .npy file: {brief(str(error))}", where=where) from None
     if min(shape, default=0) < 0:
@@ -61,7 +112,5 @@ def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> npt.ND
     if nbytes == start:
         raise DocumentError(f"it is empty: its shape is {shape}", where=where)
     order = "F" if is_fortran else "C"
-    array = cast("npt.NDArray[np.generic]", np.memmap(path, found, "r", offset=start, shape=shape, order=order))
-    if dtype == "bfloat16" and found.itemsize == 2 and found.kind in "iuV":
-        return array.view(numpy_dtype("bfloat16"))
-    return array
+    with os_errors(where, "map"):
+        return cast("npt.NDArray[np.generic]", np.memmap(file, found, "r", offset=start, shape=shape, order=order))

@@ -1,0 +1,128 @@
+"""Every call of the system that an import, a recording, an export or a cache makes fails once; see `test_system_faults.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_system_faults import Export, Operation, a_case, fails_once, write
+from transports import LatencyTransport
+
+from saev_store import ShardStore
+from saev_store.cli import main
+from saev_store.errors import SaevStoreError
+from saev_store.loaders import CachedTransport, ShuffledLoader
+from saev_store.sources.caches import import_cache
+from saev_store.transport import open_transport
+from saev_store.writer.importing import from_array
+
+
+class Import:
+    """An array in memory, with token arrays; or a file of NumPy."""
+
+    def __init__(self, *, of_file: bool) -> None:
+        self.of_file = of_file
+        rng = np.random.default_rng(6)
+        self.acts = rng.standard_normal((11, 2, 3, 5)).astype(np.float32)
+        self.arrays = {} if of_file else {"mask": rng.integers(0, 2, (11, 3)).astype(bool)}
+
+    def set_up(self, folder: Path) -> None:
+        np.save(folder / "x.npy", self.acts)
+
+    def run(self, folder: Path) -> None:
+        options = {
+            "family": "gpt2", "ckpt": "x", "layers": [2, 5], "max_tokens_per_shard": 24, "max_block_bytes": 200, "progress": False,
+        }  # fmt: skip
+        if self.of_file:
+            import_cache(folder / "x.npy", folder / "to", format="npy", **options)
+        else:
+            from_array(self.acts, folder / "to", token_arrays=self.arrays, **options)
+
+    def check(self, folder: Path, *, finished: bool) -> None:
+        found = [path.parent for path in folder.glob("to/*/metadata.json")]
+        assert len(found) <= 1
+        assert found or not finished
+        for path in found:
+            try:
+                store = ShardStore.open(path)
+            except SaevStoreError:
+                assert not finished
+                continue
+            np.testing.assert_array_equal(store[:], self.acts)
+            assert {name: values.tolist() for name, values in store.token_arrays.items()} == {
+                name: values.tolist() for name, values in self.arrays.items()
+            }
+
+
+class Cached:
+    """Two epochs of a store far away, kept on this machine's disk."""
+
+    def __init__(self) -> None:
+        self.case = a_case()
+
+    def set_up(self, folder: Path) -> None:
+        write(folder / "far", self.case)
+
+    def run(self, folder: Path) -> None:
+        self.read(folder)
+
+    def read(self, folder: Path) -> None:
+        case = self.case
+        far = LatencyTransport(open_transport(str(folder / "far" / case.name)), 0)
+        near = CachedTransport(far, folder / "cache", 1 << 20)
+        with (
+            ShardStore.open(near) as store,
+            ShuffledLoader(store.sel(layer=2), batch_size=4, drop_last=False) as loader,
+        ):
+            at = store.layout.layer_index(2)
+            for _ in range(2):
+                n_rows = 0
+                for batch in loader:
+                    token = batch["token_idx"] + case.metadata.layout.n_special_tokens
+                    np.testing.assert_array_equal(batch["act"], case.acts[batch["example_idx"], at, token])
+                    n_rows += len(batch["act"])
+                assert n_rows == len(store.sel(layer=2))
+
+    def check(self, folder: Path, *, finished: bool) -> None:
+        del finished
+        self.read(folder)
+
+
+def command(format: str) -> Callable[[ShardStore, Path], object]:
+    def export(store: ShardStore, path: Path) -> None:
+        code = main(["export", store.url, str(path), "--format", format])
+        assert code != 3
+        if code:
+            raise SaevStoreError(f"exit code {code}")
+
+    return export
+
+
+class Replaced(Export):
+    """An export over an earlier one, which stays until the new one is whole."""
+
+    def set_up(self, folder: Path) -> None:
+        super().set_up(folder)
+        self.run(folder)
+
+
+def tensorstore_values(path: Path) -> np.ndarray:
+    tensorstore = pytest.importorskip("tensorstore")
+    return tensorstore.open(json.loads(path.read_text())["activations"]).result()[...].read().result()
+
+
+OPERATIONS: dict[str, Callable[[], Operation]] = {
+    "import of an array": lambda: Import(of_file=False),
+    "import of a file": lambda: Import(of_file=True),
+    "cache": Cached,
+    "tensorstore": lambda: Replaced(command("tensorstore"), tensorstore_values),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_call_fails_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_once(name, OPERATIONS[name], tmp_path, monkeypatch)
