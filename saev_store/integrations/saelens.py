@@ -25,6 +25,7 @@ from saev_store.integrations._provider import Provider, TensorLoader, rows_of
 from saev_store.store.store import ShardStore
 from saev_store.torch import ExampleBatch, OrderedDataLoader, ShuffledDataLoader
 from saev_store.torch.batch import tensor_of
+from saev_store.transport.checks import from_os_error, os_errors
 
 T = TypeVar("T")
 
@@ -45,17 +46,22 @@ class SaelensProvider(Provider[T]):
 
         Args:
             checkpoint_path: The folder, which exists. None, which SAELens passes where it keeps no checkpoint, does nothing.
+
+        Raises:
+            NotFoundError, AccessError, TransportError: the system refuses to write there.
         """
         if checkpoint_path is not None:
             new = Path(checkpoint_path, STATE_NAME + ".new")
-            new.write_text(json.dumps(self.state_dict()), encoding="utf-8")
-            new.replace(new.with_suffix(""))
+            with os_errors(str(new.with_suffix("")), "write"):
+                new.write_text(json.dumps(self.state_dict()), encoding="utf-8")
+                new.replace(new.with_suffix(""))
 
     def load_from_checkpoint(self, checkpoint_path: Path | str) -> None:
         """Continue with the batch that came after a checkpoint.
 
         Raises:
             NotFoundError: the checkpoint was written without `save_to_checkpoint`.
+            AccessError, TransportError: the system refuses to read it.
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
         """
         path = Path(checkpoint_path, STATE_NAME)
@@ -67,6 +73,8 @@ class SaelensProvider(Provider[T]):
                 where=str(path),
                 remedy="Pass save_checkpoint_fn=provider.save_to_checkpoint to the trainer.",
             ) from None
+        except OSError as error:
+            raise from_os_error(error, where=str(path), doing="read") from error
         except (ValueError, RecursionError) as error:
             raise ArgumentError(
                 f"it is not what save_to_checkpoint writes: {error}", where=str(path), remedy="Use another checkpoint."

@@ -14,7 +14,7 @@ from row_stores import D_MODEL, row_store, rows_of
 torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, NotFoundError
+from saev_store.errors import ArgumentError, NotFoundError, TransportError
 from saev_store.integrations.saelens import STATE_NAME, data_provider, multi_hook_data_provider
 from saev_store.loaders import ShuffledLoader
 from saev_store.torch import (
@@ -176,6 +176,19 @@ def test_a_checkpoint_of_something_else_is_refused(store: Path, tmp_path: Path):
                 provider.load_from_checkpoint(tmp_path)
         data_provider(make(store, layer=5)).save_to_checkpoint(tmp_path)
         with pytest.raises(ArgumentError, match="rows"):
+            provider.load_from_checkpoint(tmp_path)
+
+
+def test_a_folder_that_is_none_is_an_error_with_a_name(store: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / STATE_NAME).mkdir()
+    with data_provider(make(store)) as provider:
+        for folder in (tmp_path / "none", tmp_path / "file"):
+            with pytest.raises(NotFoundError, match="could not write"):
+                provider.save_to_checkpoint(folder)
+        with pytest.raises(TransportError, match="could not write"):
+            provider.save_to_checkpoint(tmp_path)
+        with pytest.raises(TransportError, match="could not read"):
             provider.load_from_checkpoint(tmp_path)
 
 
