@@ -9,7 +9,7 @@ import numpy as np
 
 from saev_store._runtime.optional import need
 from saev_store.core.chunk_grid import task_lengths
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
 
 if TYPE_CHECKING:
     import dask.array
@@ -52,5 +52,5 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
         )
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ArgumentError(
-            f"{chunks!r} cannot be laid over a tensor of shape {layout.shape}: {error}", where="chunks"
+            f"{brief(chunks)} cannot be laid over a tensor of shape {layout.shape}: {brief(str(error))}", where="chunks"
         ) from error

@@ -321,8 +321,10 @@ def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
     sizes = {"example": task_lengths(store.layout)} if chunks in ("auto", {}) else chunks
     try:
         return dataset.chunk(sizes, token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
-    except ValueError as error:
-        raise ArgumentError(f"{chunks!r} cannot be laid over {dict(dataset.sizes)}: {error}", where="chunks") from error
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ArgumentError(
+            f"{brief(chunks)} cannot be laid over {dict(dataset.sizes)}: {brief(str(error))}", where="chunks"
+        ) from error
 
 
 def concat(stores: Sequence[ShardStore]) -> xarray.Dataset:

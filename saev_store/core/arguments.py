@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Sequence
 from typing import SupportsFloat, SupportsIndex, TypeVar, cast, overload
 
 import numpy as np
@@ -41,6 +42,16 @@ def check_flag(value: object, *, name: str, other: object = ...) -> object:
         return value
     rule = "True or False" if other is ... else f"True, False or {other!r}"
     raise ArgumentError(f"{name} is {brief(value)}; it must be {rule}", where=name)
+
+
+def check_choice(value: object, choices: Sequence[str], *, name: str) -> None:
+    """Refuse what is none of some texts.
+
+    Raises:
+        ArgumentError: it is another text, or none.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name} is {brief(value)}; it must be {' or '.join(map(repr, choices))}", where=name)
 
 
 def check_count(value: object, *, name: str, least: int = 1, most: int = 2**63 - 1) -> int:

@@ -149,6 +149,10 @@ class Layout:
             raise ArgumentError(
                 f"dtype is {brief(self.dtype)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype"
             )
+        for name in ("layers", "hook_points"):
+            value = getattr(self, name)
+            if not isinstance(value, (tuple, list)) and (name == "layers" or value is not None):
+                raise ArgumentError(f"{name} is {brief(value)}; it must be a tuple", where=name)
         if self.hook_points is not None and len(self.hook_points) != len(self.layers):
             raise ArgumentError(
                 f"hook_points has {len(self.hook_points)} names for {len(self.layers)} layers; it must have one for each",
@@ -157,7 +161,11 @@ class Layout:
         layer_keys: tuple[LayerKey, ...] = (
             self.layers if self.hook_points is None else tuple(zip(self.layers, self.hook_points, strict=True))
         )
-        if not self.layers or len(set(layer_keys)) != len(self.layers):
+        try:
+            n_different = len(set(layer_keys))
+        except TypeError:  # a list among the labels
+            n_different = 0
+        if not self.layers or n_different != len(self.layers):
             what = "layers" if self.hook_points is None else "pairs of layer and hook point"
             raise ArgumentError(
                 f"layers is {brief(self.layers)}; it must hold at least one label, and no two equal {what}",

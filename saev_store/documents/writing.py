@@ -196,11 +196,24 @@ def encoded(document: Mapping[str, object], version: WrittenVersion, *, allow_na
 
 
 def plain(value: object) -> object:
-    """NumPy scalars and arrays, ranges, tuples and paths as what JSON has for them; all else as it is."""
+    """NumPy scalars and arrays, ranges, tuples and paths as what JSON has for them; all else as it is.
+
+    Raises:
+        ArgumentError: lists are nested too deep, or one contains itself.
+    """
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise ArgumentError(
+            f"{shown(value)} is nested too deep", where="metadata", remedy="Use plain values."
+        ) from None
+
+
+def _plain(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
         return cast("object", value.tolist())
     if isinstance(value, tuple | range | list):
-        return [plain(item) for item in cast("Iterable[object]", value)]
+        return [_plain(item) for item in cast("Iterable[object]", value)]
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
     return value

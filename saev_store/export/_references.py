@@ -17,7 +17,7 @@ import numpy as np
 from saev_store.core.chunk_grid import ChunkGrid, divisors
 from saev_store.core.layout import DIMS, IntArray, shard_name
 from saev_store.core.token_arrays import TokenArray
-from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.errors import ArgumentError, SaevStoreWarning, brief
 from saev_store.zarr import Chunks, chunk_shape
 from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, coordinates, token_variables
 
@@ -144,6 +144,8 @@ def warn_if_many(found: References, *, what: str) -> None:
 def usable_base(store: ShardStore, base: str | None) -> str:
     """The address that an export names, without a slash at its end."""
     if base is not None:
+        if not isinstance(base, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"{brief(base)} is not an address of a store's folder", where="base")
         if base and ("{{" in base or not base.strip("/")):
             raise ArgumentError(f"{base!r} is not an address of a store's folder", where="base")
         return base.rstrip("/")

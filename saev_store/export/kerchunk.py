@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from saev_store._runtime.optional import need
+from saev_store.core.arguments import check_choice
 from saev_store.core.layout import IntArray
 from saev_store.errors import AccessError, ArgumentError, NotFoundError, StoreExistsError
 from saev_store.export._references import ArrayReferences, References, references, warn_if_many
@@ -70,8 +71,7 @@ def write_kerchunk(
     Warns:
         SaevStoreWarning: there are a million references or more.
     """
-    if format not in {"json", "parquet"}:
-        raise ArgumentError(f'{format!r} is not one of "json" and "parquet"', where="format")
+    check_choice(format, ("json", "parquet"), name="format")
     if format == "parquet":
         need("fastparquet", install="saev-store[kerchunk]", where="format")
     elif base == "":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from saev_store.core.layout import DIMS, shard_name
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
 from saev_store.export._references import usable_base
 from saev_store.zarr.documents import ARRAY, CONTENT, TOKEN_DIMS, array_document, coordinates, token_variables
 
@@ -49,15 +49,15 @@ def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mappi
     [-1, 0, 1, 2, 3]
     """
     names = array_names(store)
-    if array not in names:
-        raise ArgumentError(f"{array!r} is not an array of this store; it has {', '.join(names)}", where="array")
+    if not isinstance(array, str) or array not in names:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"{brief(array)} is not an array of this store; it has {', '.join(names)}", where="array")
     layout = store.layout
     values = coordinates(layout, labelled=True).get(array)
     if values is not None:
         transform = {"input_inclusive_min": [0], "input_exclusive_max": [len(values)], "input_labels": [array]}
         return {"driver": "array", "array": values.tolist(), "dtype": "int64", "transform": transform}
     store.validate(progress=False).raise_if_bad()
-    folder = _kvstore(usable_base(store, base) if base is None or isinstance(base, str) else base)
+    folder = _kvstore(base if isinstance(base, Mapping) else usable_base(store, base))
     tokens = token_variables(store.token_arrays.described()).get(array)
     if tokens is not None:
         shape = (layout.n_examples, layout.content_tokens_per_example)
@@ -119,7 +119,7 @@ def _kvstore(base: str | Mapping[str, object]) -> dict[str, object]:
     """TensorStore's name for a folder."""
     if not isinstance(base, str):
         if "driver" not in base:
-            raise ArgumentError(f"{dict(base)!r} is no kvstore: it names no driver", where="base")
+            raise ArgumentError(f"{brief(dict(base))} is no kvstore: it names no driver", where="base")
         return {**base, "path": str(base.get("path", "")).rstrip("/")}
     if base.startswith("/"):
         return {"driver": "file", "path": base}

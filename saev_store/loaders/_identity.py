@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import Layers, Tokens
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
 from saev_store.order import shuffled
 from saev_store.stats import sampled_stats
 from saev_store.store.selection import Selection
@@ -49,7 +49,7 @@ def checked(
     for name, mine in identity.items():
         if state.get(name) != mine:
             raise ArgumentError(
-                f"the state was saved with {name} = {state.get(name)!r}, but this loader has {mine!r}",
+                f"the state was saved with {name} = {brief(state.get(name))}, but this loader has {mine!r}",
                 where="load_state_dict",
                 remedy="Make the loader with the same rows and options.",
             )
@@ -60,7 +60,7 @@ def checked(
     if scales and type(scale) is float and 0 < scale < math.inf:
         return epoch, batch, scale
     raise ArgumentError(
-        f"the state has scale = {scale!r}, but this loader {'scales' if scales else 'does not scale'}",
+        f"the state has scale = {brief(scale)}, but this loader {'scales' if scales else 'does not scale'}",
         where="load_state_dict",
         remedy="Make the loader with the same scale_norm.",
     )
@@ -75,7 +75,7 @@ def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2
     value = state.get(name)
     if type(value) is not int or not low <= value <= high:
         raise ArgumentError(
-            f"the state has {name} = {value!r}, which this loader never writes", where="load_state_dict"
+            f"the state has {name} = {brief(value)}, which this loader never writes", where="load_state_dict"
         )
     return value
 

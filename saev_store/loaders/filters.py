@@ -12,7 +12,7 @@ import numpy.typing as npt
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_flag, check_number
 from saev_store.core.indexing import Progression
-from saev_store.errors import ArgumentError, SelectionError
+from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.loaders._identity import sampled_rows
 from saev_store.stats import store_stats
 from saev_store.store.pair import PairSelection
@@ -88,6 +88,7 @@ def behind_bos(rows: Selection) -> TokenMask:
         SelectionError: special tokens are chosen, which cannot be left out one by one; or it is a stream that has neither `positions`
             nor `document_ids`.
     """
+    _check_rows(rows)
     space, layout, arrays = rows.space, rows.space.layout, rows.token_arrays
     text = None if rows.metadata is None else rows.metadata.text
     stays = np.ones_like(rows.kept)
@@ -112,6 +113,11 @@ def behind_bos(rows: Selection) -> TokenMask:
     flat[0] = False
     np.equal(ids[1:], ids[:-1], out=flat[1:])
     return stays
+
+
+def _check_rows(rows: Selection) -> None:
+    if not isinstance(rows, Selection):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"rows is a {type(rows).__name__}", where="rows", remedy="Pass store.sel(…).")
 
 
 def mean_norms(store: ShardStore, rows: Selection) -> list[float]:
@@ -153,6 +159,7 @@ def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
         bool (n_examples, content tokens), for `rows.only`.
 
     Raises:
+        ArgumentError: there is not one limit for each chosen layer.
         CorruptShardError: a shard is missing or short.
 
     >>> from saev_store import ShardStore
@@ -161,10 +168,20 @@ def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
     >>> len(rows), len(rows.only(below_norms(rows, [1600.0])))
     (28, 20)
     """
+    _check_rows(rows)
+    try:
+        squared = np.square(np.asarray(limits, dtype=np.float64))
+    except (TypeError, ValueError, OverflowError):
+        squared = np.zeros(0)
+    if squared.shape != (len(rows.space.layer_idx),):
+        raise ArgumentError(
+            f"limits is {brief(limits)}; it must be a number for each of {len(rows.space.layer_idx)} chosen layers",
+            where="limits",
+        )
     layout = rows.space.layout
     tokens = Progression(layout.n_special_tokens, 1, layout.content_tokens_per_example)
     space = replace(rows.space, tokens=tokens, ends=None, labels=None, kept=None, condition=b"", stacks_layers=True)
-    every, squared = Selection(rows.reader, space), np.square(np.asarray(limits, dtype=np.float64))
+    every = Selection(rows.reader, space)
     stays = np.ones_like(rows.kept)
     step = max(1, _PIECE_BYTES // (4 * space.vectors_per_row * layout.d_model))
 

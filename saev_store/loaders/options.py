@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Annotated, Protocol, TypedDict, TypeVar, cast, dataclass_transform
 
@@ -94,6 +95,18 @@ class ShuffleArguments(ReadArguments, total=False):
     window_blocks: int | None
     examples_per_block: int | None
     n_partitions: int | None
+
+
+def chosen_options(given: T | None, kind: type[T], changed: Mapping[str, object]) -> T:
+    """The options that a loader is given, or the defaults, with some changed.
+
+    Raises:
+        ArgumentError: they are no such options, or a changed one breaks its rule.
+    """
+    options = kind() if given is None else given
+    if not isinstance(options, kind):
+        raise ArgumentError(f"options is a {type(options).__name__}; it must be {kind.__name__}(…)", where="options")
+    return replace(options, **changed)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]  # both classes are dataclasses
 
 
 @options_class(ArgumentError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -17,7 +16,7 @@ from saev_store.loaders._explain import Plan
 from saev_store.loaders._iteration import Group, Iteration
 from saev_store.loaders._reads import Positions, Reads, Runs, runs_of_planes
 from saev_store.loaders._ring import Allocate, BufferPool, allocate
-from saev_store.loaders.options import ReadArguments, ReadOptions
+from saev_store.loaders.options import ReadArguments, ReadOptions, chosen_options
 from saev_store.order import Batching
 from saev_store.store.reader import NumberArray
 from saev_store.store.selection import Selection
@@ -149,7 +148,7 @@ class OrderedLoader(Loader):
         make_buffer: Allocate | None = None,
         **changed: Unpack[ReadArguments],
     ) -> None:
-        super().__init__(rows, replace(options or ReadOptions(), **changed), labels, make_buffer)
+        super().__init__(rows, chosen_options(options, ReadOptions, changed), labels, make_buffer)
         self._pool: BufferPool | None = None
 
     def _divide(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Unpack
 
@@ -20,7 +19,7 @@ from saev_store.loaders._medium import Kind
 from saev_store.loaders._reads import Reads, Runs
 from saev_store.loaders._ring import TABLE_BYTES, Allocate, BatchRing, BufferPool, HostMemory, MakeMemory, allocate
 from saev_store.loaders._shuffled_batches import ShuffledBatches, n_batches_ahead, runs_of_blocks
-from saev_store.loaders.options import ShuffleArguments, ShuffleOptions
+from saev_store.loaders.options import ShuffleArguments, ShuffleOptions, chosen_options
 from saev_store.order import Batching, Blocks, Partition, ShuffledOrder, predict_mixing
 from saev_store.store.selection import Selection
 
@@ -164,7 +163,7 @@ class ShuffledLoader(Loader):
         memory: MakeMemory | None = None,
         **changed: Unpack[ShuffleArguments],
     ) -> None:
-        self._shuffle = replace(options or ShuffleOptions(), **changed)
+        self._shuffle = chosen_options(options, ShuffleOptions, changed)
         self._window_bytes = self._shuffle.window_bytes or WINDOW_BYTES
         self._memory, self._ring = memory, None
         super().__init__(rows, self._shuffle, labels, make_buffer)

@@ -11,7 +11,7 @@ import numpy as np
 
 from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import dtype_name
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
 from saev_store.record._in_memory import digest_rows
@@ -45,6 +45,8 @@ class _ImageSource(ExampleSource):
     def __init__(
         self, n_examples: int, cls_token: bool | None, labels: Labels | None, data: Mapping[str, object] | None
     ) -> None:
+        if data is not None and not isinstance(data, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"data is {brief(data)}; it must be a mapping", where="data")
         self.n_examples, self.cls_token = n_examples, cls_token
         self.labels = None if labels is None else as_labels(labels)
         self._input_shape: tuple[int, ...] = ()  # (channels, height, width) of every image, when the first one was seen

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 import numpy as np
 
 from saev_store._runtime.threads import ahead
+from saev_store.core.arguments import check_choice
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief
 from saev_store.record._in_memory import digest_of, is_in_memory
 from saev_store.sources import Source
@@ -63,8 +64,7 @@ class Pictures:
             raise ArgumentError(
                 f"on_bad_image is {brief(on_bad_image)}; it must be 'raise' or 'skip'", where="on_bad_image"
             )
-        if digest not in {"sampled", "full"}:
-            raise ArgumentError(f"digest is {brief(digest)}; it must be 'sampled' or 'full'", where="digest")
+        check_choice(digest, ("sampled", "full"), name="digest")
         self.digest_scope: Literal["sampled", "full"] = digest
         if isinstance(images, (str, os.PathLike)):
             self.source: Source[object] = open_images(images, storage_options)

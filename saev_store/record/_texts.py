@@ -219,8 +219,8 @@ class Texts(ExampleSource):
 
 
 def _positive(value: object, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArgumentError(f"{name} is {brief(value)}; it must be a positive integer", where=name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ArgumentError(f"{name} is {brief(value)}; it must be a positive integer below 2^31", where=name)
     return value
 
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from zarr.abc.store import RangeByteRequest
 
 from saev_store.core.chunk_grid import Extent, default_chunk
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError, TransportError, brief
 from saev_store.serve.hosts import is_known_host
 from saev_store.store.identity import recording_identity
 from saev_store.validation import local_folder
@@ -63,10 +63,16 @@ def application(
     Raises:
         ArgumentError: `chunks` is not a legal shape, or `origins` holds something else.
     """
+    for name, texts in (("origins", origins), ("hosts", hosts)):
+        if not isinstance(texts, (list, tuple, set, frozenset)):
+            raise ArgumentError(f"{name} is {brief(texts)}; it must be a list of texts", where=name)
+    for host in hosts:
+        if not isinstance(host, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"{brief(host)} is no name of a host", where="hosts")
     for origin in origins:
-        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+        if not isinstance(origin, str) or (origin not in ("*", "null") and not _ORIGIN.fullmatch(origin)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             raise ArgumentError(
-                f"{origin!r} is no origin, which is scheme://host[:port] in small letters and without a path",
+                f"{brief(origin)} is no origin, which is scheme://host[:port] in small letters and without a path",
                 where="origins",
                 remedy="Write for example https://viewer.example, or * for all pages.",
             )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.errors import ArgumentError, SaevStoreWarning, brief
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -35,17 +35,19 @@ def listen(host: str = "127.0.0.1", port: int = 8000) -> tuple[socket.socket, st
     Warns:
         SaevStoreWarning: the address is not loopback, so other machines can read the store.
     """
-    if not 0 <= port <= 65535:
-        raise ArgumentError(f"port is {port}; it must be from 0 to 65535", where="port")
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"port is {brief(port)}; it must be from 0 to 65535", where="port")
+    if not isinstance(host, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"host is {brief(host)}; it must be an address or a name", where="host")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         # Inherited by connections. Without it a small body waits up to 40 ms for the acknowledgement of its headers; asyncio
         # sets it only on sockets that know their protocol.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         raise ArgumentError(
-            f"cannot listen on {host!r}: {error.strerror or error}",
+            f"cannot listen on {host!r}: {getattr(error, 'strerror', None) or error}",
             where="host",
             remedy="Name an address of this machine, such as 127.0.0.1 or 0.0.0.0.",
         ) from error

@@ -39,8 +39,8 @@ class NewFile:
     """
 
     def __init__(self, transport: Transport, path: str, *, overwrite: bool = False) -> None:
+        self._file: BinaryIO | None = None  # first, for `__del__`
         self.path, self._where, self._overwrite = path, full_url(transport, path), overwrite
-        self._file: BinaryIO | None = None
         self._process = os.getpid()
         check_path(path)
         if not isinstance(transport, Writes):

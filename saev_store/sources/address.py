@@ -37,6 +37,11 @@ def split_address(url: Url) -> tuple[str, str]:
     folder, slash, name = below.rstrip("/").rpartition("/")
     if name in {"", ".", "..", "~"}:
         raise ArgumentError(f"{text!r} names no file", where="url")
+    if "://" not in text:
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"{brief(text)} is no file name: {error.reason}", where="url") from error
     root = slash if slash and not folder else folder
     links[at] = f"{scheme}{mark}{root}{question}{query}" if root or mark else "."
     return "::".join(links), name
@@ -47,6 +52,8 @@ def locate(
 ) -> tuple[Transport, str]:
     """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative."""
     if transport is not None:
+        if not isinstance(transport, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"{brief(transport)} is no transport", where="transport")
         path = _text(url)
         if not isinstance(path, str) or not path:
             raise ArgumentError(f"{brief(path)} is no path below the transport", where="url")

@@ -178,7 +178,7 @@ def reopen(
     """
     address, digest = description.get("url"), description.get("digest")
     scope = cast("dict[str, object]", digest).get("scope") if isinstance(digest, dict) else None
-    if not isinstance(address, str) or scope not in {"sampled", "full"}:
+    if not isinstance(address, str) or not isinstance(scope, str) or scope not in {"sampled", "full"}:
         raise DocumentError(
             f"{brief(dict(description))} describes no source: it needs a 'url' and a 'digest'", where="description"
         )

@@ -14,7 +14,7 @@ from saev_store.core.dtypes import ReadDtype
 from saev_store.core.rows import Coordinates, Layers, Tokens, are_several
 from saev_store.errors import ArgumentError, SelectionError
 from saev_store.store.reader import FloatArray
-from saev_store.store.selection import Selection
+from saev_store.store.selection import Selection, not_conditions
 from saev_store.store.store import ShardStore
 
 #: Token arrays that say which tokens a store is of.
@@ -93,6 +93,8 @@ class StorePair:
             LayerNotFoundError: a layer was not recorded.
             SelectionError: anything else that one of the stores does not hold.
         """
+        if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise not_conditions(where)
         arrays, given = (self.a.token_arrays, self.b.token_arrays), where or {}
         only_b = {name: wanted for name, wanted in given.items() if name not in arrays[0] and name in arrays[1]}
         of_a = {name: wanted for name, wanted in given.items() if name not in only_b}

@@ -120,7 +120,11 @@ class Selection:
         (28, 21)
         """
         layout = self.space.layout
-        shape, given = (layout.n_examples, layout.content_tokens_per_example), np.asarray(tokens)
+        shape = (layout.n_examples, layout.content_tokens_per_example)
+        try:
+            given = np.asarray(tokens)
+        except ValueError:  # lists of unequal lengths
+            raise SelectionError(f"tokens is {brief(tokens)}; it must be bool {shape}", where="tokens") from None
         if given.dtype != np.bool_ or given.shape != shape:
             raise SelectionError(
                 f"tokens is {given.dtype} {given.shape}; it must be bool {shape}, a value for each content token",
@@ -297,6 +301,13 @@ def prepared(out: NumberArray | None, shape: tuple[int, ...], dtype: np.dtype[np
     return cast("FloatArray", out)
 
 
+def not_conditions(where: object) -> SelectionError:
+    """The refusal of a `where` that is no mapping."""
+    return SelectionError(
+        f"where is {brief(where)}; it must be a mapping of names of token arrays to values", where="where"
+    )
+
+
 def chosen_rows(
     layout: Layout,
     arrays: TokenArrays,
@@ -321,9 +332,7 @@ def chosen_rows(
     ignored, condition, labels = ignore_labels, b"", None
     hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
     if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise SelectionError(
-            f"where is {brief(where)}; it must be a mapping of names of token arrays to values", where="where"
-        )
+        raise not_conditions(where)
     if where and tokens == "special":
         raise SelectionError("special tokens have no token arrays", where="where", remedy="Drop one of the two.")
     if where or hides:

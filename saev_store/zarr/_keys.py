@@ -13,7 +13,7 @@ import google_crc32c
 from saev_store.core.chunk_grid import ChunkGrid, Extent, Shape, default_chunk
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
 from saev_store.zarr.documents import ARRAY, array_documents, coordinates, group_document, to_json
 
 #: A chunk shape over (example, layer, token, d_model), or the one that suits the readers.
@@ -166,10 +166,16 @@ def chunk_shape(layout: Layout, chunks: Chunks, *, max_gap_bytes: float) -> Shap
     """
     if isinstance(chunks, str) and chunks == "auto":
         return default_chunk(layout, max_gap_bytes=max_gap_bytes)
-    if isinstance(chunks, str) or not hasattr(chunks, "__iter__"):
-        raise ArgumentError(f'{chunks!r} is not a chunk shape: pass four integers or "auto"', where="chunks")
-    integers = (int(n) if hasattr(n, "__index__") and not isinstance(n, bool) else n for n in chunks)
-    return cast("Shape", tuple(integers))
+    try:
+        if isinstance(chunks, str):
+            raise TypeError
+        return cast(
+            "Shape", tuple(int(n) if hasattr(n, "__index__") and not isinstance(n, bool) else n for n in chunks)
+        )
+    except TypeError:
+        raise ArgumentError(
+            f'{brief(chunks)} is not a chunk shape: pass four integers or "auto"', where="chunks"
+        ) from None
 
 
 def _number(text: str) -> int:

@@ -74,8 +74,8 @@ def open_view(
         DocumentError: `labels.bin` has another size than the documents imply (those that documents declare are compared when a
             chunk is read).
     """
-    if sharded not in {"auto", True, False}:
-        raise ArgumentError(f'{sharded!r} is not one of True, False and "auto"', where="sharded")
+    if not isinstance(sharded, bool) and not (isinstance(sharded, str) and sharded == "auto"):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f'{brief(sharded)} is not one of True, False and "auto"', where="sharded")
     if sharded is True and not _CAN_READ_SHARDS:
         raise ArgumentError(
             "the installed zarr fetches the inner chunks of a shard one after the other",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,24 +11,33 @@ import pytest
 
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, IncompleteStoreError
-from saev_store.loaders import CachedTransport, ShuffledLoader, stage
+from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, behind_bos, below_norms, stage
+from saev_store.sources import open_source, reopen
+from saev_store.sources.caches import import_cache
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.sources.provenance import source_of
 from saev_store.transport import MemoryTransport
 from saev_store.writer import create_store, finalize_store
 from saev_store.writer.copying import copy_store
+from saev_store.writer.importing import from_array
 
 SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
 METADATA: dict[str, object] = {
     "family": "clip", "ckpt": "x", "layers": [2, 5], "content_tokens_per_example": 4, "cls_token": True, "d_model": 8,
     "n_examples": 7, "max_tokens_per_shard": 30,
 }  # fmt: skip
+MODEL = {"family": "clip", "ckpt": "x", "layers": [2]}
 JUNK: dict[str, object] = {
     "None": None, "True": True, "minus one": -1, "nil": 0, "one": 1, "long": 2**70, "endless": 10**5000, "fraction": 1.5,
     "nan": float("nan"), "word": "x", "no word": "", "bytes": b"x", "list": [], "list of None": [None], "list of words": ["a"],
     "ragged": [[1], [2, 3]], "dict": {}, "odd dict": {1: 2}, "tuple": (), "object": object(), "floats": np.array([1.5]),
     "words": np.array(["a"]), "slice": slice(None), "square": [[1, 2], [3, 4]], "date": np.datetime64("2020"), "call": print,
-    "ellipsis": ..., "range": range(3), "set": {1, 2}, "0-d array": np.array(7), "2-d array": np.array([[7]]),
+    "surrogate": "\ud800", "ellipsis": ..., "range": range(3), "set": {1, 2}, "0-d array": np.array(7), "2-d array": np.array([[7]]),
 }  # fmt: skip
+
+JUNK["list of itself"] = LOOP = []
+LOOP.append(LOOP)
 
 
 def write_early(max_reorder_bytes: object) -> None:
@@ -40,6 +50,10 @@ def write_early(max_reorder_bytes: object) -> None:
 def append_mask(root: Path, mask: object) -> None:
     with ShardStore.create(root, {**METADATA, "token_arrays": {"mask": "bool"}}, resume="auto") as writer:
         writer.append(np.zeros((1, 2, 5, 8), np.float32), mask=mask)
+
+
+def loaded(loader: OrderedLoader, **changed: object) -> None:
+    loader.load_state_dict({**loader.state_dict(), **changed})
 
 
 def calls(root: Path) -> dict[str, Callable[[object], object]]:
@@ -103,6 +117,38 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "estimate dtype": lambda junk: store.estimate(dtype=junk),
         "publication verify": lambda junk: finalize_store(MemoryTransport(), new_metadata(**METADATA), verify=junk),
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
+        "where of a pair": lambda junk: pair(store, store).sel(layer_a=2, layer_b=2, where=junk),
+        "tokens that stay": rows.only,
+        "options of a loader": lambda junk: OrderedLoader(rows, junk),
+        "options of a shuffled loader": lambda junk: ShuffledLoader(rows, junk),
+        "state": lambda junk: OrderedLoader(rows, batch_size=2).load_state_dict(junk),
+        "rows of a state": lambda junk: loaded(OrderedLoader(rows, batch_size=2), rows=junk),
+        "batch of a state": lambda junk: loaded(OrderedLoader(rows, batch_size=2), batch=junk),
+        "limits of norms": lambda junk: below_norms(store.sel(layer=2), junk),
+        "rows of a filter": behind_bos,
+        "rows of limits": lambda junk: below_norms(junk, [1.0]),
+        "chunks of Zarr": lambda junk: store.as_zarr(chunks=junk),
+        "shards of Zarr": lambda junk: store.as_zarr(sharded=junk),
+        "format of kerchunk": lambda junk: store.to_kerchunk(root / "r", format=junk),
+        "base of kerchunk": lambda junk: store.to_kerchunk(root / "r", base=junk),
+        "array of a spec": store.to_tensorstore_spec,
+        "base of a spec": lambda junk: store.to_tensorstore_spec(base=junk),
+        "layers of a layout": lambda junk: replace(store.layout, layers=junk),
+        "hook points of a layout": lambda junk: replace(store.layout, hook_points=junk),
+        "path below a transport": store.transport.size,
+        "transport of a source": lambda junk: None if junk is None else open_source("x", transport=junk),
+        "address of a source": open_source,
+        "scope of a description": lambda junk: reopen({"url": str(root), "digest": {"scope": junk}}),
+        "split": lambda junk: prepare(root, split=junk),
+        "patterns of a split": lambda junk: prepare(root, split_parts=junk),
+        "type of samples": lambda junk: prepare(root, sample_type=junk),
+        "dtype of tokens": lambda junk: IndexedDatasetBuilder(root / "mm", junk).abort(),
+        "family of a cache": lambda junk: import_cache(root, root / "to", family=junk),
+        "format of a cache": lambda junk: import_cache(root, root / "to", family="x", format=junk),
+        "layers of a cache": lambda junk: import_cache(root / "a.npy", root / "to", family="x", layers=junk),
+        "dtype of an array": lambda junk: from_array(
+            np.ones((1, 1, 1, 1), np.float32), root / "to", **MODEL, dtype=junk
+        ),
     }
     for name in [
         *METADATA,
@@ -197,3 +243,42 @@ def test_limits_are_numbers_and_the_error_names_them(
         call(value, tmp_path / "to")
     assert caught.value.where == name
     assert not (tmp_path / "to").exists()
+
+
+def test_parts_of_a_corpus_are_integers(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_document(np.arange(7, dtype=np.uint16))
+    corpus = IndexedDataset(tmp_path / "x")
+    for name, junk in JUNK.items():
+        for call in (
+            lambda junk: corpus.get(0, junk),
+            lambda junk: corpus.get(0, 0, junk),
+            lambda junk: corpus.document(0, junk),
+            lambda junk: corpus.document(0, 0, junk),
+            lambda junk: corpus[junk],
+        ):
+            try:
+                call(junk)
+            except SaevStoreError as error:
+                assert str(error), name
+    assert corpus.get(0, np.int64(2), np.array(3)).tolist() == [2, 3, 4]
+
+
+def test_what_a_server_is_told() -> None:
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    from saev_store.serve import application, listen
+
+    store = ShardStore.open(SAMPLE)
+    for name, junk in JUNK.items():
+        for call in (
+            lambda junk: listen("127.0.0.1", junk)[0].close(),
+            lambda junk: listen(junk, 0)[0].close(),
+            lambda junk: application(store, origins=junk),
+            lambda junk: application(store, hosts=junk),
+            lambda junk: application(store, hosts=[junk]),
+        ):
+            try:
+                call(junk)
+            except SaevStoreError as error:
+                assert str(error), name

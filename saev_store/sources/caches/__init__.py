@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from saev_store.core.arguments import check_choice
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.layout import LayerKey
 from saev_store.documents import Metadata
@@ -112,13 +113,17 @@ def import_cache(
         MissingDependencyError: the format needs a library that is not installed.
         ResumeError: the cache has changed since an unfinished import of it was begun.
     """
-    if not family.strip():
+    if not isinstance(family, str) or not family.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(
-            f"it is {family!r}; it must be a name", where="family", remedy="Name the family of models, such as gpt2."
+            f"it is {brief(family)}; it must be a name",
+            where="family",
+            remedy="Name the family of models, such as gpt2.",
         )
     check_options(max_block_bytes, verify)
-    if format not in {None, *FORMATS}:
-        raise ArgumentError(f"format is {brief(format)}; it must be one of {', '.join(FORMATS)}", where="format")
+    if format is not None:
+        check_choice(format, FORMATS, name="format")
+    if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"layers is {brief(layers)}; it must be a list of labels", where="layers")
     wanted = Wanted(layers, layer_ids, context, bos_token, cls_token, dims, dtype)
     common: dict[str, Any] = {
         "family": family,

@@ -140,6 +140,8 @@ def prepare(
         WriterConflictError: another process prepares it.
     """
     there = transport if transport is not None else open_transport(url, storage_options, engine=engine)
+    if not isinstance(there, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"{brief(there)} is no transport", where="transport")
     if not isinstance(there, Writes) or not isinstance(there, Lists):
         raise ReadOnlyError(f"nothing can be written or listed through {there.name}", where=there.url)
     definition = _definition(sample_type, field_map)
@@ -308,7 +310,7 @@ def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) ->
         if field_map:
             raise ArgumentError(f"{CRUDE} has parts as they are, and takes no field map", where="field_map")
         return definition_bytes(CRUDE, {})
-    if sample_type not in SAMPLE_TYPES:
+    if not isinstance(sample_type, str) or sample_type not in SAMPLE_TYPES:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"{brief(sample_type)} is none of {', '.join(SAMPLE_TYPES)}, {CRUDE}", where="sample_type")
     field_map = dict(field_map or {})
     try:

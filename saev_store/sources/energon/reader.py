@@ -238,6 +238,8 @@ class EnergonDataset(Source[RawSample]):
         """
         parts, info = self.documents.splits.parts, self.documents.info
         chosen: str | None = None
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise SelectionError(f"{brief(name)} is no name of a split", where="split")
         if name in parts:
             ids = [self._by_name[shard] for shard in parts[name]]
             chosen, view = name, View(ids, info.counts[ids], self._left_out(set(parts[name])))

@@ -125,6 +125,8 @@ def parse_ratio(text: str) -> tuple[Fraction, ...]:
     ['4/5', '1/10', '1/10']
     """
     rule = "a split is written '8,1,1' or '0.8,0.1,0.1': shares of train, val and test"
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"{brief(text)} is no split: {rule}", where="split")
     try:
         shares = [Decimal(share.strip()) for share in text.split(",")] if len(text) <= 256 else []
     except InvalidOperation:
@@ -175,9 +177,11 @@ class SplitPlan:
             raise ArgumentError(
                 f"{brief(split)} has {len(self._shares)} shares; train, val and test need 3", where="split"
             )
+        if isinstance(split_parts, str) or not isinstance(split_parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"{brief(split_parts)} is no list of patterns", where="split_parts")
         self._patterns: dict[str, list[re.Pattern[str]]] = {}
         for item in split_parts:
-            name, colon, pattern = item.partition(":")
+            name, colon, pattern = item.partition(":") if isinstance(item, str) else ("", "", "")  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             if not name or not colon or not pattern:
                 raise ArgumentError(f"{brief(item)} is not written 'train:shards/train_.*'", where="split_parts")
             patterns = expand(pattern, where="split_parts") if _BRACES.search(pattern) else [pattern]

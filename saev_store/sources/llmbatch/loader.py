@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, Self, cast
 
 import numpy as np
 
-from saev_store.core.arguments import check_count
+from saev_store.core.arguments import check_choice, check_count
 from saev_store.core.layout import IntArray
-from saev_store.errors import ArgumentError, ResumeError, brief
+from saev_store.errors import ResumeError, brief
 from saev_store.sources._files import digest_files
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import BLOCK_ORDER, epoch_batches
@@ -83,8 +83,7 @@ class BatchNativeLoader:
         storage_options: Mapping[str, object] | None = None,
         engine: Engine = "auto",
     ) -> None:
-        if output not in {"torch", "numpy"}:
-            raise ArgumentError(f"output is {output!r}; it must be 'torch' or 'numpy'", where="output")
+        check_choice(output, ("torch", "numpy"), name="output")
         self.block_size = check_count(block_size, name="block_size")
         self.shuffle, self.output, self.drop_last = bool(shuffle), output, bool(drop_last)
         self.seed = check_count(seed, name="seed", least=0, most=2**64 - 1)

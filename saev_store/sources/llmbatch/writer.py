@@ -62,7 +62,10 @@ def write_batch_file(
         ArgumentError: the array is not of that shape, or a number is out of range. What was there is unchanged.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
     """
-    tokens = np.asanyarray(tokens_array)
+    try:
+        tokens = np.asanyarray(tokens_array)
+    except ValueError:  # lists of unequal lengths
+        raise ArgumentError("records have different lengths", where="tokens_array") from None
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise ArgumentError(f"the shape is {tokens.shape}; it must be (records, seq_len)", where="tokens_array")
     if seq_len is not None and seq_len != tokens.shape[1]:

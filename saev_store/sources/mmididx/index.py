@@ -122,8 +122,8 @@ def code_of(dtype: npt.DTypeLike) -> int:
     """
     try:
         name = np.dtype(dtype).newbyteorder("=").name
-    except TypeError as error:
-        raise ArgumentError(f"{brief(dtype)} is no dtype: {error}", where="dtype") from None
+    except (TypeError, ValueError) as error:  # UnicodeEncodeError for a lone surrogate
+        raise ArgumentError(f"{brief(dtype)} is no dtype: {brief(str(error))}", where="dtype") from None
     for code, names in _TYPES.items():
         if names[0] == name:
             return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -166,10 +167,11 @@ class IndexedDataset(Source[TokenArray]):
         """
         position = check_index(index, self._n, what="sequence")
         size = self.sizes.item(position)
+        offset, length = _whole(offset, "offset"), None if length is None else _whole(length, "length")
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
             raise SelectionError(
-                f"tokens {offset} to {offset + length} of sequence {position} do not exist; it has {size}",
+                f"tokens {brief(offset)} to {brief(offset + length)} of sequence {position} do not exist; it has {size}",
                 where="offset",
             )
         return self._tokens(self.index.pointers.item(position) + offset * self._itemsize, length)
@@ -230,10 +232,11 @@ class IndexedDataset(Source[TokenArray]):
         sizes = self.sizes[sequences.start : sequences.stop].astype(np.int64)
         ends = np.cumsum(sizes)
         total = int(ends[-1]) if len(ends) else 0
-        stop = total if stop is None else stop
+        start, stop = _whole(start, "start"), total if stop is None else _whole(stop, "stop")
         if not 0 <= start <= stop <= total:
             raise SelectionError(
-                f"tokens {start} to {stop} of document {brief(document)} do not exist; it has {total}", where="start"
+                f"tokens {brief(start)} to {brief(stop)} of document {brief(document)} do not exist; it has {total}",
+                where="start",
             )
         begins = ends - sizes
         first = int(np.searchsorted(ends, start, side="right"))
@@ -300,6 +303,14 @@ class IndexedDataset(Source[TokenArray]):
         """Release maps and connections; returned views stay valid, and later reads open the files again."""
         self._whole, self._closed = None, True
         self.transport.close()
+
+
+def _whole(value: object, name: str) -> int:
+    """An integer argument; whether it is in range is for the caller to say."""
+    try:
+        return operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        raise SelectionError(f"{name} is {brief(value)}; it must be an integer", where=name) from None
 
 
 def file_names(name: str) -> tuple[str, str]:

@@ -218,7 +218,7 @@ def stored_dtype(found: np.dtype[np.generic], asked: StoredDtype | None) -> Stor
     Raises:
         ArgumentError: no store holds it; float64 is taken only where another dtype is asked for.
     """
-    if asked is not None and asked not in ITEMSIZES:
+    if asked is not None and (not isinstance(asked, str) or asked not in ITEMSIZES):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"dtype is {brief(asked)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype")
     if found.name in ITEMSIZES:
         return asked or cast("StoredDtype", found.name)
