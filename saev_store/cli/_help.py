@@ -41,8 +41,8 @@ _OPTIONS = {
     "Model": ("model", "tokenizer", "layers", "hook_points", "compute_dtype", "attention", "device", "batch_size"),
     "Rows of texts": ("context", "layout", "pack", "bos", "example_tokens"),
     "Result": ("to", "dtype", "max_tokens_per_shard"),
-    "Writing": ("resume", "verify", "overwrite", "on_nonfinite", "on_overflow"),
-    "Load": ("max_mb_per_s", "max_requests_per_s", "scheduler", "num_workers", "part"),
+    "Writing": ("resume", "part", "verify", "overwrite", "on_nonfinite", "on_overflow"),
+    "Load": ("max_mb_per_s", "max_requests_per_s", "scheduler", "num_workers"),
     "Output": ("as_json", "progress", "dry_run"),
     "File systems": ("options", "option", "dst_options", "dst_option", "out_options", "engine"),
 }  # fmt: skip

@@ -92,6 +92,59 @@ def test_choices_are_listed(run):
     assert "float32|bfloat16|float16" in run("copy", "-h")[1]
 
 
+#: Group of options -> the options of `record`, of `copy` and of `import` that are in it.
+GROUPS = {
+    "Source": ("--text --tokens --images --processor --image-key --masks --on-bad-image --text-key", "--tokens", ""),
+    "Model": (
+        "--model --tokenizer --layers --hook-points --compute-dtype --attention --device --batch-size", "--layers", "--layers",
+    ),
+    "Rows of texts": ("--context --layout --pack --bos --example-tokens", "", "--context"),
+    "Result": ("--to --dtype --max-tokens-per-shard", "--dtype", "--to --dtype --max-tokens-per-shard"),
+    "Writing": ("--resume --part --on-nonfinite", "--resume --on-overflow", "--resume --verify --on-nonfinite --on-overflow"),
+    "Load": ("", "--max-mb-per-s --max-requests-per-s --scheduler", ""),
+    "Output": ("--json --progress --dry-run", "--json --progress", "--json --progress"),
+    "File systems": ("--storage-options --option", *["--storage-options --option --dst-storage-options --dst-option"] * 2),
+}  # fmt: skip
+
+
+def panels(command: str) -> dict[str, str | None]:
+    """The group of each option by its long name."""
+    options = [each for each in app().commands[command].params if each.opts[0].startswith("-")]
+    return {next(name for name in each.opts if name.startswith("--")): each.rich_help_panel for each in options}
+
+
+@pytest.mark.parametrize(("at", "command"), [(0, "record"), (1, "copy"), (2, "import")])
+def test_groups_of_the_options_of_long_commands(at: int, command: str):
+    expected = {option: title for title, options in GROUPS.items() for option in options[at].split()}
+    assert {option: title for option, title in panels(command).items() if title} == expected
+
+
+def test_options_of_short_commands_are_not_grouped_but_those_of_all_commands():
+    assert panels("convert") == {
+        **dict.fromkeys(
+            ("--seq-len", "--batch-size", "--seed", "--pad-token", "--end-token", "--dtype", "--tokenizer", "--part", "--split"),
+        ),
+        "--overwrite": None, "--verify": None, "--scheduler": "Load", "--json": "Output", "--progress": "Output",
+        **dict.fromkeys(("--storage-options", "--option", "--dst-storage-options", "--dst-option"), "File systems"),
+    }  # fmt: skip
+    assert panels("clean")["--dry-run"] == "Output"
+    assert panels("clean")["--engine"] == panels("export")["--out-storage-options"] == "File systems"
+    assert panels("prepare")["--num-workers"] == "Load"
+
+
+def test_groups_of_commands():
+    found: dict[str, list[str]] = {}
+    for name, command in app().commands.items():
+        found.setdefault(command.rich_help_panel, []).append(name)
+    assert {title: sorted(names) for title, names in found.items()} == {
+        "Look at stores": ["estimate", "head", "info", "ls", "stats", "validate", "view"],
+        "Record and import": ["demo", "finalize", "import", "record", "repair"],
+        "Copy and clean": ["clean", "copy"],
+        "Other formats": ["convert", "export", "prepare", "serve"],
+        "Help": ["docs"],
+    }
+
+
 def test_commands_and_options_are_in_groups(run, drawn):
     drawn(120)
     out = run("-h")[1]
