@@ -13,6 +13,7 @@ import pytest
 from plain_stores import Plain, plain_store
 from pydantic import AfterValidator
 
+from saev_store import ShardStore, new_metadata
 from saev_store._runtime.progress import Progress, counted_so_far, counting
 from saev_store.cli import _tables
 from saev_store.cli._ends import end_line
@@ -213,6 +214,21 @@ def test_long_commands_end_with_a_line(run, store, tmp_path, command, line):
     assert code == 0
     assert re.fullmatch(f"{line}\n", err), err
     assert run(*command, "--json")[2] == ""
+
+
+def test_only_what_is_removed_is_counted(run, tmp_path):
+    options = {"family": "gpt2", "ckpt": "tiny", "layers": [0], "content_tokens_per_example": 4, "cls_token": False}
+    made = [new_metadata(n_examples=n, d_model=8, **options) for n in (1, 2, 3)]
+    writer, *others = [ShardStore.create(tmp_path, metadata, progress=False) for metadata in made]
+    for other in others:
+        other.close()
+    code, out, err = run("clean", tmp_path, "--older-than", "1h", "--dry-run")
+    assert (code, err, out.count("would be removed"), out.count("kept: written")) == (0, "", 0, 3)
+    code, out, err = run("clean", tmp_path, "--older-than", "0")
+    assert (code, out.count("removed"), out.count("kept: ")) == (0, 2, 1)
+    assert re.fullmatch(rf"removed 2 leftovers in .+ s, .+ leftovers/s, at {re.escape(str(tmp_path))}\n", err), err
+    assert run("clean", tmp_path, "--older-than", "1h")[2].startswith("removed nothing: nothing was left over, at ")
+    writer.close()
 
 
 def test_what_was_done_before_is_said(run, store, tmp_path):

@@ -11,6 +11,7 @@ from tiny_models import D_MODEL, N_LAYERS, VOCABULARY, tiny_language, tiny_visio
 
 from saev_store.errors import ArgumentError
 from saev_store.record import HookPoint, Images, Recorder, TextAdapter, Texts, VisionAdapter, adapt, record
+from saev_store.record._adapters import place
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -174,6 +175,25 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(store[:])[:, 3][mask], out[mask])
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("ViTModel", "vit"), ("DeiTModel", "deit"), ("BeitModel", "beit"), ("Dinov2Model", "dinov2"), ("Dinov2WithRegistersModel", "dinov2"),
+        ("DINOv3ViTModel", "dinov3"), ("CLIPVisionModel", "clip"), ("SiglipVisionModel", "siglip"), ("Siglip2VisionModel", "siglip2"),
+    ],
+)  # fmt: skip
+def test_names_of_families(name: str, family: str) -> None:
+    assert adapt(tiny_vision(name)).family == family
+
+
+def test_the_name_of_the_weights_is_that_of_the_whole_model_else_of_its_tower() -> None:
+    model = tiny_vision("CLIPForImageClassification")
+    model.config._name_or_path, model.vision_model.config._name_or_path = "lab/whole", "lab/tower"
+    assert adapt(model).ckpt == "lab/whole"
+    model.config._name_or_path = ""
+    assert adapt(model).ckpt == "lab/tower"
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +289,32 @@ def test_a_model_without_numbers() -> None:
         model = Encoder(batch_first=True)
     with pytest.raises(ArgumentError, match=r"embedding.weight of Encoder is on the meta device.*Load the weights"):
         Recorder(adapter_of(model), (0,))
+    model = Encoder(batch_first=True)
+    model.register_buffer("scale", torch.ones(2, device="meta"))
+    with pytest.raises(ArgumentError, match="scale of Encoder is on the meta device"):
+        Recorder(adapter_of(model), (0,))
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (AssertionError("Torch not compiled with CUDA enabled"), "Torch not compiled with CUDA enabled"),
+        (RuntimeError("no such device\nmore lines"), "no such device"),
+        (TypeError(), "TypeError"),
+    ],
+)
+def test_a_device_that_torch_refuses(monkeypatch: pytest.MonkeyPatch, error: Exception, why: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    model = Chain(tuple)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(ArgumentError) as caught:
+        place(model, "cuda")
+    found = caught.value
+    assert (found.message, found.where) == (f"'cuda' cannot be used: {why}", "device")
+    assert found.remedy == "Omit it to use the CPU."
+    place(model, None)
 
 
 @DEPRECATED

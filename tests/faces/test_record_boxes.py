@@ -127,6 +127,11 @@ def test_pixels_that_are_not_normalised(model: object, tmp_path: Path) -> None:
     grey = transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}, do_normalize=False)
     record(model, Images([Image.fromarray(noise(0))], processor=grey), tmp_path / "d", **OPTIONS)
     record(model, Images(unit * 255, any_range=True), tmp_path / "e", **OPTIONS)
+    images = Images(np.repeat(unit, 5, axis=0), 2)
+    with pytest.warns(SaevStoreWarning) as found:  # once, whatever the number of batches
+        n_batches = len([*images.batches(0, 5)])
+    assert n_batches == 3
+    assert [str(each.message).partition(" has")[0] for each in found] == ["image 0 to image 1"]
 
 
 def test_batches_that_are_not_normalised(model: object, tmp_path: Path) -> None:

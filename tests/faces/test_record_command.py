@@ -260,6 +260,14 @@ def test_files_of_options_that_say_something_else(run, tmp_path: Path, text: str
     assert (code, said in err) == (2, True), err
 
 
+def test_a_flag_that_is_wrong_is_not_said_to_be_in_the_file(run, tmp_path: Path) -> None:
+    (tmp_path / "dump.toml").write_text("model = 'm'\nto = 'y'\nlayers = [1]\ntext = 'x'\ncontext = 'a'\nbos = 5")
+    code, _, err = run("--config", tmp_path / "dump.toml", "--bos", "foo")
+    assert code == 2
+    assert "bos is 'foo'; it must be a token id, 'tokenizer' or 'none'" in err
+    assert f"context in {tmp_path / 'dump.toml'} is 'a'; it must be an integer" in err
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -6,6 +6,7 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 from saev_store import ShardStore
 from saev_store.cli.writing import demo
 from saev_store.errors import AccessError
+from saev_store.problems import Problem
 from saev_store.record import run_demo
+from saev_store.record._demo_steps import validate
 from saev_store.record._demo_text import BOS, BOS_ID, TextDemoResult, run_text, tokenizer_of
 from saev_store.record._fables import FABLES
-from saev_store.record._photos import load_photographs, patch_colours, principal_colours, stitch
+from saev_store.record._photos import Photographs, load_photographs, patch_colours, principal_colours, stitch
 from saev_store.record._weights import hub_refusal, random_model
 
 torch = pytest.importorskip("torch")
@@ -36,7 +39,15 @@ def test_torch_random_state_of_the_caller_survives_a_random_model() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
     assert first.ckpt == second.ckpt
     assert not first.pretrained
-    assert "random weights of seed 17" in first.note
+    assert "random weights of seed 17 (test)" in first.note
+    assert first.title == "tiny with random weights"
+    others = [random_model(config, name="tiny", reason="test", dtype=torch.bfloat16)]
+    config.num_hidden_layers = 2
+    others.append(random_model(config, name="tiny", reason="test"))
+    assert first.ckpt.startswith("tiny-random-")
+    assert len({first.ckpt, *(other.ckpt for other in others)}) == 3
+    assert others[0].model.dtype == torch.bfloat16
+    assert not first.model.training
 
 
 def test_the_hub_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +77,21 @@ def test_the_demo_on_a_tiny_model(tmp_path: Path) -> None:
     assert result.n_recorded == 12
     assert result.max_abs_diff == 0.0
     assert result.problems == ()
-    assert set(result.read_bytes_per_s) == {"mmap", "fsspec"}
     store = ShardStore.open(result.store)
+    assert result.n_checked == 12 * 2 * 17  # two batches, which are all of it
+    assert result.max_abs == np.abs(store[:]).max()
+    assert (result.n_shards, result.nbytes, result.n_examples, result.n_photographs) == (3, store.nbytes, 12, 2)
+    assert (result.ckpt, result.weights) == (tiny.ckpt, tiny.note)
+    assert set(result.read_bytes_per_s) == {"mmap", "fsspec"}
+    largest = result.max_abs
+    for changes, is_ok in (
+        ({"problems": ("a shard is missing",)}, False),
+        ({"engines_equal": False}, False),
+        ({"max_abs_diff": 0.0099 * largest}, True),
+        ({"max_abs_diff": 0.0101 * largest}, False),
+        ({"text": replace(result.text, text_equal=False)}, False),
+    ):
+        assert replace(result, **changes).ok is is_ok, changes
     assert store.layout.n_shards == 3
     assert store.labels is not None
     assert int(store.labels.max()) < 8
@@ -148,6 +172,30 @@ def test_tiles_fit_together_again() -> None:
     assert labels.shape == (12, 16)
     white = (whole @ np.array((0.2126, 0.7152, 0.0722))).max()
     assert int(labels.max()) == int(white * 255 / 256 * 8)
+    flat = np.zeros((4, 28, 42, 3), np.uint8)
+    flat[[0, 1, 2, 3], ..., [0, 1, 2, 2]] = 255
+    flat[3] = 255
+    steps = Photographs(flat, ("red", "green", "blue", "white"), 14).luminance_steps(14).reshape(4, 6)
+    assert steps.tolist() == [[step] * 6 for step in (1, 5, 0, 7)]
+
+
+def test_what_validation_finds_counts_unless_it_is_only_worth_knowing() -> None:
+    problems = [Problem("k", f"a {severity}", "f", severity=severity) for severity in ("error", "warning", "info")]
+    asked: list[dict] = []
+    lines: list[str] = []
+
+    def looked_at(**how: object) -> SimpleNamespace:
+        asked.append(how)
+        return SimpleNamespace(problems=problems, elapsed_s=2.0)
+
+    store = SimpleNamespace(validate=looked_at, nbytes=640_000_000)
+    assert validate(store, lines.append, progress=False) == (tuple(map(str, problems[:2])), 2.0)
+    assert asked == [{"deep": True, "progress": False}]
+    found = "; ".join(map(str, problems[:2]))
+    assert lines == [f"validated  320 MB/s, every byte against its digest: {found}"]
+    problems.clear()
+    assert validate(store, lines.append, progress=None)[0] == ()
+    assert lines[1].endswith("every byte against its digest: no problems")
 
 
 def test_components_find_what_was_put_in() -> None:

@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from tiny_models import VOCABULARY, tiny_language, tiny_vision
 from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.errors import ArgumentError
-from saev_store.record import ImageBatches, Images, RecordingEstimate, Texts, estimate_recording, record
+from saev_store.record import ImageBatches, Images, RecordingEstimate, Texts, _estimate, estimate_recording, record
 from saev_store.transport.obstore import _sink
 
 torch = pytest.importorskip("torch")
@@ -102,6 +103,30 @@ def test_only_the_batches_of_the_first_examples_run(tmp_path: Path) -> None:
     assert not model.training
     all_of_it = estimate_recording(model, Images(PIXELS, 41), tmp_path, n_examples=1000, **OPTIONS)
     assert all_of_it.n_measured == 41
+    exactly = estimate_recording(model, Images(PIXELS, 4), tmp_path, n_examples=8, **OPTIONS)
+    assert exactly.n_measured == 8
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "n_examples", "source_s", "model_s"),
+    [(4, 12, 1 / 4, 2 / 4), (4, 5, 1 / 4, 2 / 4), (8, 8, 100 / 8, 1000 / 8), (41, 1000, 100 / 41, 1000 / 41)],
+)
+def test_the_first_batch_counts_only_where_it_is_the_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, n_examples: int, source_s: float, model_s: float
+) -> None:
+    """By a clock on which the first batch takes 100 s in the source and 1000 s in the model, and each other one 1 s and 2 s."""
+    now, steps = [0.0], iter([0.0, 100.0, 1000.0, *[0.0, 1.0, 2.0] * 20])
+
+    def perf_counter() -> float:
+        now[0] += next(steps)
+        return now[0]
+
+    monkeypatch.setattr(_estimate, "time", SimpleNamespace(perf_counter=perf_counter))
+    found = estimate_recording(
+        model_for("images"), Images(PIXELS, batch_size), tmp_path, n_examples=n_examples, **OPTIONS
+    )
+    assert found.source_s == pytest.approx(41 * source_s)
+    assert found.model_s == pytest.approx(41 * model_s)
 
 
 def test_memory_is_that_of_the_batches(tmp_path: Path) -> None:

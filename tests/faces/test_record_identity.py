@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -361,7 +362,14 @@ def another_forward(model: torch.nn.Module) -> None:
     model.layers[0].mlp.forward = forward
 
 
-BY_HAND = [another_epsilon, another_activation, another_slope, another_scale, another_forward]
+def another_attribute(value: object) -> Callable[[torch.nn.Module], None]:
+    return lambda model: setattr(model.layers[1].mlp, "setting", value)
+
+
+BY_HAND = [
+    another_epsilon, another_activation, another_slope, another_scale, another_forward,
+    *map(another_attribute, (torch.relu, torch.sigmoid, math.sin, "a b".split, 1, 1.5, "1", None, True, (1, 2), (1, 3), [1, 2], np.float32(2))),
+]  # fmt: skip
 
 
 def test_what_is_changed_by_hand_makes_another_recording(tmp_path: Path) -> None:

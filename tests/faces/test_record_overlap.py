@@ -307,6 +307,7 @@ def test_reports_come_after_each_batch_and_at_the_end(models: dict[str, torch.nn
     counts = [report.n_examples for report in reports]
     assert counts == sorted(counts)
     assert all(report.n_examples + report.n_left == N for report in reports)
+    assert all(report.nbytes == report.n_examples * store.layout.example_nbytes for report in reports)
     last = reports[-1]
     assert (last.n_examples, last.n_left, last.left_s, last.nbytes) == (N, 0, 0.0, store.nbytes)
     times = [report.elapsed_s for report in reports]

@@ -84,6 +84,16 @@ def of_tensor(factor: float = 1, scale: float = 0.1, zero_point: int = 0, dtype:
     return torch.quantize_per_tensor(factor * torch.ones(4), scale, zero_point, getattr(torch, dtype))
 
 
+def packed_channels(scale: float = 0.5, zero_point: int = 3, axis: int = 0, integer: int = 1) -> torch.Tensor:
+    integers = torch.full((2, 2), integer, dtype=torch.int8)
+    scales, zero_points = torch.tensor([0.5, scale], dtype=torch.float64), torch.tensor([0, zero_point])
+    return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
+
+
+def packed_tensor(scale: float = 0.5, zero_point: int = 3, integer: int = 1) -> torch.Tensor:
+    return torch._make_per_tensor_quantized_tensor(torch.full((4,), integer, dtype=torch.int8), scale, zero_point)
+
+
 #: What the state of a model has, and what it might have instead.
 STATES = {
     "one scale": (
@@ -91,6 +101,23 @@ STATES = {
         [lambda: of_tensor(dtype="quint8"), lambda: of_tensor(2, 0.2), lambda: of_tensor(0.9, 0.1, 1)],
     ),
     "a scale for each channel": (of_channels, [lambda: of_channels(scale=0.2), lambda: of_channels(zero_point=4)]),
+    "the same integers otherwise scaled": (
+        packed_tensor,
+        [partial(packed_tensor, 0.25), partial(packed_tensor, 0.5, 4), partial(packed_tensor, 0.5, 3, 2)],
+    ),
+    "the same integers in other channels": (
+        packed_channels,
+        [
+            partial(packed_channels, 0.25),
+            partial(packed_channels, 0.5, 4),
+            partial(packed_channels, 0.5, 3, 1),
+            partial(packed_channels, 0.5, 3, 0, 2),
+        ],
+    ),
+    "an array": (
+        lambda: np.zeros((2, 3)),
+        [lambda: np.zeros((3, 2)), lambda: np.ones((2, 3)), lambda: np.zeros((2, 3), int)],
+    ),
     "a tuple": (
         lambda: (torch.ones(2), None),
         [lambda: (torch.ones(2),), lambda: (torch.ones(2), torch.ones(1)), lambda: (torch.zeros(2), None)],
@@ -143,6 +170,7 @@ def test_tensors_that_are_made_of_tensors() -> None:
         (object(), "is a object, whose bytes cannot be told"),
         (torch.eye(3).to_sparse(), "a tensor of the layout torch.sparse_coo"),
         ((1, {"inner": {1, 2}}), "is a set"),
+        (np.array([None]), "is an array of objects"),
     ],
 )
 def test_state_that_cannot_be_told_is_refused_before_anything_is_written(

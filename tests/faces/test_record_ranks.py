@@ -277,6 +277,29 @@ def test_finalize_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ({}, {"verify": "digests", "takeover": False, "progress": None}),
+        (
+            {"verify": False, "takeover": True, "progress": False},
+            {"verify": "sizes", "takeover": True, "progress": False},
+        ),
+    ],
+)
+def test_how_finalize_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict, passed: dict) -> None:
+    from saev_store.writer.parts import UnpublishedStore
+
+    folder, publish, found = killed_before_publishing(tmp_path, monkeypatch), UnpublishedStore.publish, []
+    monkeypatch.setattr(
+        UnpublishedStore,
+        "publish",
+        lambda begun, **how: found.append(how) or publish(begun, **how | {"progress": False}),
+    )
+    assert len(finalize(folder, **given)) == 19
+    assert found == [passed]
+
+
 def test_a_rank_that_has_nothing_to_do_publishes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_before_publishing(tmp_path / "a", monkeypatch)
     dump(tmp_path / "a", part=(0, 7))

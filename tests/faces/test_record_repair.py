@@ -263,7 +263,7 @@ def other_bits(kind: str, monkeypatch: pytest.MonkeyPatch, by: float) -> torch.n
     return model
 
 
-@pytest.mark.parametrize(("lost", "neighbour"), [((4, 6), 11), ((0, 5), 3)])
+@pytest.mark.parametrize(("lost", "neighbour"), [((4, 6), 11), ((0, 5), 3), (range(6), 18)])
 def test_other_vectors_are_refused_before_anything_is_replaced(
     copied, monkeypatch: pytest.MonkeyPatch, lost: tuple[int, ...], neighbour: int
 ) -> None:

@@ -215,8 +215,9 @@ def test_labels_are_bytes(values: list[int], is_right: bool) -> None:
     else:
         with pytest.raises(ArgumentError, match=f"values from {values[0]} to {values[1]}; labels are from 0 to 255"):
             masks.labels(0, **arguments)
-    with pytest.raises(ArgumentError, match="there are 1 masks, but 2 images"):
-        Masks([np.array([values])], MapStyle([0, 1]), [0])
+    for n in (1, 3):
+        with pytest.raises(ArgumentError, match=f"there are {n} masks, but 2 images"):
+            Masks([np.array([values])] * n, MapStyle([0, 1]), [0])
 
 
 def test_a_mask_of_the_original_is_framed_and_one_of_the_input_is_not() -> None:

@@ -17,9 +17,12 @@ pytest.importorskip("uvicorn")
 
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
+from saev_store.errors import CorruptShardError, TransportError
+from saev_store.problems import Problem
 from saev_store.stats._store import stats_of
-from saev_store.view import Budget, Viewed, read_sae
-from saev_store.view._answers import shard_strip
+from saev_store.transport import MemoryTransport
+from saev_store.view import LOCAL, REMOTE, Budget, Viewed, read_sae
+from saev_store.view._answers import broken_answer, error_answer, problem_list, shard_strip, store_answer
 from saev_store.view._arithmetic import linear_cka
 from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer, token_answer
@@ -79,6 +82,55 @@ def test_examples_that_can_be_read(tmp_path: Path) -> None:
         (0, 0, "whole"), (1, 1, "missing"), (2, 2, "short"), (3, 3, "whole"),
     ]  # fmt: skip
     assert (strip["n"], strip["n_damaged"], strip["examples_per_shard"]) == (4, 2, PER_SHARD)
+
+
+def test_how_a_store_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = store_of(tmp_path, acts_of(0))
+    expected = {
+        "engine": "pread", "is_local": True, "sizes_compared": True, "has_digests": True, "most_examples": LOCAL.examples,
+    }  # fmt: skip
+    assert store_answer(viewed(folder))["reading"] == expected
+    budget = Budget(3, 2, 1 << 20, 0)
+    assert store_answer(viewed(folder, budget=budget))["reading"] == {**expected, "most_examples": 3}
+    (folder / "digests.json").unlink()
+    some = viewed(folder)
+    assert store_answer(some)["reading"] == {**expected, "has_digests": False}
+    (folder / "digests.json").write_bytes(b"{}")
+    assert store_answer(some)["reading"]["has_digests"] is False  # asked for once
+    some = viewed(folder)
+
+    def fail(path: str) -> int:
+        raise TransportError("no answer", where=path)
+
+    monkeypatch.setattr(some.store.transport, "size", fail, raising=False)
+    assert store_answer(some)["reading"]["has_digests"] is None
+    data = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    remote = MemoryTransport(data, label=folder.name)
+    monkeypatch.setattr(MemoryTransport, "is_local", False)
+    found = Viewed(ShardStore.open(remote))
+    assert store_answer(found)["reading"] == {
+        "engine": "memory", "is_local": False, "sizes_compared": False, "has_digests": True, "most_examples": REMOTE.examples,
+    }  # fmt: skip
+
+
+def test_problems_are_listed_up_to_some_hundred_and_counted() -> None:
+    problems = [
+        Problem("k", f"/data/x{i} is bad", f"/data/x{i}", severity="warning", lost=((0, 1),) * 9) for i in range(201)
+    ]
+    found = problem_list(problems, ())
+    assert len(found) == 200
+    assert found[7] == {"severity": "warning", "kind": "k", "message": "x7 is bad", "where": "x7", "lost": [[0, 1]] * 8}
+    error = CorruptShardError("/data/a b is bad", where="/data/a b", remedy="See /data/a b.")
+    assert broken_answer("name", error, ["/data/a b"]) == {
+        "name": "name", "is_open": False, "card": [], "layers": [], "n_problems": 1, "remedy": "See a b.",
+        "problems": [{"severity": "error", "kind": error.kind, "message": "a b is bad", "where": "", "lost": []}],
+    }  # fmt: skip
+    error.problems = problems
+    answer = broken_answer("name", error, ())
+    assert (answer["n_problems"], len(answer["problems"])) == (201, 200)
+    assert error_answer(error, ["/data/a b"]) == {
+        "error": {"kind": error.kind, "message": "a b is bad", "where": "a b", "remedy": "See a b."}
+    }
 
 
 @pytest.mark.parametrize("lost", ["a", "b", "both", "different ones"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import traceback
+import weakref
 from collections import Counter, deque
 
 import pytest
 from waiting import HANG_S
 
 from saev_store._runtime import threads as _threads
-from saev_store._runtime.threads import ahead, n_threads, share
+from saev_store._runtime.threads import ahead, n_threads, share, without_variables
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 50])
@@ -122,3 +125,50 @@ abandoned.remove(opened.pop())
 def test_what_is_open_at_the_end_of_the_process_is_closed_once_and_before_what_it_uses():
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert (done.stdout, done.stderr) == ("first\nsecond\nwhat they use\n", "")
+
+
+class Big:
+    """What a frame holds."""
+
+
+@pytest.mark.parametrize("link", ["cause", "context", "none"])
+def test_an_error_that_is_handed_over_has_its_lines_and_no_variables(link):
+    held: list[weakref.ref[Big]] = []
+
+    def inner():
+        big = Big()
+        held.append(weakref.ref(big))
+        raise IndexError("inner")
+
+    def outer():
+        big = Big()
+        held.append(weakref.ref(big))
+        if link == "none":
+            inner()
+        try:
+            inner()
+        except IndexError as error:
+            raise RuntimeError("outer") from (error if link == "cause" else None)
+
+    gc.disable()  # what is freed is freed by the call
+    try:
+        try:
+            outer()
+        except (RuntimeError, IndexError) as error:
+            assert all(found() is not None for found in held)
+            found = without_variables(error)
+            assert found is error
+        assert [found() for found in held] == [None, None]
+    finally:
+        gc.enable()
+    names = [frame.name for frame in traceback.extract_tb(found.__traceback__)]
+    assert names == (["outer", "inner"] if link == "none" else ["outer"])
+    if link == "cause":
+        assert [frame.name for frame in traceback.extract_tb(found.__cause__.__traceback__)] == ["outer", "inner"]
+
+
+def test_errors_that_were_never_raised_or_name_each_other_lose_their_variables_too():
+    assert without_variables(ValueError("new")).__traceback__ is None
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert without_variables(first) is first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from saev_store.errors import ArgumentError
 from saev_store.view._arithmetic import (
     centred_gram,
     cosine_rows,
@@ -15,6 +16,7 @@ from saev_store.view._arithmetic import (
     principal_components,
     unit_vectors,
 )
+from saev_store.view._pages import Query, integer
 from saev_store.view._places import plain, without_places
 
 RNG = np.random.default_rng(0)
@@ -118,3 +120,31 @@ def test_answers_are_json():
         "a": [None, [1.0, None]],
         "b": True,
     }
+
+
+@pytest.mark.parametrize("text", ["0", "7", "-7", "007", "9" * 18, "-" + "9" * 18])
+def test_parameters_that_are_integers(text):
+    assert integer(text, "example") == int(text)
+    assert Query({"example": text}).integer("example") == int(text)
+    assert Query({"example": text}).integer_or_none("example") == int(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", "--1", "+1", "1.0", "1e3", "1_0", " 1", "0x1", "\u0663", "\u00b2", "9" * 19, "1" + "0" * 18]
+)
+def test_parameters_that_are_none(text):
+    query = Query({"example": text})
+    for ask in (query.integer, query.integer_or_none, lambda name: query.integer(name, 3)):
+        with pytest.raises(ArgumentError, match="it must be an integer") as caught:
+            ask("example")
+        assert caught.value.where == "example"
+        assert caught.value.message.startswith("example is ")
+
+
+def test_parameters_that_are_not_given():
+    query = Query({"layer": "5:attn_out"})
+    assert (query.integer("example", 3), query.integer("example", 0)) == (3, 0)
+    assert query.integer_or_none("first") is query.text("first") is None
+    assert query.text("layer") == "5:attn_out"
+    with pytest.raises(ArgumentError, match="example is None; it must be an integer"):
+        query.integer("example")
