@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Self
 
 import numpy as np
 import pytest
@@ -187,3 +189,118 @@ def test_the_command(client, damaged: Plain, capsys: pytest.CaptureFixture[str])
     report = json.loads(capsys.readouterr().out)
     assert report["lost"] == [list(span) for span in ShardStore.open(damaged.path).validate(deep=True).lost]
     assert main(["validate", str(damaged.path), "--scheduler", address]) == 2
+
+
+class FakeClient:
+    """A client that notes how it was made, and whether it was closed."""
+
+    made: list[FakeClient]
+    asynchronous = False
+
+    def __init__(self, address: str, **options: object) -> None:
+        self.address, self.options, self.n_closed = address, options, 0
+        self.made.append(self)
+
+    def submit(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.n_closed += 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
+    import distributed
+
+    monkeypatch.setattr(FakeClient, "made", [], raising=False)
+    monkeypatch.setattr(distributed, "Client", FakeClient)
+    return FakeClient
+
+
+def test_a_client_that_is_made_for_an_address_is_closed_and_nobody_elses_default(fake: type[FakeClient]):
+    with _cluster.connected("tcp://host:8786") as client:
+        assert client.n_closed == 0
+    assert fake.made == [client]
+    assert (client.address, client.n_closed) == ("tcp://host:8786", 1)
+    assert client.options == {"timeout": 10, "set_as_default": False}
+    with pytest.raises(KeyError), _cluster.connected("tcp://other") as client:
+        raise KeyError
+    assert client.n_closed == 1
+
+
+def test_a_client_that_is_given_stays_open(fake: type[FakeClient]):
+    given = fake("tcp://mine")
+    with _cluster.connected(given) as client:
+        assert client is given
+    assert given.n_closed == 0
+    given.asynchronous = True
+    with pytest.raises(ArgumentError, match="the client is asynchronous") as caught, _cluster.connected(given):
+        pass
+    assert (caught.value.where, caught.value.remedy) == ("client", "Pass its scheduler's address instead.")
+    with (
+        pytest.raises(ArgumentError, match="client is 7; it must be a distributed.Client") as caught,
+        _cluster.connected(7),
+    ):
+        pass
+    assert caught.value.where == "client"
+
+
+@pytest.mark.parametrize("error", [OSError("timed out"), ValueError("no such protocol")])
+def test_an_address_where_no_scheduler_answers(monkeypatch: pytest.MonkeyPatch, error: Exception):
+    import distributed
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(distributed, "Client", refuse)
+    with pytest.raises(TransportError) as caught, _cluster.connected("tcp://host:1"):
+        pass
+    assert (caught.value.message, caught.value.where) == (f"no dask scheduler answers: {error}", "tcp://host:1")
+
+
+@pytest.mark.parametrize(("is_task", "is_async", "has_client", "found"), [
+    (False, False, True, True), (True, False, True, False), (False, True, True, False), (False, False, False, False),
+])  # fmt: skip
+def test_the_active_client(
+    monkeypatch: pytest.MonkeyPatch, *, is_task: bool, is_async: bool, has_client: bool, found: bool
+):
+    import distributed
+
+    def answer(value: object, *, is_there: bool):
+        def call() -> object:
+            if not is_there:
+                raise ValueError("none")
+            return value
+
+        return call
+
+    client = SimpleNamespace(asynchronous=is_async)
+    monkeypatch.setattr(distributed, "get_worker", answer(object(), is_there=is_task))
+    monkeypatch.setattr(distributed, "default_client", answer(client, is_there=has_client))
+    assert _cluster.active_client() is (client if found else None)
+    monkeypatch.delitem(sys.modules, "distributed")
+    assert _cluster.active_client() is None
+
+
+@pytest.mark.parametrize("n", [0, 1, 6, 7, 8, 13, 14, 15, 40])
+def test_parts_of_a_list_differ_by_one_at_most(monkeypatch: pytest.MonkeyPatch, n: int):
+    monkeypatch.setattr(_cluster, "MAX_TASKS", 7)
+    parts = _cluster.equal_parts(range(n))
+    assert [item for part in parts for item in part] == list(range(n))
+    assert len(parts) == min(n, 7)
+    lengths = {len(part) for part in parts}
+    assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(("said", "seconds"), [(None, 600.0), ("30 s", 30.0), ("2 hours", 7200.0), (5, 5.0)])
+def test_how_long_tasks_wait_for_workers(said: object, seconds: float):
+    import dask
+
+    with dask.config.set({"distributed.scheduler.no-workers-timeout": said}):
+        assert _cluster._no_workers_timeout_s() == seconds
+        error = _cluster._no_workers()
+    assert error.message == f"the cluster had no worker for {seconds:,g} s, so nothing was done"
+    assert error.where == "client"
+    assert "NO_WORKERS_TIMEOUT='12 hours'" in error.remedy
