@@ -127,7 +127,10 @@ def neighbours_of(viewed: Viewed, layer_idx: int, example: int, token: int, vect
         token: Its token in storage order.
         vector: It, (1, d_model).
     """
-    sample = viewed.sample(layer_idx)
+    try:
+        sample = viewed.sample(layer_idx)
+    except CorruptShardError:  # nothing of it can be read; the vector itself is there
+        return {"n_compared": 0, "n_examples": 0, "found": []}
     usable = sample.norms > 0
     n_compared = int(usable.sum())
     usable &= ~((sample.example == example) & (sample.token == token))

@@ -342,3 +342,20 @@ def test_a_plot_over_many_tokens_has_some_of_them_evenly_spread(n_tokens: int, s
     norms = np.linalg.norm(acts.astype(np.float64), axis=3).mean(axis=0)
     np.testing.assert_allclose(found["norm_by_token"], norms[:, ::step])
     assert (found["n_examples"], found["is_sample"]) == (2, False)
+
+
+def test_an_example_is_shown_where_nothing_of_the_sample_can_be_read(tmp_path: Path) -> None:
+    """The sample is one example, which was cut while the page was open."""
+    acts = acts_of(5)
+    folder = store_of(tmp_path, acts)
+    some = viewed(folder, budget=Budget(examples=1, whole_examples=1, nbytes=1 << 20, array_nbytes=0))
+    (folder / "acts000000.bin").write_bytes(b"")
+    with pytest.raises(CorruptShardError):
+        some.sample(1)
+    shown = example_answer(some, 9, "5")
+    assert (shown["colours"], shown["variance_shares"]) == ([], [])
+    np.testing.assert_allclose(shown["norms"], np.linalg.norm(acts[9, 1].astype(np.float64), axis=1))
+    token = token_answer(some, 9, 2, "5")
+    assert token["neighbours"] == {"n_compared": 0, "n_examples": 0, "found": []}
+    np.testing.assert_allclose(token["vector"], acts[9, 1, 2])
+    assert [each["layer"] for each in token["in_layers"]] == ["2", "5"]
