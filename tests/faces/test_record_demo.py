@@ -17,11 +17,12 @@ from saev_store import ShardStore
 from saev_store.cli.writing import demo
 from saev_store.errors import AccessError
 from saev_store.problems import Problem
-from saev_store.record import run_demo
-from saev_store.record._demo_steps import validate
+from saev_store.record import _demo_text, run_demo
+from saev_store.record._demo_steps import say_checked, say_recorded, validate
 from saev_store.record._demo_text import BOS, BOS_ID, TextDemoResult, run_text, tokenizer_of
 from saev_store.record._fables import FABLES
 from saev_store.record._photos import Photographs, load_photographs, patch_colours, principal_colours, stitch
+from saev_store.record._report import RecordingReport
 from saev_store.record._weights import hub_refusal, random_model
 
 torch = pytest.importorskip("torch")
@@ -178,6 +179,54 @@ def test_tiles_fit_together_again() -> None:
     flat[3] = 255
     steps = Photographs(flat, ("red", "green", "blue", "white"), 14).luminance_steps(14).reshape(4, 6)
     assert steps.tolist() == [[step] * 6 for step in (1, 5, 0, 7)]
+
+
+class Fake:
+    """A store of some length."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __repr__(self) -> str:
+        return "<a store>"
+
+
+@pytest.mark.parametrize(
+    ("n_recorded", "said"),
+    [
+        (0, "recorded   nothing: an earlier run finished this store"),
+        (10, "recorded   10 examples (1.0 kB) in 2.0 s, 5 examples/s; the model waited 50 % of the time for the source and 0 % for the writer"),
+        (4, "recorded   4 examples (1.0 kB) in 2.0 s, 2 examples/s; the model waited 50 % of the time for the source and 0 % for the writer, after the 6 that an interrupted run had left"),
+    ],
+)  # fmt: skip
+def test_what_a_run_says_that_it_has_recorded(n_recorded: int, said: str) -> None:
+    lines: list[str] = []
+    say_recorded(Fake(10), RecordingReport(n_recorded, 0, 1000, 2.0, 1.0, 0.0), lines.append)
+    assert lines == [said, "<a store>"]
+
+
+@pytest.mark.parametrize(
+    ("difference", "verdict"), [(0.0, "bit for bit"), (0.01234, "up to 0.0123 (largest absolute difference)")]
+)
+def test_what_a_run_says_of_vectors(difference: float, verdict: str) -> None:
+    lines: list[str] = []
+    say_checked(12_345, difference, "others", lines.append)
+    assert lines == [f"checked    12,345 vectors equal others {verdict}"]
+
+
+def test_another_text_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(_demo_text, "_documents_of", lambda *_: ["another"])
+    result = run_text(tmp_path, device=None, progress=False, say=lines.append)
+    assert not result.text_equal
+    assert not result.ok
+    ids = ShardStore.open(result.store).token_arrays["token_ids"][4]
+    text = tokenizer_of([text.replace("\n", " ") for text in FABLES.values()]).decode(ids.tolist())
+    assert lines[-1] == f"decoded    the store's token ids: ANOTHER TEXT; example 4 begins {text[:48]!r}"
+    assert result.max_abs == np.abs(ShardStore.open(result.store)[:]).max()
 
 
 def test_what_validation_finds_counts_unless_it_is_only_worth_knowing() -> None:

@@ -29,7 +29,7 @@ def models() -> dict[str, torch.nn.Module]:
 
 def described(model: torch.nn.Module, source: object = None, hook_points: tuple[str, ...] = ("resid_post",), **options):
     source = Images(PIXELS, 2) if source is None else source
-    recorder = prepare(model, source, (1, -1), hook_points=hook_points)
+    recorder = prepare(model, source, (-1, 1), hook_points=hook_points)
     return describe(recorder, source, **{"ckpt": "tiny"} | options)
 
 
@@ -83,13 +83,13 @@ def test_names_are_those_that_are_given_else_those_of_the_model(models: dict) ->
 
 def test_layers_are_written_as_they_are_given_with_each_of_their_hook_points(models: dict) -> None:
     found = described(models["float32"], hook_points=("mlp_out", "resid_pre"))
-    keys = [(1, "mlp_out"), (1, "resid_pre"), (-1, "mlp_out"), (-1, "resid_pre")]
+    keys = [(-1, "mlp_out"), (-1, "resid_pre"), (1, "mlp_out"), (1, "resid_pre")]
     assert list(found.layout.layer_keys) == keys
     said = found.data["recording"]["model"]
     assert said["hook_points"] == {"mlp_out": "output of mlp", "resid_pre": "input of the block"}
     assert len(said["blocks"]) == 2
-    assert said["blocks"][0].endswith(".1")
-    assert said["blocks"][1].endswith(".2")
+    assert said["blocks"][0].endswith(".2")
+    assert said["blocks"][1].endswith(".1")
     assert described(models["float32"], max_tokens_per_shard=2 * 17 * 3).layout.examples_per_shard == 3
 
 
@@ -107,6 +107,9 @@ def test_what_the_source_adds_to_the_identity(models: dict) -> None:
     said = described(models["float32"], Images(PIXELS, 2, labels=LABELS)).data["recording"]["source"]
     assert said["batch_size"] == 2
     assert {*said} == {"batch_size", "images", "labels"}
+    masks = [np.zeros((32, 32), np.uint8)] * 5
+    said = described(models["float32"], Images(PIXELS, 2, masks=masks)).data["recording"]["source"]
+    assert {*said} == {"batch_size", "images", "masks"}
     texts = Texts(IDS, context=6, bos=3, batch_size=4, pack=True)
     said = described(tiny_language("GPT2Model"), texts).data["recording"]["source"]
     assert said == {"batch_size": 4, "context": 6, "bos_id": 3, "packed": True}

@@ -1,10 +1,11 @@
-"""Models with the classes and attributes of OpenCLIP, timm and TransformerLens, where these libraries are not installed.
+"""Models with the classes and attributes of OpenCLIP, timm and TransformerLens, where these libraries are not installed; and a GPU that is made up.
 
 tests/peers has the same with the libraries themselves.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -229,3 +230,72 @@ def test_other_models_of_these_libraries_are_named() -> None:
     ) as caught:
         adapt(model)
     assert caught.value.where == "model"
+
+
+# -- a GPU -------------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_leave_a_gpu_in_the_order_that_keeps_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of streams and events, by fakes: the copy waits for the model, and the caller for the copy."""
+    from saev_store.record import _host_copy
+
+    log: list[str] = []
+    empty = torch.empty
+    current = SimpleNamespace(name="current")
+
+    class Event:
+        def __init__(self, **options: object) -> None:
+            assert options == {"blocking": True}
+
+        def record(self, stream: object) -> None:
+            assert stream is side
+            log.append("recorded")
+
+        def synchronize(self) -> None:
+            log.append("synchronized")
+
+    class Computed:
+        shape, dtype, device = (2, 3), torch.float32, "gpu 0"
+
+        def record_stream(self, stream: object) -> None:
+            assert stream is side
+            log.append("kept for the stream")
+
+    class Target:
+        def copy_(self, other: object, *, non_blocking: bool) -> None:
+            assert isinstance(other, Computed)
+            assert non_blocking
+            log.append("copied")
+
+    def made(shape: object, *, dtype: object, pin_memory: bool) -> Target:
+        assert (shape, dtype, pin_memory) == ((2, 3), torch.float32, True)
+        return target
+
+    def wait(stream: object) -> None:
+        assert stream is current
+        log.append("waits for the model")
+
+    @contextmanager
+    def on(stream: object):
+        assert stream is side
+        log.append("on the stream")
+        yield
+        log.append("off the stream")
+
+    target, side = Target(), SimpleNamespace(wait_stream=wait)
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current if device == "gpu 0" else None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    copy = _host_copy.HostCopy(Computed(), side)
+    begun = ["waits for the model", "on the stream", "copied", "recorded", "off the stream", "kept for the stream"]
+    assert log == begun
+    assert copy.result() is target
+    assert log == [*begun, "synchronized"]
+    monkeypatch.setattr(torch, "empty", empty)
+    tensor = torch.ones(2)
+    assert torch.equal(_host_copy.HostCopy(tensor, None).result(), tensor)
+    elsewhere = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    assert _host_copy.pinned(elsewhere) is elsewhere
+    here = SimpleNamespace(device=SimpleNamespace(type="cpu"), pin_memory=lambda: "pinned")
+    assert _host_copy.pinned(here) == "pinned"

@@ -18,6 +18,7 @@ from saev_store.record._report import RecordingReport
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 IDS = np.arange(12).reshape(2, 6)
 PIXELS = np.zeros((3, 3, 32, 32), np.float32)
@@ -264,6 +265,15 @@ def test_texts_for_this_model() -> None:
         Texts(IDS, context=context - 1, bos=bos).geometry(language)
     Texts(IDS, context=4, bos=VOCABULARY - 1).geometry(language)
     refused(lambda: Texts(IDS, context=4, bos=VOCABULARY).geometry(language), f"there is a token id {VOCABULARY}", "bos", "own tok")  # fmt: skip
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": VOCABULARY}, unk_token="a"))
+    refused(
+        lambda: Texts(["a"], words, context=4).geometry(language),
+        f"there is a token id {VOCABULARY}",
+        "tokenizer",
+        "own tok",
+    )
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": VOCABULARY - 1}, unk_token="a"))
+    Texts(["a"], words, context=4).geometry(language)
     refused(lambda: Texts(IDS, context=4).geometry(vision), "ViTModel is a model of images; these are texts", "source", "Give it images")  # fmt: skip
     refused(lambda: Images(PIXELS).geometry(language), "GPT2Model is a model of tokens; these are images", "source", "Give it texts")  # fmt: skip
     assert Texts(IDS, context=4, bos=0).geometry(language).cls_token

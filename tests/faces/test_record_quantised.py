@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from tiny_models import D_MODEL, VOCABULARY, tiny_language
 
 from saev_store.errors import ArgumentError
 from saev_store.record import Recorder, TextAdapter, Texts, record
+from saev_store.record._functions_digest import function_digest
 from saev_store.record._modules_digest import modules_digest
 from saev_store.record._weights_digest import weights_digest
 
@@ -193,3 +196,36 @@ def test_state_that_cannot_be_told_is_refused_before_anything_is_written(
         record(adapter, texts(), tmp_path, layers=(0,), progress=False)
     assert "packed._extra_state" in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+def applied(value: float, text: str = "x", kind: object = None) -> object:
+    """An object whose class has a `__call__` with this number in it."""
+    names: dict[str, object] = {}
+    exec(f"class Applied:\n    def __call__(self, x):\n        return x * {value}\n", {"__name__": "mine"}, names)
+    found = names["Applied"]()
+    found.text, found.kind = text, kind
+    return found
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+def test_objects_are_told_apart_by_class_code_and_attributes() -> None:
+    def digest(function: object) -> str:
+        return function_digest(function, where="model", remedy="")
+
+    others = [
+        lambda: applied(2.0), lambda: applied(3.0), lambda: applied(2.0, "y"), lambda: applied(2.0, kind=Kind.FIRST),
+        lambda: applied(2.0, kind=Kind.SECOND), lambda: applied(2.0, kind=np.float32(1)), lambda: applied(2.0, kind=range(3)),
+        lambda: applied(2.0, kind=range(4)), lambda: applied(2.0, kind=torch.float16), lambda: applied(2.0, kind={"a": (1,)}),
+        lambda: applied(2.0, kind={"a": (2,)}), lambda: applied(2.0, kind=frozenset({1})), lambda: applied(2.0, kind=math),
+        lambda: applied(2.0, kind=np), lambda: applied(2.0).__call__, lambda: applied(2.0, "y").__call__, lambda: int, lambda: float,
+    ]  # fmt: skip
+    found = [digest(make()) for make in others]
+    assert len({*found}) == len(found)
+    assert [digest(make()) for make in others] == found
+    with pytest.raises(ArgumentError, match="Applied has a object, whose settings cannot be told") as caught:
+        function_digest(applied(2.0, kind=object()), where="processor", remedy="Say it.")
+    assert (caught.value.where, caught.value.remedy) == ("processor", "Say it.")

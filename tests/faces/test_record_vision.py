@@ -34,6 +34,26 @@ def tiny(name: str, **changes: object) -> torch.nn.Module:
     return tiny_vision(name, num_hidden_layers=4, **changes)
 
 
+@pytest.mark.parametrize(("height", "width"), [(16, 32), (32, 16), (19, 31)])
+def test_patches_of_siglip2_lie_row_by_row_also_where_an_image_is_no_square(height: int, width: int) -> None:
+    model = tiny_vision("Siglip2VisionModel", num_patches=16)
+    images = np.random.default_rng(4).standard_normal((2, 3, height, width), dtype=np.float32)
+    rows, columns = height // 8, width // 8
+    patches = [
+        [image[:, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8].transpose(1, 2, 0).ravel() for row in range(rows) for column in range(columns)]
+        for image in images
+    ]  # fmt: skip
+    with torch.no_grad():
+        states = model(
+            pixel_values=torch.tensor(np.array(patches)), pixel_attention_mask=torch.ones(2, rows * columns).long(),
+            spatial_shapes=torch.tensor([[rows, columns]] * 2), output_hidden_states=True,
+        ).hidden_states  # fmt: skip
+    with Recorder(model, (0, 1)) as recorder:
+        acts = recorder(images)
+    assert torch.equal(acts[:, 0], states[1])
+    assert torch.equal(acts[:, 1], states[2])
+
+
 def pixels(n: int = 3, seed: int = 0, side: int = 32) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((n, 3, side, side), dtype=np.float32)
 
