@@ -139,6 +139,7 @@ def test_the_demo_records_a_text(tmp_path: Path) -> None:
     # Each fable is its tokens, in the order of examples.
     tokenizer = tokenizer_of([text.replace("\n", " ") for text in FABLES.values()])
     assert tokenizer.token_to_id(BOS) == BOS_ID
+    assert tokenizer.get_vocab_size() == 512
     for number, text in enumerate(FABLES.values()):
         ids = store.token_arrays["token_ids"][is_token & (documents == number)]
         assert tokenizer.decode(ids.tolist()).split() == text.split()

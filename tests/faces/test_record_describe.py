@@ -9,7 +9,7 @@ import pytest
 from tiny_models import VOCABULARY, tiny_language, tiny_vision
 
 from saev_store.errors import ArgumentError
-from saev_store.record import Images, Texts
+from saev_store.record import Images, Texts, _identity
 from saev_store.record._record import describe, prepare
 
 torch = pytest.importorskip("torch")
@@ -113,3 +113,19 @@ def test_what_the_source_adds_to_the_identity(models: dict) -> None:
     texts = Texts(IDS, context=6, bos=3, batch_size=4, pack=True)
     said = described(tiny_language("GPT2Model"), texts).data["recording"]["source"]
     assert said == {"batch_size": 4, "context": 6, "bos_id": 3, "packed": True}
+
+
+def test_packages_of_modules_and_of_tensors_are_in_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"hqq": None}
+    monkeypatch.setattr(_identity, "_version", lambda package: versions.get(package, f"{package} 1"))
+    model = tiny_vision("ViTModel")
+    always = {name: f"{name} 1" for name in ("torch", "transformers", "tokenizers")}
+    assert described(model).data["recording"]["packages"] == always
+    packed = type("Packed", (torch.Tensor,), {"__module__": "torchao.dtypes"})
+    model.layernorm.register_buffer("packed", torch.zeros(2).as_subclass(packed))
+    model.layernorm.add_module(
+        "of_bitsandbytes", type("Linear4bit", (torch.nn.Identity,), {"__module__": "bitsandbytes.nn"})()
+    )
+    model.layernorm.add_module("of_hqq", type("HQQLinear", (torch.nn.Identity,), {"__module__": "hqq.core"})())
+    found = described(model).data["recording"]["packages"]
+    assert found == {**always, "torchao": "torchao 1", "bitsandbytes": "bitsandbytes 1"}

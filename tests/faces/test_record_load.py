@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from safetensors.torch import load_file, save_file  # after the check that torch
 from tiny_models import tiny_language, tiny_vision  # after the check that torch is there
 from transformers.utils import logging as bars  # after the check that transformers is there
 
-from saev_store.errors import DocumentError, NotFoundError  # after the check that torch is there
-from saev_store.record import load_language_model, load_vision_model  # after the check that torch is there
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError  # after the check that torch is there
+from saev_store.record import _load, load_language_model, load_vision_model  # after the check that torch is there
 
 
 def saved(folder: Path, model: torch.nn.Module, *, without: str = "") -> str:
@@ -88,3 +89,58 @@ def test_weights_in_a_pickle_are_not_read_and_the_remedy_says_so(tmp_path: Path)
     with pytest.raises(NotFoundError) as refused:
         load_language_model(str(tmp_path / "none"), progress=False)
     assert "Check the name" in str(refused.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("missing", "others"),
+    [(["a.weight"], ""), (["a.weight", "b.weight"], " and 1 others"), (["a.weight", "b.x", "c.x"], " and 2 others")],
+)
+def test_weights_that_are_missing_are_counted(missing: list[str], others: str) -> None:
+    with pytest.raises(DocumentError) as refused:
+        _load._fill_missing(torch.nn.Linear(1, 1), missing, "some/model")
+    assert refused.value.message == f"its files have no weights for a.weight{others}"
+    assert refused.value.where == "some/model"
+    assert refused.value.remedy == "Check that config.json belongs to these weights."
+
+
+def test_the_table_of_weights_is_left_out_unless_it_tells_of_conversions(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addHandler(caplog.handler)
+    texts = ["a LOAD REPORT of unused weights", "a LOAD REPORT with a CONVERSION", "something else"]
+    try:
+        with _load._without_report():
+            for text in texts:
+                logger.error(text)
+        logger.error(texts[0])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert list(dict.fromkeys(record.getMessage() for record in caplog.records)) == [*texts[1:], texts[0]]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message", "where", "remedy"),
+    [
+        (RuntimeError("cut\n\noff\nmore"), DocumentError, "its files are damaged, or do not belong together: cut off", "m", "Download or copy"),
+        (KeyError(), DocumentError, "do not belong together: KeyError", "m", "Download or copy"),
+        (OSError("not there\nsecond"), NotFoundError, "it could not be loaded: not there", "m", "Check the name, or pass a folder"),
+        (ImportError("needs safetensors"), NotFoundError, "it could not be loaded: needs safetensors", "m", "Only safetensors are read"),
+        (ValueError("attn_implementation='x' is not known"), ArgumentError, "'x' cannot be used: attn_implementation", "attention", 'use "eager" or "sdpa"'),
+        (MemoryError("full"), MemoryError, "", "", ""),
+    ],
+)  # fmt: skip
+def test_errors_of_the_library(error: Exception, kind: type, message: str, where: str, remedy: str) -> None:
+    with pytest.raises(kind) as refused, _load._loading("m", progress=False, attention="x"):
+        raise error
+    if kind is MemoryError:
+        assert refused.value is error
+        return
+    found = refused.value
+    assert message in found.message
+    assert found.where == where
+    assert remedy in found.remedy
+    assert found.__cause__ is error
+
+
+def test_a_word_on_attention_counts_only_where_attention_was_chosen() -> None:
+    with pytest.raises(NotFoundError), _load._loading("m", progress=False):
+        raise ValueError("attn_implementation")

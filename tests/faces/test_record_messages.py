@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,8 @@ from saev_store.record._adapters import parameter_of, resolve_layers
 from saev_store.record._estimate import RecordingEstimate
 from saev_store.record._record import check_policies
 from saev_store.record._report import RecordingReport
+from saev_store.sources import open_source
+from saev_store.sources.mmididx import IndexedDatasetBuilder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -280,6 +283,20 @@ def test_texts_for_this_model() -> None:
     assert not Texts(IDS, context=4, bos=0, layout="stream").geometry(language).cls_token
 
 
+@pytest.mark.parametrize("wrong", [-1, 2**31])
+def test_ids_of_a_token_file_are_checked_where_they_are_read(tmp_path: Path, wrong: int) -> None:
+    with IndexedDatasetBuilder(tmp_path / "tokens", dtype=np.int64) as builder:
+        builder.add_document(np.array([1, 2**31 - 1]))
+        builder.add_document(np.array([wrong]))
+    source = Texts(open_source(tmp_path / "tokens.idx"), context=4)
+    assert source.documents.tokens(0, 2).tolist() == [1, 2**31 - 1]
+    refused(
+        lambda: source.documents.tokens(1, 3),
+        f"the token ids are from {wrong} to {wrong}; they must be from 0 to",
+        "source",
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message", "where", "remedy"),
     [
@@ -294,6 +311,14 @@ def test_texts_for_this_model() -> None:
 )  # fmt: skip
 def test_images(options: dict, message: str, where: str, remedy: str) -> None:
     refused(lambda: Images(**{"images": PIXELS} | options), message, where, remedy)
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "yes"])
+def test_flags_of_images_are_booleans(value: object) -> None:
+    for make in (lambda: Images(PIXELS, any_range=value), lambda: ImageBatches([PIXELS], 3, any_range=value)):
+        with pytest.raises(ArgumentError, match="any_range") as caught:
+            make()
+        assert caught.value.where == "any_range"
 
 
 def test_images_for_this_model() -> None:
