@@ -10,7 +10,8 @@ import pytest
 from photographs import noise, png, write_energon, write_folder
 
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreWarning
-from saev_store.record import ImageBatches, Images, adapt, record
+from saev_store.record import ImageBatches, Images, _patch_labels, adapt, record
+from saev_store.record._patch_labels import Masks
 from saev_store.sources import ImageFolder, PatchPlace
 
 torch = pytest.importorskip("torch")
@@ -132,6 +133,8 @@ def test_pixels_that_are_not_normalised(model: object, tmp_path: Path) -> None:
         n_batches = len([*images.batches(0, 5)])
     assert n_batches == 3
     assert [str(each.message).partition(" has")[0] for each in found] == ["image 0 to image 1"]
+    assert "processor=… of `Images`" in str(found[0].message)
+    assert str(found[0].message).endswith("any_range=True accepts them as they are.")
 
 
 def test_batches_that_are_not_normalised(model: object, tmp_path: Path) -> None:
@@ -255,3 +258,27 @@ def test_masks_that_are_not_there(tmp_path: Path) -> None:
     write_folder(masks, {"1.png": b"", "1.bmp": b""})
     with pytest.raises(ArgumentError, match="1.bmp and 1.png in .* masks of one name"):
         Images(images, masks=masks)
+
+
+def test_a_folder_of_masks_is_opened_with_the_options_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    folder = write_folder(tmp_path / "images", {"x.png": png(noise(0))})
+
+    class Noted(ImageFolder):
+        def __init__(self, *arguments: object) -> None:
+            asked.append(arguments)
+            super().__init__(folder)
+
+    source = Noted()
+    monkeypatch.setattr(_patch_labels, "ImageFolder", Noted)
+    for options in (None, {"anon": True}):
+        asked.clear()
+        Masks("memory://masks", source, [0], options)
+        assert asked == [("memory://masks", options)]
+    asked.clear()
+    Images([noise(0)], masks=[np.zeros((2, 2), int)], storage_options={"anon": True})
+    with pytest.raises(ArgumentError, match="have no names by which masks could be found"):
+        Images([noise(0)], masks="memory://masks", storage_options={"anon": True})
+    assert asked == [("memory://masks", {"anon": True})]

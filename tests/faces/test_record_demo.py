@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import threading
 from dataclasses import replace
@@ -21,7 +23,8 @@ from saev_store.record import _demo_text, run_demo
 from saev_store.record._demo_steps import say_checked, say_recorded, validate
 from saev_store.record._demo_text import BOS, BOS_ID, TextDemoResult, run_text, tokenizer_of
 from saev_store.record._fables import FABLES
-from saev_store.record._photos import Photographs, load_photographs, patch_colours, principal_colours, stitch
+from saev_store.record._photos import Photographs, draw, load_photographs, patch_colours, principal_colours, stitch
+from saev_store.record._record import fill
 from saev_store.record._report import RecordingReport
 from saev_store.record._weights import hub_refusal, random_model
 
@@ -59,6 +62,15 @@ def test_the_hub_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "model_info", lambda *_args, **_options: released.wait(30))
     assert "did not answer within 0.05 s" in hub_refusal(0.05)
     released.set()
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_args, **_options: None)
+    assert hub_refusal(30) == ""
+
+    def unreachable(name: str, *, timeout: float) -> None:
+        assert (name, timeout) == ("facebook/dinov2-small", 30)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    assert hub_refusal(30) == "the hub cannot be reached: ConnectionError"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in hub_refusal(0.05)
 
@@ -121,6 +133,36 @@ def test_the_demo_on_a_tiny_model(tmp_path: Path) -> None:
     assert again.n_recorded == again.text.n_recorded == 0
     assert "an earlier run finished this store" in "\n".join(lines)
     assert again.store == result.store
+
+
+def test_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second with each look at it."""
+    from saev_store.record import demo as module
+
+    def filled(*args: object, **options: object) -> RecordingReport:
+        fill(*args, **options)
+        return RecordingReport(12, 0, 100, 5.0, 1.0, 0.5)
+
+    text = TextDemoResult(
+        store="", ckpt="", n_documents=1, n_tokens=1, n_examples=1, n_shards=1, nbytes=1, dtype="bfloat16", layers=(0,),
+        shape=(1, 1, 1, 1), n_recorded=1, problems=(), text_equal=True, n_checked=1, max_abs=1.0, max_abs_diff=0.0,
+    )  # fmt: skip
+    monkeypatch.setattr(module, "fill", filled)
+    monkeypatch.setattr(module, "run_text", lambda *_, **__: text)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    tiny = random_model(config, name="tiny", reason="test")
+    result = run_demo(tmp_path, model=tiny, layers=(-1,), n_photographs=2, tile_px=28, progress=False)
+    assert (result.n_recorded, result.forward_s, result.wait_s) == (
+        12,
+        3.5,
+        1.5,
+    )  # publication took a second of the wait
+    assert result.write_bytes_per_s == result.nbytes
+    assert result.read_bytes_per_s == dict.fromkeys(("mmap", "fsspec"), result.nbytes / 3)
+    assert result.seconds == 2 + 2 + 2 * 2 * 3 + 1
 
 
 def test_the_demo_records_a_text(tmp_path: Path) -> None:
@@ -247,6 +289,42 @@ def test_what_validation_finds_counts_unless_it_is_only_worth_knowing() -> None:
     problems.clear()
     assert validate(store, lines.append, progress=None)[0] == ()
     assert lines[1].endswith("every byte against its digest: no problems")
+
+
+def test_the_picture_has_each_photograph_and_its_maps_in_a_row() -> None:
+    """Of five photographs four; every cell is filled up to its corners, and nothing lies between the cells."""
+    from PIL import Image
+
+    level = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1) * 40
+    pixels = np.broadcast_to(level + np.array((0, 10, 20), np.uint8), (5, 28, 42, 3))
+    photographs = Photographs(pixels, tuple("abcde"), 14)
+    maps = {
+        layer: np.broadcast_to(np.arange(5).reshape(5, 1, 1, 1) / 10 + layer / 100, (5, 2, 3, 3)).astype(np.float32)
+        for layer in (7, 3)
+    }
+    png = draw(photographs, maps, title="A title", captions=["one", "two"])
+    with Image.open(io.BytesIO(png)) as image:
+        found = np.asarray(image).astype(int)
+    assert found.shape == (28 + 84 + 4 * 290 + 28 + 6 + 2 * 26, 2 * 28 + 3 * 430 - 10, 3)
+    for row in range(4):
+        colours = [
+            pixels[row, 0, 0].astype(int),
+            *(np.full(3, int(float(maps[layer][row, 0, 0, 0]) * 255)) for layer in (7, 3)),
+        ]
+        for column, colour in enumerate(colours):
+            left, top = 28 + column * 430, 112 + row * 290
+            for y, x in ((1, 1), (278, 418), (1, 418), (278, 1), (140, 210)):
+                assert np.abs(found[top + y, left + x] - colour).max() <= 1, (row, column, y, x)
+            assert found[top + 140, left + 425].tolist() == [252, 251, 248]
+            assert found[top + 285, left + 210].tolist() == [252, 251, 248]
+    is_written = (found != [252, 251, 248]).any(axis=2)
+    assert is_written[20:60].any()
+    assert is_written[70:112, 28:200].any()
+    assert is_written[-82:-60].any()
+    assert is_written[-56:-34].any()
+    one = draw(photographs, maps, title="", captions=[], n_rows=1)
+    with Image.open(io.BytesIO(one)) as image:
+        assert image.height == 28 + 84 + 290 + 34
 
 
 def test_components_find_what_was_put_in() -> None:

@@ -16,7 +16,12 @@ from tiny_models import tiny_language, tiny_vision  # after the check that torch
 from transformers.utils import logging as bars  # after the check that transformers is there
 
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError  # after the check that torch is there
-from saev_store.record import _load, load_language_model, load_vision_model  # after the check that torch is there
+from saev_store.record import (  # after the check that torch is there
+    _load,
+    load_image_processor,
+    load_language_model,
+    load_vision_model,
+)
 
 
 def saved(folder: Path, model: torch.nn.Module, *, without: str = "") -> str:
@@ -144,3 +149,23 @@ def test_errors_of_the_library(error: Exception, kind: type, message: str, where
 def test_a_word_on_attention_counts_only_where_attention_was_chosen() -> None:
     with pytest.raises(NotFoundError), _load._loading("m", progress=False):
         raise ValueError("attn_implementation")
+
+
+def test_a_model_without_an_image_processor(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    name = saved(tmp_path / "model", tiny_vision("ViTModel"))
+    with pytest.raises(NotFoundError) as refused:
+        load_image_processor(name, progress=False)
+    assert refused.value.remedy == "Check the name; if its image processor is elsewhere, pass processor=…."
+    assert refused.value.where == name
+    texts = saved(tmp_path / "texts", tiny_language("GPT2Model"))
+    for call in (load_image_processor, load_vision_model):
+        with pytest.raises(ArgumentError) as refused:
+            call(texts, progress=False)
+        assert refused.value.message == "gpt2 is a model of texts"
+        assert refused.value.where == texts
+        assert refused.value.remedy == "Record texts with it: text=… or tokens=…."
+    with pytest.raises(ArgumentError) as refused:
+        load_language_model(name, progress=False)
+    assert refused.value.message == "vit is a model of images"
+    assert refused.value.remedy == "Record images with it: images=…."

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -435,3 +435,13 @@ def test_a_source_that_is_no_generator_is_closed_by_the_thread_that_reads_it(end
             Pipeline(lambda: source, compute, write).run()
     assert soon(lambda: bool(source.closed))
     assert source.closed == ["saev-store-record-read"]
+
+
+def test_what_comes_when_a_lane_was_closed_meanwhile_is_no_item_and_no_end() -> None:
+    for item in ("late", None):
+        lane = Lane[str](1)
+        lane._items = SimpleNamespace(
+            get=lambda timeout, lane=lane, item=item: lane.close() or item, put=lambda _: None
+        )
+        with pytest.raises(LaneClosedError):
+            lane.get()

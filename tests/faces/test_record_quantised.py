@@ -142,6 +142,25 @@ def test_everything_in_the_state_of_a_model_counts(kind: str) -> None:
     assert weights_digest(held(packed=make())) == found[0]
 
 
+def test_the_order_in_which_a_dict_was_filled_does_not_count() -> None:
+    orders = [{"a": 1, "b": torch.ones(2), 3: None}, {3: None, "b": torch.ones(2), "a": 1}]
+    first, second = (weights_digest(held(packed=values)) for values in orders)
+    assert first == second
+    first, second = (
+        function_digest(partial(adds, **{"a": 1} | dict.fromkeys(names, 2)), where="x", remedy="")
+        for names in ("bc", "cb")
+    )
+    assert first == second
+    first, second = (
+        function_digest(partial(adds, values), where="x", remedy="")
+        for values in ({"x", "y", "z", "zz"}, {"zz", "z", "y", "x"})
+    )
+    assert first == second
+
+
+def adds(*_: object, **__: object) -> None: ...
+
+
 def test_a_function_without_a_name_of_its_own() -> None:
     """torchao gives modules such ones."""
 

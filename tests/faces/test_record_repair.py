@@ -236,6 +236,7 @@ def test_numbers_that_were_saturated(tmp_path: Path) -> None:
         ({"source": source_of("window", bos=2)}, "data.recording.source.bos_id is 1 there, 2 in this call"),
         ({"source": Texts(IDS[:-1], context=5, bos=1, batch_size=4)}, "n_examples is 19 there, 17 in this call"),
         ({"model": "other"}, "data.recording.model.weights.digest is"),
+        *(({name: "x"}, f"{name} is ") for name in ("dataset", "family")),
     ],
 )
 def test_what_was_recorded_in_another_way_is_refused_with_what_differs(

@@ -38,7 +38,7 @@ def test_other_data_have_another_digest() -> None:
     different = [
         [numbers], [numbers.reshape(2, 3)], [numbers.reshape(3, 2)], [numbers[:5]], [numbers.astype(np.int64)], [numbers.view(np.uint32)],
         [numbers.view(np.float32)], [numbers[:3], numbers[3:]], [numbers[::-1]], [numbers + 1], [numbers.tobytes()], [b"a", b"b"],
-        [b"ab"], [b"", b"ab"], [], [numbers > 2], [Image.new("L", (2, 3))], [Image.new("L", (3, 2))], [Image.new("P", (2, 3))],
+        [b"ab"], [b"", b"ab"], [b"afile b"], [], [numbers > 2], [Image.new("L", (2, 3))], [Image.new("L", (3, 2))], [Image.new("P", (2, 3))],
         [Image.new("L", (2, 3), 1)], [torch.zeros(2, 3, dtype=torch.bfloat16)], [torch.zeros(2, 3, dtype=torch.float16)],
         [torch.zeros(3, 2, dtype=torch.bfloat16)],
     ]  # fmt: skip
