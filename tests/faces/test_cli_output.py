@@ -16,8 +16,9 @@ from pydantic import AfterValidator
 from saev_store import ShardStore, new_metadata
 from saev_store._runtime.progress import Progress, counted_so_far, counting
 from saev_store.cli import _tables
+from saev_store.cli._common import naming_what_to_check
 from saev_store.cli._ends import end_line
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, NotFoundError
 from saev_store.loaders.options import options_class
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,8 +105,14 @@ def test_a_table_in_a_terminal_is_drawn_and_loses_nothing(monkeypatch, capsys, c
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(_tables, "is_drawn", lambda: True)
     _tables.emit_table(HEADER, ROWS, right="size")
-    found = without_styles(capsys.readouterr().out)
-    assert [line.rstrip() for line in found.splitlines()] == shown.splitlines()
+    drawn = capsys.readouterr().out
+    assert [line.rstrip() for line in without_styles(drawn).splitlines()] == shown.splitlines()
+    assert all(line == line.rstrip() and line for line in drawn.splitlines())
+    _tables.emit_card("a title", [("state", "complete"), ("note", "a b " * 40)])
+    card = capsys.readouterr().out
+    assert all(line == line.rstrip() and line for line in card.splitlines())
+    words = without_styles(card).split()
+    assert words == ["a", "title", "state", "complete", "note", *["a", "b"] * 40]
 
 
 @pytest.mark.parametrize("columns", [60, 140])
@@ -246,6 +253,16 @@ def test_a_missing_folder_has_a_remedy(run, tmp_path, command):
     code, out, err = run(command, tmp_path / "nothing")
     assert (code, out) == (1, "")
     assert "Check the address" in err
+
+
+def test_a_remedy_of_its_own_stays():
+    for given, said in (
+        ("Ask the owner.", "Ask the owner."),
+        (None, "Check the address, and that its disk is mounted."),
+    ):
+        with pytest.raises(NotFoundError) as found, naming_what_to_check():
+            raise NotFoundError("it is gone", where="x", remedy=given)
+        assert (found.value.message, found.value.remedy) == ("it is gone", said)
 
 
 @pytest.mark.parametrize("family", ["", "  "])
