@@ -547,6 +547,16 @@ def test_warnings_are_one_line_on_stderr(run, store):
     assert json.loads(out)
     assert err.startswith("warning: ")
     assert len(err.splitlines()) == 1
+    code, out, plain = run("head", renamed)
+    assert (code, plain) == (0, err)
+    assert out.startswith("layer 2 of ")
+    code, out, err = run("head", renamed, "--layer", "9", "--json")
+    failed = json.loads(err)
+    assert (code, out, {*failed}) == (2, "", {"error", "warnings"})
+    assert [f"warning: {text}\n" for text in failed["warnings"]] == [plain]
+    code, out, err = run("head", renamed, "--layer", "9")
+    assert (code, out, err.count("warning: "), err.count("error: ")) == (2, "", 1, 1)
+    assert err.startswith(plain)
 
 
 def test_a_closed_pipe_is_quiet(store):

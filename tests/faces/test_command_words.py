@@ -113,6 +113,16 @@ def test_no_remedy_of_the_library_tells_users_of_commands_of_python(command: str
 
 def test_an_argument_is_its_option_whatever_its_value() -> None:
     commands = app().commands
+    for command, argument, option in (
+        ("head", "layers", "--layer"), ("head", "layer", "--layer"), ("copy", "layer", "--layers"), ("copy", "layers", "--layers"),
+        ("copy", "url", "SRC"), ("ls", "url", "ROOT"), ("convert", "part", "--part"), ("record", "max_tokens_per_shard", "--max-tokens-per-shard"),
+        ("head", "n", "-n"), ("copy", "storage_options", "--storage-options"), ("copy", "somewhere", "somewhere"), ("serve", "origins", "--origin"),
+    ):  # fmt: skip
+        assert Wording(commands, ["--debug", command, "x"]).names(argument) == option
+    assert Wording(commands, ["record"]).names("text, tokens, images") == "--text, --tokens, --images"
+    assert Wording(commands, ["import"]).names("metadata", "family is empty") == "--family"
+    assert Wording(commands, ["import"]).names("metadata", "colour is empty") == "metadata"
+    assert Wording(commands, []).names("layers") == "layers"
     assert Wording(commands, ["prepare"]).remedy("Pass overwrite=True.") == "Pass --overwrite."
     assert Wording(commands, ["record"]).remedy("Pass part='auto'.") == "Pass --part auto."
     assert Wording(commands, ["record"]).remedy("Go on with resume=True.") == "Go on with --resume strict."
@@ -267,6 +277,11 @@ def test_a_dry_run_is_that_of_its_part(run, folder: Path, tmp_path: Path, monkey
         (["import", "ARRAY", "--to", "s3:/lab"], 2, "--to: 's3:/lab' is no URL"),
         (["import", "ARRAY", "--to", "FILE"], 2, "--to: 'FILE' is a file; it must be a folder"),
         (["import", "ARRAY", "--to", "OUT", "--bos-token", "3"], 2, "--bos-token: it says nothing about an array"),
+        (["import", "ARRAY", "--to", "OUT", "--dst-option", "anon=1"], 2, "--dst-storage-options: local files take no options"),
+        (["convert", "ARRAY", "OUT", "--dst-option", "anon=1"], 2, "--dst-storage-options: local files take no options"),
+        (["export", "STORE", "OUT", "--out-storage-options", '{"anon": 1}'], 2, "--out-storage-options: local files take no options"),
+        (["export", "STORE", "OUT", "--out-storage-options", "[1]"], 2, "--out-storage-options: '[1]' is JSON, but not an object. Pass '{"),
+        (["export", "STORE", "OUT", "--out-storage-options", "{"], 2, "--out-storage-options: '{' is not JSON ("),
         (["export", "STORE", ""], 2, "OUT: it is empty; it must be a file, or a URL of one"),
         (["export", "STORE", "gs:/lab/x.json"], 2, "OUT: 'gs:/lab/x.json' is no URL"),
         (["export", "STORE", "ROOT"], 2, "OUT: 'ROOT' is a folder; it must be a file"),

@@ -27,7 +27,7 @@ from saev_store.view._arithmetic import linear_cka
 from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer, token_answer
 from saev_store.view._features import feature_answer, features_answer, strongest_features
-from saev_store.view._layers import _dimensions, _table
+from saev_store.view._layers import _dimensions, _similarity, _table
 from saev_store.view._pictures import picture_answer
 from saev_store.view._texts import text_of
 from saev_store.view._viewed import Sample, evenly
@@ -157,6 +157,16 @@ def test_stores_are_compared_where_both_have_an_example(tmp_path: Path, lost: st
         grams.append([(each - each.mean(0)) @ (each - each.mean(0)).T for each in rows])
     assert (answer["similarity"]["n_examples"], answer["similarity"]["n_vectors"]) == (len(left), 3 * len(left))
     np.testing.assert_allclose(answer["similarity"]["matrix"], linear_cka(*grams), atol=1e-6)
+
+
+def test_why_layers_are_not_compared_has_no_places() -> None:
+    def lost() -> None:
+        raise CorruptShardError("/data/my own/x is gone, see s3://bucket/private/notes", where="/data/my own/x")
+
+    found = _similarity(SimpleNamespace(whole=lost, places=("/data/my own",)))
+    assert found == {"matrix": None, "why_not": "my own/x is gone, see notes"}
+    found = _similarity(SimpleNamespace(whole=lambda: None, places=()))
+    assert found == {"matrix": None, "why_not": "one example is larger than what this page reads at once"}
 
 
 def test_every_dimension_that_stands_out_or_is_dead_is_counted() -> None:

@@ -91,6 +91,15 @@ def test_the_part_of_an_image_that_the_model_saw(
     np.testing.assert_array_equal(found, original[left])
 
 
+def test_edges_between_two_pixels_are_rounded() -> None:
+    """Resized to 90 x 150, and 40 x 80 of it from row 25 and column 35 on: in the original 16.7 to 43.3 and 23.3 to 76.7."""
+    pillow = pytest.importorskip("PIL.Image")
+    original = pixels(60, 100)
+    found = shown(shows(original, (40, 80), {"resize": [90, 150], "crop": [40, 80]}))
+    expected = pillow.fromarray(original).crop((23, 17, 77, 43)).resize((80, 40))
+    np.testing.assert_array_equal(found, np.asarray(expected))
+
+
 @pytest.mark.parametrize(
     ("size", "framing", "image_px", "expected"),
     [

@@ -257,6 +257,9 @@ class TestCommands:
         code, out, err = run("prepare", tmp_path, "-i", "--no-progress")
         assert code == 0, err
         assert "parts: json, txt" in err and "3 samples" in out
+        assert "1 tars, from 0.tar to 0.tar" in err
+        assert err.count("Ratio of train, val and test") == 3
+        assert "--sample-type: '99' is none of them" in err and "json[" in err.replace("json[caption]", "")
         assert (tmp_path / ".nv-meta/dataset.yaml").read_text() == (
             "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: json[caption]\n"
         )
