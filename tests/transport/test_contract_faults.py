@@ -71,6 +71,18 @@ def raising(method: str, error: Exception, when: Callable[..., bool]) -> Methods
     return {method: call}
 
 
+def translating(method: str, error: type[Exception], other: type[Exception]) -> Methods:
+    """A method that raises another kind of error, or one with another message."""
+
+    def call(self: M, *args: object, **options: object) -> object:
+        try:
+            return getattr(M, method)(self, *args, **options)
+        except error as found:
+            raise other("something else") from found
+
+    return {method: call}
+
+
 def short_filling(self: M, path: str, starts: list[int], buffers: list[memoryview]) -> None:
     """Up to the end of the file, and no error where that is too early; anything is filled."""
     data = M.read(self, path)
@@ -194,19 +206,27 @@ FAULTS: dict[tuple[str, tuple[object, ...]], list[Methods]] = {
         {"close": lambda self: self._files.content.clear()},
         {"close": lambda self: self._files.content.update({"metadata.json": b""})},
     ],
-    ("refuses_impossible_ranges", (5, 4)): [lenient(ArgumentError)],
+    ("refuses_impossible_ranges", (5, 4)): [
+        lenient(ArgumentError), translating("get_ranges", ArgumentError, ValueError), translating("get_ranges", ArgumentError, ArgumentError),
+    ],
+    ("refuses_impossible_ranges", (-5, -1)): [lenient(ArgumentError)],
     ("refuses_impossible_ranges", (-1, 5)): [
         lenient(ArgumentError), raising("get_ranges", ArgumentError("bad"), lambda self, path, starts, ends: True),
     ],
-    ("refuses_starts_without_ends", ()): [lenient(ArgumentError)],
+    ("refuses_starts_without_ends", ()): [
+        lenient(ArgumentError), translating("get_ranges", ArgumentError, ValueError), translating("get_ranges", ArgumentError, ArgumentError),
+    ],
     ("says_when_a_file_is_too_short", (100_004,)): [
         lenient(CorruptShardError),
         raising("get_ranges", CorruptShardError("short"), lambda self, path, starts, ends: True),
         raising("get_ranges", CorruptShardError("100,003 bytes", where="acts000000.bin"), lambda *_, **__: True),
         raising("get_ranges", CorruptShardError("100,004 bytes", where="acts000000.bin"), lambda *_, **__: True),
     ],
-    ("an_empty_file_is_too_short_for_anything", ()): [lenient(CorruptShardError)],
+    ("an_empty_file_is_too_short_for_anything", ()): [
+        lenient(CorruptShardError), translating("get_ranges", CorruptShardError, TransportError),
+    ],
     ("says_what_is_not_there", ()): [
+        translating("read", FileNotFoundError, TransportError), translating("size", FileNotFoundError, TransportError),
         hiding("read", FileNotFoundError, value=b""), hiding("size", FileNotFoundError, value=0), lenient(FileNotFoundError),
         {"read": lambda self, path, max_bytes=None: b"" if max_bytes else M.read(self, path)},
     ],
@@ -241,7 +261,7 @@ FAULTS: dict[tuple[str, tuple[object, ...]], list[Methods]] = {
         {"list": lambda self, path="": [replace(entry, is_dir=False) for entry in M.list(self, path)]},
         {"list": lambda self, path="": [replace(entry, path=entry.name) for entry in M.list(self, path)]},
         {"list": lambda self, path="": M.list(self, path) if path != "part/deeper" else []},
-        hiding("list", FileNotFoundError, value=[]),
+        hiding("list", FileNotFoundError, value=[]), translating("list", FileNotFoundError, TransportError),
         {"list": lambda self, path="": M.list(self, safe(path, ""))},
     ],
     ("folders_are_roots", ()): [
@@ -334,7 +354,7 @@ FAULTS: dict[tuple[str, tuple[object, ...]], list[Methods]] = {
     ],
     ("sink_refuses_taken_names", ()): [
         {"open_sink": lambda self, path, **k: opened(self, path, lambda *_: {**k, "resume": True})},
-        raising("open_sink", StoreExistsError("taken"), lambda *_, **__: True),
+        raising("open_sink", StoreExistsError("taken"), lambda *_, **__: True), translating("open_sink", StoreExistsError, TransportError),
         {"open_sink": lambda self, path, **k: M.put(self, path, b"") or M.open_sink(self, path, **k)},
     ],
     ("sink_resumes", ()): [
@@ -360,6 +380,24 @@ def run(name: str, arguments: tuple[object, ...], methods: Methods) -> None:
     names = test.__code__.co_varnames[1 : test.__code__.co_argcount]
     given = {"transport": transport, "writes": transport}
     test(suite, *(given[each] for each in names if each in given), *arguments)
+
+
+def test_paths_that_leave_a_root_or_are_none() -> None:
+    assert {*UNSAFE} >= {
+        "",
+        "/etc/passwd",
+        "../x",
+        "part/../../x",
+        "part/..",
+        "./metadata.json",
+        "part//x",
+        "part/",
+        "a\0b",
+        ".",
+        "\ud800",
+    }
+    assert {*FILES} == {"metadata.json", "acts000000.bin", "acts000001.bin", "empty.bin", "part/deeper/note.txt"}
+    assert [len(FILES[path]) for path in ("acts000000.bin", "acts000001.bin", "empty.bin")] == [100_003, 4096, 0]
 
 
 @pytest.mark.parametrize(("name", "arguments"), FAULTS, ids=str)
