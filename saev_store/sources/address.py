@@ -52,7 +52,7 @@ def locate(
 ) -> tuple[Transport, str]:
     """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative."""
     if transport is not None:
-        if not isinstance(transport, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        if not isinstance(getattr(transport, "url", None), str):  # a reader need not have all of it
             raise ArgumentError(f"{brief(transport)} is no transport", where="transport")
         path = _text(url)
         if not isinstance(path, str) or not path:

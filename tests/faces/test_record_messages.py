@@ -38,9 +38,7 @@ def refused(call: Callable[[], object], message: str, where: str | None, remedy:
 
 
 class Unlike(torch.nn.Module):
-    """A model with the settings of a ViT and the lists of blocks that it is given."""
-
-    main_input_name = "pixel_values"
+    """A model with the settings of a ViT and the lists of blocks that it is given; it does not say what it takes."""
 
     def __init__(self, *lists: list[torch.nn.Module], **settings: object) -> None:
         super().__init__()
