@@ -14,7 +14,7 @@ from transports import LatencyTransport
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon._view import View
-from saev_store.sources.energon.keys import is_safe_path, join_name, split_name
+from saev_store.sources.energon.keys import idx_path, is_safe_path, join_name, split_name
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.energon.split import SplitPlan, collapse, deal, escape, expand, parse_ratio
 from saev_store.sources.energon.tar_idx import parse_tar_idx, tar_idx_bytes
@@ -29,7 +29,7 @@ name_text = st.text(st.characters(blacklist_categories=["Cs"], blacklist_charact
         ("a.txt", ("a", "txt")), ("a.b.c", ("a", "b.c")), ("a.", ("a", "")), ("x/y.z", ("x/y", "z")),
         ("x.d/y.z", ("x.d/y", "z")), ("./a.b", ("./a", "b")), ("a", None), (".a", None), ("", None), ("x.y/z", None),
         ("__x__/a.b", None), ("__x__", None), ("____/a.b", None), ("__x/a.b", ("__x/a", "b")), ("y/__x__/a.b", ("y/__x__/a", "b")),
-        ("__x__.json", ("__x__", "json")), ("a b.c d", ("a b", "c d")), ("ü.é", ("ü", "é")), ("a\nb.c", ("a\nb", "c")),
+        ("__x__.json", ("__x__", "json")), ("__a.b__", None), ("__a.b__/c.d", None), ("__a.b__.c", ("__a", "b__.c")), ("a b.c d", ("a b", "c d")), ("ü.é", ("ü", "é")), ("a\nb.c", ("a\nb", "c")),
     ],
 )  # fmt: skip
 def test_keys_and_parts(name, expected):
@@ -54,6 +54,8 @@ def test_collapsed_names_expand_to_themselves(names):
         (["0.tar", "2.tar"], ["0.tar", "2.tar"]),
         (["0.tar", "0.tar"], ["0.tar", "0.tar"]),
         (["a0-0.tar", "a0-1.tar", "a1-1.tar"], ["a0-{0..1}.tar", "a1-1.tar"]),
+        (["1" * 17 + "1", "1" * 17 + "2"], ["{" + "1" * 18 + ".." + "1" * 17 + "2}"]),
+        (["1" * 18 + "1", "1" * 18 + "2"], ["1" * 18 + "1", "1" * 18 + "2"]),  # no reader expands so long a number
     ],
 )
 def test_ranges_count_up_one_by_one_in_one_number(names, patterns):
@@ -160,6 +162,12 @@ def test_tar_idx(blocks):
 
 
 def test_paths():
+    assert [idx_path(name) for name in ("a.tar", "x/b.tar", "c", "d.tar.tar")] == [
+        "a.tar.idx",
+        "x/b.tar.idx",
+        "c.tar.idx",
+        "d.tar.tar.idx",
+    ]
     assert all(map(is_safe_path, ["a.tar", "x/y z.tar", "ü.tar", "..a/b.."]))
     assert not any(map(is_safe_path, ["..", "a/..", "./a", "a/", "", "file://a", "x::y"]))
 

@@ -128,6 +128,7 @@ def test_a_report_says_how_much_was_read():
     reader = BatchFileReader("x.batch", transport=MemoryTransport({"x.batch": FILE}))
     quick, deep = reader.validate(), reader.validate(deep=True, progress=False)
     assert (quick.deep, quick.checked_bytes, quick.n_examples) == (False, 0, 6)
+    assert reader.nbytes == 2 * 3 * 50 * 4  # of tokens, without header and padding
     assert (deep.deep, deep.checked_bytes, deep.n_examples) == (True, len(FILE), 6)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from energon_tars import METADATASET_HEAD as HEAD
 from energon_tars import sample_files, tar_bytes
-from token_files import mmididx_bytes
+from token_files import llmbatch_bytes, mmididx_bytes
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import (
@@ -22,7 +23,9 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.sources import MapStyle, TextFile, recorded_from
+from saev_store.sources import MapStyle, TextFile, _files, _new_file, recorded_from
+from saev_store.sources._files import digest_files
+from saev_store.sources._new_file import NewFile
 from saev_store.sources.energon import EnergonDataset, _yaml
 from saev_store.sources.energon.filesystem import EnergonFileSystem
 from saev_store.sources.energon.index_sqlite import SqliteIndex
@@ -32,6 +35,7 @@ from saev_store.sources.energon.nvmeta import parse_info
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.energon.split import parse_ratio
 from saev_store.sources.energon.tar_idx import parse_tar_idx
+from saev_store.sources.llmbatch import BatchFileReader
 from saev_store.sources.mmididx import IndexedDataset
 from saev_store.transport import MemoryTransport
 
@@ -251,6 +255,63 @@ def test_a_key_in_several_tars_is_taken_by_position(tmp_path: Path, monkeypatch:
     error = refused(lambda: dataset.index_of("k"))
     assert (type(error), error.where, error.remedy) == (SelectionError, "key", "Take them by position.")
     assert error.message == "5 samples have the key 'k', in 'a.tar', 'b.tar', 'c.tar', 'd.tar'"
+
+
+def test_a_pickle_keeps_how_a_data_set_was_opened(tmp_path: Path):
+    for name in "ab":
+        (tmp_path / f"{name}.tar").write_bytes(tar_bytes([(f"{name}.txt", b"x")]))
+    prepare(tmp_path, split="1,1,0", progress=False)
+    (tmp_path / "a.tar").unlink()
+    for split in (None, "val"):
+        dataset = EnergonDataset(tmp_path, damaged_ok=True, images="torchrgb", engine="pread")
+        again = pickle.loads(pickle.dumps(dataset.split(split) if split else dataset))
+        assert (again.images, again.transport.name, len(again)) == ("torchrgb", "pread", 1 if split else 2)
+        assert [problem.kind for problem in again.problems] == ["missing_shard"]
+        assert pickle.loads(pickle.dumps(again)).raw("b").key == "b"
+
+
+def test_what_is_on_this_machine_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/a.tar").write_bytes(tar_bytes(sample_files(0, 1)))
+    prepare(tmp_path / "d", split="1,0,0", progress=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+    for engine in ("mmap", "pread"):
+        with EnergonDataset(tmp_path / "d", engine=engine) as dataset, NewFile(dataset.transport, "x") as file:
+            assert dataset.part("s00000", "txt") == b"text 0\n"
+            file.write(b"a")
+            assert list((tmp_path / "t").iterdir()) == []
+
+
+# -- pieces --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 5, 4096, 4097, 1 << 20])
+def test_files_that_are_read_and_written_in_pieces(nbytes: int, monkeypatch: pytest.MonkeyPatch):
+    if nbytes > 4:  # a piece for each byte of a large file takes long
+        batches = bytearray(llmbatch_bytes(np.ones((3, 1, 3), np.uint32)))
+        batches[3 * 4096 + 100] = 1
+    else:
+        batches = bytearray(llmbatch_bytes(np.ones((0, 1, 3), np.uint32)))
+    idx, bin_ = mmididx_bytes([np.arange(9, dtype=np.uint8)])
+    memory = MemoryTransport({"x.batch": bytes(batches), "x.idx": idx, "x.bin": bin_})
+    whole = digest_files(memory, [("x.batch", len(batches)), ("x.bin", 9)], scope="full")
+    monkeypatch.setattr(_files, "CHUNK_BYTES", nbytes)
+    monkeypatch.setattr(_new_file, "CHUNK_BYTES", nbytes)
+    assert digest_files(memory, [("x.batch", len(batches)), ("x.bin", 9)], scope="full") == whole
+    report = BatchFileReader("x.batch", transport=memory).validate(deep=True, progress=False)
+    assert report.checked_bytes == len(batches)
+    expected = ["padding of batch 2 is not zero, at byte 12,388"] if nbytes > 4 else []
+    assert [problem.message for problem in report.problems] == expected
+    report = IndexedDataset("x", transport=memory).validate(deep=True, progress=False)
+    assert (report.checked_bytes, report.problems) == (9, ())
+    for start in (0, 1, 8, 9):
+        assert b"".join(map(bytes, _files.chunks(memory, "x.bin", 9, start=start))) == bin_[start:]
+    with NewFile(memory, "y") as file:
+        file.write(bin_)
+        file.write(memoryview(bin_)[:5])
+        file.commit()
+    assert memory.files["y"] == bin_ + bin_[:5]
 
 
 # -- texts and origins ---------------------------------------------------------------------------------------------------

@@ -240,6 +240,7 @@ class BatchFileReader(Source[TokenArray]):
         """Read every byte, and report the first padding byte that is not zero."""
         problems, start = list[Problem](), 0
         slot, raw_nbytes = self.header.padded_batch_nbytes, self.header.raw_batch_nbytes
+        bar.advance(HEADER_NBYTES)  # compared before
         for part in chunks(self.transport, self.path, self.header.file_nbytes, start=HEADER_NBYTES):
             offsets = start + np.flatnonzero(np.frombuffer(part, np.uint8))
             odd = offsets[offsets % slot >= raw_nbytes]

@@ -15,7 +15,7 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
-from saev_store.sources.llmbatch.header import ITEMSIZE, MAX_U32, Header
+from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, MAX_U32, Header
 from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
 from saev_store.transport.checks import os_errors
@@ -157,6 +157,7 @@ def _write(
         NewFile(transport, path, overwrite=overwrite) as file,
     ):
         file.write(header.to_bytes())
+        bar.advance(HEADER_NBYTES)
         for first in range(0, header.num_batches, n_group):
             end = min(first + n_group, header.num_batches)
             slots = slots_of(header, first, end, lambda places: as_tokens(tokens[order.records(places)]))
