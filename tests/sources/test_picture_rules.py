@@ -29,7 +29,7 @@ from saev_store.sources._source import check_index, check_positions
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.framing import Framing
 from saev_store.sources.pictures import open_images, picture_of, picture_px
-from saev_store.sources.places import Framed, Patches
+from saev_store.sources.places import Framed, Patches, ids_of
 from saev_store.sources.sniff import find_source
 from saev_store.sources.texts import text_of
 from saev_store.transport import Entry, MemoryTransport, open_transport
@@ -189,6 +189,23 @@ def test_the_digest_of_a_recording_is_as_it_was_asked_for(scope: Any):
     data = recorded_from(source, patches=(1, 1), image_px=(2, 2), digest=scope)
     assert data["source"]["digest"]["scope"] == scope
     assert data["__class__"] == "Source"
+
+
+@pytest.mark.parametrize(
+    ("sample", "is_text"), [(np.arange(3), True), (np.zeros(0, int), True), (np.zeros((2, 3), int), False), (np.array(5), False), ([1, 2], False), ("text", False), (None, False)]
+)  # fmt: skip
+def test_which_samples_are_token_ids(sample: object, is_text: bool):
+    found = ids_of(sample)
+    assert (found is not None) == is_text
+    assert found is None or found is sample
+
+
+@pytest.mark.parametrize(("marks", "told"), [(("train", "abc"), {"split": "train", "fingerprint": "abc"}), ((None, None), {}), ((3, 7), {}), (("", ""), {"split": "", "fingerprint": ""})])  # fmt: skip
+def test_what_a_data_set_in_memory_tells_of_itself(marks: tuple[object, object], told: dict):
+    class Told(list[int]):
+        split, _fingerprint = marks
+
+    assert MapStyle(Told([1, 2])).describe() == {"format": "map_style", "class": "Told", "n_samples": 2, **told}
 
 
 # -- the door ------------------------------------------------------------------------------------------------------------
