@@ -245,11 +245,11 @@ def test_errors_of_the_connector():
     ):  # fmt: skip
         found = StoreBackend.from_train_args(parser.parse_args(given), "data")
         assert (found._url, found._layers, found._options) == (url, layers, None)
-    error = refused(lambda: StoreBackend.from_train_args(parser.parse_args(["--saev-store-layers", "5:"]), "data"))
-    assert (error.where, error.message) == (
-        "--saev-store-layers",
-        "'5:' is not a layer; it must be a label such as 5, or 5:mlp_out",
-    )
+    for text in ("5:", "²", "1.0", " 1", ""):
+        args = argparse.Namespace(saev_store=None, saev_store_layers=[text])
+        error = refused(lambda args=args: StoreBackend.from_train_args(args, "data"))
+        assert error.where == "--saev-store-layers"
+        assert error.message == f"{text!r} is not a layer; it must be a label such as 5, or 5:mlp_out"
 
 
 def test_a_transfer_opens_its_store_once_with_its_options(monkeypatch: pytest.MonkeyPatch, path: Path):

@@ -372,3 +372,54 @@ def test_tokens_that_fill_no_example_make_one_more(n_tokens: int, n_examples: in
     assert store.token_arrays["mask"].sum() == n_tokens
     ids = store.token_arrays["token_ids"].reshape(-1)
     assert ids.tolist() == [*range(n_tokens), *[-1] * (4 * n_examples - n_tokens)]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"_data_files": "a.arrow"}, "_data_files must list the Arrow files"), ({"_data_files": []}, "_data_files must list the Arrow files"),
+        ([1], "_data_files must list the Arrow files"), ({"_data_files": ["a.arrow"]}, "_data_files has None, which is no name of an Arrow file"),
+        ({"_data_files": [{"filename": 3}]}, "_data_files has 3, which is no name of an Arrow file"),
+        ({"_data_files": [{"filename": ".arrow"}]}, "_data_files has '.arrow', which is no name of an Arrow file"),
+        ({"_data_files": [{"filename": "a.arrow.x"}]}, "_data_files has 'a.arrow.x', which is no name of an Arrow file"),
+        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow is missing, which state.json lists"),
+    ],
+)  # fmt: skip
+def test_lists_of_arrow_files(state: object, message: str, tmp_path: Path):
+    pytest.importorskip("pyarrow")
+    hook = {"_type": "Array2D", "shape": [4, 8], "dtype": "float32"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"features": {"blocks.1.hook_a": hook, "odd": 3}}))
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    error = refused(lambda: import_cache(tmp_path, tmp_path / "out", **MODEL))
+    assert error.message == message
+    assert error.where == (str(tmp_path) if "missing" in message else f"{tmp_path}/state.json")
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_right"),
+    [([4, 8], True), ([1, 1], True), ([0, 8], False), ([4, 0], False), ([4, 2**31], False), ([True, 8], False), ([4.0, 8], False), ([4], False), ([4, 8, 1], False), (None, False)],
+)  # fmt: skip
+def test_shapes_of_hooks(shape: object, is_right: bool, tmp_path: Path):
+    pytest.importorskip("pyarrow")
+    features = {"blocks.1.hook_a": {"_type": "Array2D", "shape": shape, "dtype": "float32"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"features": features}))
+    (tmp_path / "state.json").write_text("{}")
+    error = refused(lambda: import_cache(tmp_path, tmp_path / "out", **MODEL))
+    assert error.where == f"{tmp_path}/{'state' if is_right else 'dataset_info'}.json"
+    if not is_right:
+        assert error.message.startswith("blocks.1.hook_a has shape ")
+
+
+@pytest.mark.parametrize("name", ["shard_count", "total_size", "d_model"])
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, 2**63])
+def test_counts_of_a_layer_are_positive_integers(name: str, value: object, tmp_path: Path):
+    folder = tmp_path / "layer_1"
+    folder.mkdir()
+    (folder / "shard_0.memmap").write_bytes(bytes(16))
+    (folder / "shard_0.meta").write_text('{"shape": [1, 4], "dtype": "float32"}')
+    config = {"shard_count": 1, "total_size": 1, "d_model": 4}
+    (folder / "config.json").write_text(json.dumps(config | {name: value}))
+    error = refused(lambda: import_cache(tmp_path, tmp_path / "out", **MODEL, format="memmap", layers=[1], context=1))
+    assert (type(error), error.where) == (DocumentError, f"{folder}/config.json")
+    assert error.message.startswith(f"{name} is ")
+    assert error.message.endswith("; it must be a positive integer")

@@ -17,6 +17,7 @@ from saev_store.sources.energon._fetch import PartPlace
 from saev_store.sources.energon._view import View
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.energon.tar_header import disagreement, headers_nbytes
+from saev_store.sources.energon.tar_scan import scan_shard
 from saev_store.transport import MemoryTransport
 
 Files = list[tuple[str, bytes]]
@@ -282,3 +283,12 @@ def test_as_many_headers_are_read_as_there_may_be(format: int, name: str, nbytes
     assert n % 512 == 0
     assert len(raw) <= n
     assert disagreement(raw.rjust(n, b"\0"), name=name, nbytes=nbytes) is None
+
+
+@pytest.mark.parametrize("missing", [1, 511, 512, 513])
+def test_a_tar_that_was_cut_in_its_last_part_says_how_much_is_missing(missing: int):
+    raw = tar_bytes([("a.txt", b"x" * 600), ("b.txt", b"y" * 600)], format="ustar", close=False)
+    with pytest.raises(CorruptShardError) as caught:
+        scan_shard(MemoryTransport({"a.tar": raw[:-missing]}), "a.tar")
+    assert caught.value.message == f"it was cut: 'b.txt' needs 3,072 bytes, but there are {3072 - missing:,}"
+    assert caught.value.where == "memory://a.tar"

@@ -144,8 +144,10 @@ def test_wrong_arguments(records, arguments, message):
 )
 def test_wrong_streams(stream, arguments, message):
     memory = MemoryTransport()
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message) as caught:
         write_batch_dataset("x.batch", stream, **{"batch_size": 2, "seq_len": 8, "transport": memory, **arguments})
+    where = {"shape": "tokens_iter", "integers": "tokens", "seq_len": "seq_len"}
+    assert caught.value.where == where.get(message.partition(" ")[0], "total_records")
     assert memory.files == {}
 
 

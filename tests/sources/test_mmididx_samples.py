@@ -218,3 +218,27 @@ def test_samples_are_described_and_made_again():
     picked = TokenSamples(dataset, 30, documents=[4, 2])
     with pytest.raises(Exception, match="documents="):
         reopen(picked.describe())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "message"),
+    [
+        (([1, 2], [[0]], 1, 1, 3), "sizes", "must be one-dimensional arrays of integers"),
+        (([1, 2], [0.0], 1, 1, 3), "sizes", "must be one-dimensional arrays of integers"),
+        (([1, -2, 4], [0, 1, 2], 1, 1, 3), "sizes", "a document has fewer than 0 tokens"),
+        (([], [], 1, 1, 3), "sizes", "must be one-dimensional arrays of integers"),
+        (
+            (np.zeros(0, int), np.zeros(0, int), 1, 1, 3),
+            "doc_idx",
+            "doc_idx has tokens for 0 samples; 1 epochs of 3 tokens make 2",
+        ),
+        (([3], [0], 1, 0, 3), "num_epochs", "num_epochs is 0"),
+        (([3], [0], 1, 1, 0), "tokens_per_epoch", "tokens_per_epoch is 0"),
+        (([3], [0], 2**31, 1, 3), "seq_length", "seq_length is 2147483648"),
+    ],
+)
+def test_errors_of_index_arguments_name_them(arguments, where, message):
+    with pytest.raises(ArgumentError) as caught:
+        build_sample_idx(*arguments)
+    assert caught.value.where == where
+    assert message in caught.value.message

@@ -215,6 +215,9 @@ def test_what_needs_an_index_says_so(plain: MemoryTransport):
     ):
         error = refused(call)
         assert (type(error), error.where) == (NotFoundError, "memory://")
+        assert (
+            error.message == "keys cannot be looked up: the data set has no index.sqlite (it was prepared by Energon 5)"
+        )
         assert error.remedy == "Run `saev-store prepare --overwrite` on it."
     files = EnergonFileSystem(dataset=dataset)
     error = refused(lambda: list(files.entries("")))
