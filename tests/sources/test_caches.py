@@ -565,6 +565,7 @@ def _info(**changes: object) -> Callable[[Path], None]:
         ),
         (lambda folder: arrow(folder, {"token_ids": cached()["token_ids"]}, [11], claim={
             HOOK: {"_type": "Array2D", "shape": [4, 8], "dtype": "float32"}}), DocumentError, "no column 'blocks"),
+        (lambda folder: arrow(folder, {HOOK: cached()[HOOK]}, [11], claim={"token_ids": {"_type": "List"}}), DocumentError, "no column 'token_ids'"),
     ],
 )  # fmt: skip
 def test_saelens_caches_that_break_a_rule_are_refused(

@@ -252,3 +252,48 @@ def test_documents_that_no_part_may_hold(tmp_path: Path):
     assert not list(tmp_path.glob("x.*"))
     error = refused(lambda: samples_to_documents(documents(), tmp_path / "y", client="c", dtype="complex64"))
     assert error.where == "dtype"
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_no_record_is_left_out_when_a_file_is_read_back(piece: int, monkeypatch: pytest.MonkeyPatch):
+    """Whichever place holds the wrong one, in whatever pieces the documents are compared."""
+    monkeypatch.setattr("saev_store.sources.convert._PIECE_TOKENS", piece)
+    rows, wrong = BatchFileReader.rows, [-1]
+
+    def damaged(self: BatchFileReader, places: Any) -> np.ndarray:
+        found = rows(self, places)
+        found[np.asarray(places) == wrong[0], -1] += 1
+        return found
+
+    monkeypatch.setattr(BatchFileReader, "rows", damaged)
+    options = {"seq_len": 3, "batch_size": 2, "seed": 8, "progress": False}
+    for wrong[0] in range(9):
+        memory = MemoryTransport()
+        if wrong[0] == 8:  # eight records
+            assert documents_to_batches(documents(), "x.batch", transport=memory, **options) == 4
+            continue
+        error = refused(lambda memory=memory: documents_to_batches(documents(), "x.batch", transport=memory, **options))
+        assert (type(error), error.where, error.remedy) == (CorruptShardError, "memory://x.batch", "Write it again.")
+
+
+@pytest.mark.parametrize("wrong", range(-1, 5))
+def test_no_document_is_left_out_when_a_data_set_is_read_back(wrong: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saev_store.sources.convert._BATCH", 2)
+    rows = IndexedDataset.rows
+
+    def damaged(self: IndexedDataset, indices: Any) -> list[np.ndarray]:
+        found = rows(self, indices)
+        numbers = range(*indices.indices(len(self)))
+        return [each[:-1] if number == wrong else each for number, each in zip(numbers, found, strict=True)]
+
+    source = documents()
+    monkeypatch.setattr(
+        IndexedDataset, "rows", lambda self, indices: rows(self, indices) if self is source else damaged(self, indices)
+    )
+    memory = MemoryTransport()
+    options = {"end_token": 7, "transport": memory, "progress": False}
+    if wrong < 0:
+        assert samples_to_documents(source, "y", **options) == 5
+    else:
+        error = refused(lambda: samples_to_documents(source, "y", **options))
+        assert (type(error), error.where) == (CorruptShardError, "memory://y.idx")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +19,11 @@ from saev_store.errors import (
     SaevStoreError,
     SelectionError,
 )
-from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon import EnergonDataset, _scan_all
 from saev_store.sources.energon.field_map import decode
+from saev_store.sources.energon.filesystem import EnergonFileSystem
+from saev_store.sources.energon.index_sqlite import SqliteIndex
+from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
 from saev_store.sources.energon.nvmeta import parse_definition, parse_info, parse_splits
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.energon.samples import ARRAY_FIELDS, SAMPLE_TYPES, build
@@ -237,3 +243,87 @@ def test_which_types_are_energons(module: str, kind: str, found: str | None):
     definition = parse_definition(f"__module__: {module}\n__class__: {kind}".encode(), where="x")
     assert definition.sample_type == found
     assert [each.kind for each in definition.problems] == ([] if found else ["unknown_sample_type"])
+
+
+def test_only_whole_names_are_files():
+    memory = prepared({"a.tar": [("d/a.txt", b"12"), ("d/a.txt.gz", b"345"), ("d/ab.txt", b"6")]})
+    files = EnergonFileSystem(dataset=EnergonDataset("", transport=memory))
+    sizes = {"d/a.txt": 2, "d/a.txt.gz": 3, "d/ab.txt": 1}
+    for name, nbytes in sizes.items():
+        assert files.info(name) == files.info(f"energon://{name}") == {"name": name, "size": nbytes, "type": "file"}
+        assert files.ls(name, detail=False) == [name]
+        assert len(files.cat_file(name)) == nbytes
+    for wrong in ("d/a.tx", "d/a.", "d/a.txt.g", "d/a", "a.txt", "d/b.txt", "e"):
+        assert type(refused(lambda wrong=wrong: files.info(wrong))) is NotFoundError
+    assert files.info("d") == {"name": "d", "size": 0, "type": "directory"}
+    assert files.info("") == {"name": "", "size": 0, "type": "directory"}
+    assert files.ls("d") == [files.info(name) for name in sizes]
+
+
+@pytest.mark.parametrize("raw", [b"7.5", b"7.0", b"", b"seven", b"7 8", b"0x7", b"1e3", b"7;"])
+def test_what_is_no_integer_is_refused(raw: bytes):
+    for ending in ("cls", "id"):
+        error = refused(lambda ending=ending: decode(ending, raw, where="x"))
+        assert (type(error), error.where) == (DocumentError, "x")
+        assert error.message.startswith(f"part '{ending}' does not decode: ")
+        assert [problem.kind for problem in error.problems] == ["bad_part"]
+    assert [decode("cls", each, where="x") for each in (b"-7", b"+7", b" 7\n", b"007")] == [-7, 7, 7, 7]
+
+
+def test_samples_are_shown_without_their_bytes():
+    memory = prepared({"a.tar": [("k.json", b'{"f": "m.bin"}'), ("k.bin", b"CONTENT")]})
+    dataset = EnergonDataset("", transport=memory)
+    assert repr(dataset[0]) == "RawSample(key='k', shard='a.tar', sample_index=0)"
+    media = FolderFiles("", transport=MemoryTransport({"m.bin": b"CONTENT"}))
+    joined = JoinedDataset(dataset, {"m": media}, names={"m": "json[f]"})
+    assert joined[0].media == {"m": {"m.bin": b"CONTENT"}}
+    assert "CONTENT" not in repr(joined[0])
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("n_shards", [1, 2, 3, 7])
+def test_workers_share_the_tars_in_turn(n_workers: int, n_shards: int, monkeypatch: pytest.MonkeyPatch):
+    """Each scans what it is sent; answers are taken in the order of the tars."""
+    made: list[Worker] = []
+
+    class Worker:
+        def __init__(self, command: list[str], **_: object) -> None:
+            assert command[-1] == "/root"
+            self.stdin, self.stdout, self.is_killed = io.StringIO(), self, False
+            made.append(self)
+
+        def readline(self) -> str:
+            if not hasattr(self, "left"):
+                self.left = json.loads(self.stdin.getvalue())
+            shard = self.left.pop(0)
+            return "null\n" if shard == "2.tar" else json.dumps([shard, 7, 5, ["odd"], []]) + "\n"
+
+        def kill(self) -> None:
+            self.is_killed = True
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(_scan_all.subprocess, "Popen", Worker)
+    shards = [f"{i}.tar" for i in range(n_shards)]
+    answers = _scan_all._in_processes("/root", shards, n_workers)
+    found = [None if each is None else (each.shard, each.nbytes, each.end, each.oddities) for each in answers]
+    assert found == [None if shard == "2.tar" else (shard, 7, 5, ("odd",)) for shard in shards]
+    assert len(made) == min(n_workers, n_shards)
+    assert all(worker.is_killed and worker.left == [] for worker in made)
+
+
+@pytest.mark.parametrize(("n", "is_right"), [(1000, True), (1 << 19, True), ((1 << 20) + 1, False)])
+def test_a_name_in_an_index_has_a_limit(n: int, is_right: bool, tmp_path: Path):
+    """A text of gigabytes would fill the memory."""
+    db = sqlite3.connect(tmp_path / "x")
+    db.execute("CREATE TABLE samples (tar_file_id, sample_key, sample_index, byte_offset, byte_size)")
+    db.execute("INSERT INTO samples VALUES (0, ?, 0, 0, 512)", ("k" * n,))
+    db.commit()
+    db.close()
+    index = SqliteIndex(str(tmp_path / "x"), where="x")
+    if is_right:
+        assert index.samples(0, 0, 1) == [(0, "k" * n, 0, 512)]
+    else:
+        assert refused(lambda: index.samples(0, 0, 1)).message == "the database cannot be read: string or blob too big"
+    index.close()

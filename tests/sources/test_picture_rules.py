@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from saev_store.sources.places import Framed, Patches, ids_of
 from saev_store.sources.sniff import find_source
 from saev_store.sources.texts import text_of
 from saev_store.transport import Entry, MemoryTransport, open_transport
+from saev_store.transport.local.write import TEMP_PREFIX
 
 BATCHES = llmbatch_bytes(np.zeros((1, 2, 3), np.uint32))
 
@@ -377,3 +379,17 @@ def test_an_upload_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch):
         assert refused(file.commit).message == "the line is cut"
     assert ended == ["aborted"]
     assert memory.files == {}
+
+
+@pytest.mark.parametrize("path", ["x", "a/b/x"])
+def test_a_new_file_grows_under_a_hidden_name_in_its_folder(path: str, tmp_path: Path):
+    """Which `clean` and preparations recognise."""
+    transport = open_transport(tmp_path)
+    with NewFile(transport, path) as file, NewFile(transport, path) as other:
+        for each in (file, other):
+            growing = Path(each.temporary)
+            assert growing.parent == (tmp_path / path).parent
+            assert growing.name.startswith(f"{TEMP_PREFIX}{os.getpid()}-")
+            assert growing.exists()
+        assert file.temporary != other.temporary
+    assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
