@@ -267,3 +267,24 @@ def test_a_transfer_opens_its_store_once_with_its_options(monkeypatch: pytest.Mo
         assert (error.where, error.message) == ("s3://a/b", "the store has no document_ids; its token arrays are []")
         assert error.remedy == "Record texts, or import hidden states, with document and token ids."
     assert given == [("s3://a/b", {"key": "x"})] * 2
+
+
+def test_what_dictionary_learning_is_told_of_other_settings(path: Path):
+    """None of them the default."""
+    given = {
+        "layer": (11, 5),
+        "batch_size": 4,
+        "dtype": "float16",
+        "tokens": "all",
+        "normalize": "scale_norm",
+        "seed": 3,
+    }
+    loader = ShuffledDataLoader(ShuffledConfig(shards=str(path), **given))
+    with activation_buffer(loader) as buffer:
+        told = buffer.config
+    assert {name: told[name] for name in ("dtype", "tokens", "normalize", "seed", "out_batch_size")} == {
+        "dtype": "float16", "tokens": "all", "normalize": "scale_norm", "seed": 3, "out_batch_size": 4,
+    }  # fmt: skip
+    assert told["layers"] == ["11", "5"]
+    assert told["scale"] == loader.scale != 1
+    assert told["device"] == "cpu"
