@@ -12,7 +12,7 @@ from typing import Literal, cast, overload
 
 from saev_store.core.layout import layer_name
 from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_json, parse_metadata, parse_shards
-from saev_store.errors import NotFoundError, SaevStoreError, TransportError
+from saev_store.errors import NotFoundError, SaevStoreError, TransportError, counted
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
 from saev_store.store.card import human_bytes
 from saev_store.transport import Lists, Transport
@@ -71,12 +71,12 @@ class StoreList(Sequence[StoreEntry]):
         return self._entries[index]
 
     def __repr__(self) -> str:
-        lines = [f"{len(self)} store{'' if len(self) == 1 else 's'} in {self.root}"]
+        lines = [f"{counted(len(self), 'store')} in {self.root}"]
         return "\n".join([*lines, *(f"  {entry}" for entry in self._entries)])
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<li><code>{html.escape(str(entry))}</code></li>" for entry in self._entries)
-        return f"<p>{len(self)} stores in <code>{html.escape(self.root)}</code></p><ul>{rows}</ul>"
+        return f"<p>{counted(len(self), 'store')} in <code>{html.escape(self.root)}</code></p><ul>{rows}</ul>"
 
 
 def list_stores(root: Transport) -> StoreList:

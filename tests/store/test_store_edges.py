@@ -435,6 +435,33 @@ def test_damage_that_loses_no_example_is_named(plain: PlainStore, tmp_path: Path
     assert "labels.bin" in entry.note or "3 bytes" in entry.note
 
 
+def test_a_list_as_text(tmp_path: Path):
+    metadata = {
+        "family": "gpt2", "ckpt": "<tiny>", "layers": (3, 7), "content_tokens_per_example": 4, "cls_token": False, "d_model": 8,
+        "n_examples": 6,
+    }  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.zeros((6, 2, 4, 8), np.float32))
+    (whole,) = found = ShardStore.list(tmp_path)
+    assert str(whole) == f"{whole.name}  6 x 2 x 4 x 8  1.5 KiB  layers [3, 7]  <tiny>"
+    assert repr(found) == f"1 store in {tmp_path}\n  {whole}"
+    shown = str(whole).replace("<tiny>", "&lt;tiny&gt;")
+    assert found._repr_html_() == f"<p>1 store in <code>{tmp_path}</code></p><ul><li><code>{shown}</code></li></ul>"
+    begun = ShardStore.create(tmp_path, {**metadata, "ckpt": "other"}, progress=False)
+    begun.close()
+    (tmp_path / "empty" / CLAIM_PATH).parent.mkdir(parents=True)
+    (tmp_path / "empty" / CLAIM_PATH).write_bytes(b"{}")
+    texts = {entry.name: str(entry) for entry in ShardStore.list(tmp_path)}
+    name = Path(begun.url).name
+    assert texts == {
+        whole.name: str(whole),
+        name: f"{name}  6 x 2 x 4 x 8  1.5 KiB  layers [3, 7]  other  unfinished: not published yet; create(…, resume=True) "
+        "continues it",
+        "empty": "empty  unfinished: its claim cannot be read",
+    }
+    assert repr(ShardStore.list(tmp_path)).startswith(f"3 stores in {tmp_path}\n")
+
+
 def test_what_is_only_remarkable_is_no_damage(plain: PlainStore, tmp_path: Path):
     """Another name, a link, a file that does not belong there."""
     folder = plain.write(tmp_path / "root").rename(tmp_path / "root/renamed")

@@ -327,6 +327,53 @@ def test_long_reports_are_cut_where_they_are_shown_not_where_they_are_kept():
     assert "480 more" in report._repr_html_()
 
 
+def test_a_report_as_text_and_as_plain_data():
+    problems = (
+        Problem("odd", "one", severity="info"),
+        Problem("strange", "two", where="a", severity="warning"),
+        Problem("stranger", "three", severity="warning"),
+        Problem("short_shard", "cut", where="acts000001.bin", lost=((5, 6), (3, 5), (900, 902))),
+    )
+    report = Report("/lab/s", 1200, 3, problems, elapsed_s=0.12345678)
+    assert str(report).splitlines() == [
+        "/lab/s: NOT OK: 1 error, 2 warnings, 1 remark",
+        "  1,200 examples in 3 shards, names and sizes only; 5 lost",
+        *(f"  {problems[i]}" for i in (3, 1, 2, 0)),
+    ]
+    assert report.to_dict() == {
+        "url": "/lab/s", "ok": False, "deep": False, "n_examples": 1200, "n_shards": 3, "n_lost": 5,
+        "lost": [[3, 6], [900, 902]], "checked_bytes": 0, "elapsed_s": 0.123457,
+        "problems": [problem_to_dict(problems[i]) for i in (3, 1, 2, 0)],
+    }  # fmt: skip
+    with pytest.raises(CorruptShardError, match="1 error, 5 of 1,200 examples are lost:\n") as raised:
+        report.raise_if_bad()
+    assert raised.value.problems == report.problems
+    assert "`repair`" in str(raised.value.remedy)
+    unread = Report("/lab/s", 1200, 3, (Problem("missing_token_array", "gone", where="a.bin"),))
+    with pytest.raises(CorruptShardError, match="1 error, 0 of 1,200 examples are lost") as raised:
+        unread.raise_if_bad()
+    assert "`repair`" not in str(raised.value.remedy)
+    warned = Report("/lab/s", 1, 1, problems[1:2])
+    warned.raise_if_bad()
+    assert str(warned).splitlines()[:2] == ["/lab/s: ok: 1 warning", "  1 example in 1 shard, names and sizes only"]
+    assert str(Report("/lab/s", 1, 1, ())) == "/lab/s: ok\n  1 example in 1 shard, names and sizes only"
+
+
+def test_a_report_as_a_page():
+    """Twenty problems and eight ranges of each are shown, and said to be not all."""
+    for n_problems, n_ranges in ((0, 0), (1, 8), (20, 9), (21, 1)):
+        ranges = tuple((10 * i, 10 * i + 1) for i in range(n_ranges))
+        page = Report("x", 500, 5, (Problem("k", "m", where="w", lost=ranges),) * n_problems)._repr_html_()
+        assert page.count("<td><code>k</code></td><td>w</td>") == min(n_problems, 20)
+        assert page.count("<td style='color:#c62828'>error</td>") == min(n_problems, 20)
+        assert ("<table>" in page) == (n_problems > 0)
+        assert ("70:71 …" in page) == (n_ranges == 9)
+        assert ("80:81" in page) is False
+        assert ("… and 1 more in <code>.problems</code>" in page) == (n_problems == 21)
+        assert (" more in " in page) == (n_problems == 21)
+        assert f"<b style='color:{'#c62828' if n_problems else '#2e7d32'}'>" in page
+
+
 def test_problem_to_dict_is_json():
     found = problem_to_dict(Problem("k", "m", where="w", loc=("layers", 2), lost=((1, 2),)))
     assert json.loads(json.dumps(found)) == {

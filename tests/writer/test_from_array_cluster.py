@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from clusters import two_workers
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, IncompleteStoreError, StoreExistsError
+from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, StoreExistsError
 from saev_store.writer.importing import _cluster
 
 da = pytest.importorskip("dask.array")
@@ -162,3 +163,30 @@ def test_an_array_that_lies_in_the_workers_memory_is_refused(client, tmp_path: P
 def test_another_client_is_refused(client: object, message: str, tmp_path: Path):
     with pytest.raises(ArgumentError, match=message):
         ShardStore.from_array(da.from_array(ACTS), tmp_path, **OPTIONS, client=client)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_workers_have_written_is_read_again_before_it_is_published(
+    tmp_path: Path, monkeypatch, verify: bool
+) -> None:
+    """Unless nothing is to be verified; the workers are this process, and one of their files is damaged at the end."""
+
+    def worked(cluster, write, tasks):
+        for task in tasks:
+            yield write(task)
+        (shard,) = tmp_path.glob("*/acts000001.bin")
+        data = bytearray(shard.read_bytes())
+        data[5] ^= 1
+        shard.write_bytes(data)
+
+    monkeypatch.setattr(_cluster, "results", worked)
+    monkeypatch.setattr(_cluster, "connected", nullcontext)
+    array = da.from_array(ACTS, chunks=(5, 1, 4, 8))
+    if verify:
+        with pytest.raises(CorruptShardError, match="not what was written") as refused:
+            ShardStore.from_array(array, tmp_path, **OPTIONS, client="tcp://none:1", verify=True)
+        assert "acts000001.bin" in refused.value.where
+        assert not list(tmp_path.glob("*/metadata.json"))
+    else:
+        store = ShardStore.from_array(array, tmp_path, **OPTIONS, client="tcp://none:1", verify=False)
+        assert store.shape == SHAPE
