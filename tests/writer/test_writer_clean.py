@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kill_harness_oracle import case
@@ -19,8 +20,8 @@ from waiting import HANG_S
 from saev_store.cli import main
 from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.store import ShardStore
-from saev_store.transport import MemoryTransport, open_transport
-from saev_store.writer import clean_leftovers, create_store, open_repair
+from saev_store.transport import MemoryTransport, UnfinishedUpload, open_transport
+from saev_store.writer import _leftovers, clean_leftovers, create_store, open_repair
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 
@@ -230,3 +231,47 @@ def test_wrong_ages_are_refused(tmp_path, capsys):
         assert "is not an age" in capsys.readouterr().err
     assert main(["clean", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["leftovers"] == []
+
+
+NOW_S = 2e9
+
+
+class Uploading(MemoryTransport):
+    """A bucket with unfinished uploads: two of stores, and two that are not."""
+
+    is_local = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        store = "0" * 64
+        self.aborted: list[str] = []
+        self.uploads = [
+            UnfinishedUpload(f"{store}/acts000000.bin", "old", NOW_S - 7200),
+            UnfinishedUpload(f"{store}/token_ids.bin", "young", NOW_S - 60),
+            UnfinishedUpload(f"{store}/notes.txt", "another's file", NOW_S - 7200),
+            UnfinishedUpload("elsewhere/acts000000.bin", "another's folder", NOW_S - 7200),
+        ]
+
+    def list_uploads(self, path: str = "") -> list[UnfinishedUpload]:
+        assert path == ""
+        return self.uploads
+
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        self.aborted.append(upload.upload_id)
+
+
+def test_uploads_are_given_up_only_when_they_are_old_and_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_leftovers, "time", SimpleNamespace(time=lambda: NOW_S))
+    for options, aborted, kept in (
+        ({"dry_run": True}, [], ["", "written 60 s ago"]),
+        ({"dry_run": True, "older_than_s": 0}, [], ["", ""]),
+        ({}, ["old"], ["", "written 60 s ago"]),
+        ({"older_than_s": 0}, ["old", "young"], ["", ""]),
+    ):
+        place = Uploading()
+        found = clean_leftovers(place, **{"older_than_s": 3600.0, **options})
+        assert place.aborted == aborted
+        assert found.uploads_listed
+        assert [leftover.kind for leftover in found.leftovers] == ["upload", "upload"]
+        assert [leftover.kept_because for leftover in found.leftovers] == kept
+        assert [leftover.path for leftover in found.leftovers] == [upload.path for upload in place.uploads[:2]]
