@@ -28,6 +28,7 @@ from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
 from saev_store.transport.fsspec._ranges import ranges
 from saev_store.transport.fsspec._sink import list_uploads
+from saev_store.transport.fsspec._transport import FsspecTransport
 from saev_store.transport.fsspec._transport import _modified_s as modified_s
 from saev_store.transport.fsspec._transport import _read_range as read_range
 from saev_store.transport.obstore._options import finds_credentials, only_obstore_understands, place_of
@@ -405,3 +406,12 @@ def test_what_obstore_cannot_be_told(url: str, options: dict[str, object], named
         place_of(url, options)
     assert refused.value.where == "storage_options"
     assert "fsspec" in str(refused.value.remedy)
+
+
+def test_a_folder_that_is_listed_as_empty_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archives of older releases of fsspec list what is not there so; the root may be empty."""
+    transport = FsspecTransport("memory://an-empty-place")
+    monkeypatch.setattr(transport.client, "ask", lambda operation, *given, **options: [])
+    assert transport.list() == []
+    with pytest.raises(NotFoundError, match="could not list"):
+        transport.list("gone")

@@ -9,7 +9,7 @@ from tls import Certificates, TlsFront, certificates, no_authorities  # noqa: F4
 
 from saev_store.errors import ArgumentError, TransportError
 from saev_store.transport import open_transport
-from saev_store.transport._tls import authorities
+from saev_store.transport._tls import authorities, refused_certificate
 
 pytestmark = pytest.mark.usefixtures("no_authorities")
 engines = pytest.mark.parametrize("engine", ["obstore", "fsspec"])
@@ -113,3 +113,29 @@ def test_which_variables_name_authorities(scheme, monkeypatch):
         monkeypatch.setenv("SSL_CERT_FILE", general)
         assert authorities(scheme, None) == (of_aws if scheme.startswith("s3") else of_others)
         assert authorities(scheme, verify=False) is False
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("error: InvalidCertificate(UnknownIssuer)", "UnknownIssuer"),
+        ("invalid peer certificate: UnknownIssuer", "UnknownIssuer"),
+        ("[SSL] certificate verify failed: self-signed certificate (_ssl.c:1)", "self-signed certificate"),
+        ("connection refused", None),
+    ],
+)
+def test_a_refused_certificate_is_told_without_secrets(text, reason):
+    for endpoint, server in (
+        ("https://me:pass-word@host:9000/x", "host:9000"),
+        ("https://host/x?sig=pass-word", "host"),
+        ("s3://bucket/x", "bucket"),
+        ("", "the server"),
+    ):
+        found = refused_certificate(text, where="w", endpoint=endpoint)
+        if reason is None:
+            assert found is None
+            continue
+        assert found.message == f"the certificate of {server} is not trusted: {reason}"
+        assert "pass-word" not in str(found)
+        assert (found.where, found.transient) == ("w", False)
+        assert "verify" in str(found.remedy) and "SSL_CERT_FILE" in str(found.remedy)
