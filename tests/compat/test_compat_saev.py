@@ -113,6 +113,9 @@ def test_metadata_that_the_reference_project_wrote():
     assert dataclasses.replace(md, d_model=16).hash != md.hash
     with pytest.raises(UnsafeContentError, match="pickle"):
         md.make_data_cfg()
+    for data in ("[1]", "3", '"text"', "null", "[" * 100_000):
+        with pytest.raises(UnsafeContentError, match="no JSON object"):
+            dataclasses.replace(md, data=data).make_data_cfg()
     with pytest.raises(ArgumentError, match="max_tokens_per_shard"):
         dataclasses.replace(md, max_tokens_per_shard=3)
 

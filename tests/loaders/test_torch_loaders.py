@@ -144,9 +144,11 @@ def test_indexed_rows(plain):
         if i % 8:
             assert example["token_label"] == plain.labels[i // 24, i % 8 - 1]
     for bad in (-1, len(dataset)):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=f"example {bad} of a dataset of {len(dataset)}"):
             dataset[bad]
-        with pytest.raises(SelectionError):
+        with pytest.raises(
+            SelectionError, match=f"examples {min(bad, 0)} to {max(bad, 0)} of a dataset of {len(dataset)}"
+        ):
             dataset.batch([0, bad])
     assert len(list(iter(dataset[i] for i in range(3)))) == 3
     labels = dataset.batch([7, 8, 9])["token_labels"]
