@@ -205,3 +205,13 @@ def test_the_window_is_filled_to_a_share_of_it(plain, n_partitions: int) -> None
     fills = [loader.metrics().window_fill for _ in loader]
     assert 0 < max(fills) <= 1
     assert min(fills) >= 0
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_each_rank_wants_its_share_of_the_bytes(plain, kind, world: int) -> None:
+    rows = ShardStore.open(plain.path).sel(layer=(5, 2))
+    loader = kind(rows, batch_size=4, rank=world - 1, world=world, drop_last=True)
+    cost = loader.explain().cost
+    assert cost.bytes_wanted == rows.nbytes // world
+    assert cost.bytes_read >= cost.bytes_wanted * 3 // 4
