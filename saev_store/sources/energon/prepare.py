@@ -140,7 +140,7 @@ def prepare(
         WriterConflictError: another process prepares it.
     """
     there = transport if transport is not None else open_transport(url, storage_options, engine=engine)
-    if not isinstance(there, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+    if not isinstance(getattr(there, "url", None), str):  # callers may not check types
         raise ArgumentError(f"{brief(there)} is no transport", where="transport")
     if not isinstance(there, Writes) or not isinstance(there, Lists):
         raise ReadOnlyError(f"nothing can be written or listed through {there.name}", where=there.url)
