@@ -77,6 +77,7 @@ class SlowServer(http.server.SimpleHTTPRequestHandler):
 def serve(folder: str, latency_s: float, ports: multiprocessing.Queue) -> None:
     SlowServer.latency_s = latency_s
     handler = functools.partial(SlowServer, directory=folder)
+    http.server.ThreadingHTTPServer.request_queue_size = 256  # connections beyond it are dropped and tried again later
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         ports.put(server.server_address[1])
         server.serve_forever()

@@ -56,11 +56,16 @@ class FlakyServer(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class RangeServer(http.server.ThreadingHTTPServer):
+    # The system drops connections beyond it, and each is tried again after 1, 3, 7, … seconds. The default is 5.
+    request_queue_size = 256
+
+
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, type[FlakyServer]]]:
     """The address of a folder, and the class whose `faults` say how it fails."""
     handler = type("Handler", (FlakyServer,), {"root": str(folder)})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = RangeServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -10,6 +10,7 @@ from functools import partial
 
 import fsspec
 import pytest
+from range_server import RangeServer
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from transports import CountingTransport, LatencyTransport
 
@@ -126,7 +127,7 @@ class TestHttp(ReadContract):
     @pytest.fixture
     def transport(self, folder) -> Transport:
         pytest.importorskip("aiohttp")
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(RangeHandler, directory=str(folder)))
+        server = RangeServer(("127.0.0.1", 0), partial(RangeHandler, directory=str(folder)))
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield open_transport(f"http://127.0.0.1:{server.server_port}")
