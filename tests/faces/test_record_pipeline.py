@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import FrameType, SimpleNamespace
 from typing import ClassVar
 
@@ -379,22 +380,39 @@ def test_ctrl_c_in_any_line_of_the_calling_thread(*, fails: bool) -> None:
     assert n_interrupted > 50
 
 
-def test_waiting_is_counted_where_it_happens() -> None:
-    def slow_source() -> Iterator[Thing]:
-        for batch in numbers(5):
-            time.sleep(0.02)
-            yield batch
+def test_waiting_is_counted_where_it_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of wait takes its own time on a clock of the thread that waits."""
+    clock = threading.local()
+    waits_s: dict[int, float] = {}
+    is_awaited = threading.Event()
 
-    def slow_write(lane: Lane[Vectors]) -> None:
+    def advance(seconds: float) -> None:
+        clock.now_s = getattr(clock, "now_s", 0.0) + seconds
+
+    def wait(lane: Lane[Thing], queue: SimpleQueue[object]) -> object:
+        advance(waits_s[id(queue)])
+        return real_wait(lane, queue)
+
+    def await_writing(pipeline: Pipeline[Thing, Vectors]) -> None:
+        advance(0.0 if is_awaited.is_set() else 10_000.0)
+        is_awaited.set()
+        real_await(pipeline)
+
+    def write(lane: Lane[Vectors]) -> None:
         for _ in lane:
-            time.sleep(0.02)
+            pass
+        assert is_awaited.wait(timeout=60)
 
-    for_source = Pipeline(slow_source, computed, into([]))
-    for_source.run()
-    assert for_source.source_wait_s > 0.09 > for_source.writer_wait_s
-    for_writer = Pipeline(lambda: numbers(5), computed, slow_write)
-    for_writer.run()
-    assert for_writer.writer_wait_s > 0.09 > for_writer.source_wait_s
+    real_wait, real_await = Lane._wait, Pipeline._await_writing
+    monkeypatch.setattr(_pipeline, "time", SimpleNamespace(perf_counter=lambda: getattr(clock, "now_s", 0.0)))
+    monkeypatch.setattr(Lane, "_wait", wait)
+    monkeypatch.setattr(Pipeline, "_await_writing", await_writing)
+    pipeline = Pipeline(lambda: numbers(5), computed, write)
+    read, done = pipeline._read, pipeline._computed
+    waits_s.update({id(read._items): 1, id(read._places): 10, id(done._items): 100, id(done._places): 1000})
+    pipeline.run()
+    assert pipeline.source_wait_s == 5 + 1  # for each batch, and for the end
+    assert pipeline.writer_wait_s == 5 * 1000 + 10_000
 
 
 class Closable:
