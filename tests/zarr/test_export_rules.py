@@ -150,7 +150,7 @@ def test_token_arrays_in_whole_chunks_where_bytes_may_not_stand(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("arguments", "where", "message"),
     [
-        ({"format": "xml"}, "format", '\'xml\' is not one of "json" and "parquet"'),
+        ({"format": "xml"}, "format", "format is 'xml'; it must be 'json' or 'parquet'"),
         ({"base": ""}, "base", "a JSON document names the store's folder once, in its template"),
         ({"base": "/"}, "base", "'/' is not an address of a store's folder"),
         ({"chunks": (7, 3, 5, 8)}, "chunks", "7"),
