@@ -311,3 +311,16 @@ def test_the_place_of_every_key(sharded: bool):
             window = tuple(slice(p * k, (p + 1) * k) for p, k in zip(position, grid.outer, strict=True))
             assert file[extent.start : extent.end] == dense[window].tobytes()
             assert extent.nbytes == 4 * math.prod(grid.outer)
+
+
+def test_a_chunk_that_is_as_large_as_a_request_is_worth_is_an_example() -> None:
+    layout = Layout(12, (0, 1), 4, False, 8, 3)  # an example has 256 bytes
+    assert default_chunk(layout, max_gap_bytes=256) == (1, 2, 4, 8)
+    assert default_chunk(layout, max_gap_bytes=255) == (1, 1, 4, 8)
+
+
+def test_a_task_that_is_as_large_as_a_shard_is_a_shard() -> None:
+    layout = Layout(10, (0,), 1, False, 2, 4)  # an example has 8 bytes
+    assert task_lengths(layout, task_bytes=32) == (4, 4, 2)
+    assert task_lengths(layout, task_bytes=31) == (2, 2, 2, 2, 2)
+    assert task_lengths(layout, task_bytes=64) == (8, 2)

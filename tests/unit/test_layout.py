@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saev_store.core.layout import Layout, shard_name
+from saev_store.core.layout import Layout, is_layer_pair, layer_name, shard_name, transformer_lens_name
 from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError
 
 layer_lists = st.lists(st.integers(-50, 50), min_size=1, max_size=5, unique=True).map(tuple)
@@ -235,3 +235,21 @@ def test_the_sizes_of_a_layout() -> None:
     assert [layout.used_nbytes(i) for i in range(4)] == [1440, 1440, 480, 0]
     assert [layout.example_range(i) for i in range(3)] == [(0, 3), (3, 6), (6, 7)]
     assert Layout(7, (2,), 4, False, 8, 3).n_special_tokens == 0
+
+
+def test_names_of_the_entries_of_a_layer_axis() -> None:
+    assert [layer_name(key) for key in (5, -1, (5, "attn.z"))] == ["5", "-1", "5:attn.z"]
+    # The names of TransformerLens's hooks: the part behind the last dot is the hook, what is before it the module.
+    names = {
+        5: "blocks.5.hook_resid_post",
+        (0, "resid_pre"): "blocks.0.hook_resid_pre",
+        (5, "attn.z"): "blocks.5.attn.hook_z",
+        (2, "mlp.inner.post"): "blocks.2.mlp.inner.hook_post",
+    }
+    assert {key: transformer_lens_name(key) for key in names} == names
+
+
+def test_what_a_pair_of_a_label_and_a_hook_point_is() -> None:
+    assert is_layer_pair((3, "attn_out"))
+    for layer in (3, "attn_out", None, [3, "attn_out"], (3,), (3, 4), (3, "a", "b"), ()):
+        assert not is_layer_pair(layer)
