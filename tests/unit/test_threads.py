@@ -104,6 +104,30 @@ def test_what_nobody_waits_for_is_not_begun():
     assert len(begun) <= 5
 
 
+def test_an_iterator_that_is_closed_waits_for_nobody_and_its_threads_end():
+    released, begun, in_time = threading.Event(), [], []
+    before = set(threading.enumerate())
+
+    def work(item):
+        begun.append(item)
+        if item:
+            in_time.append(released.wait(HANG_S))
+        return item
+
+    answers = ahead(work, range(100), 3)
+    assert next(answers) == 0
+    answers.close()
+    assert in_time == []
+    started = set(threading.enumerate()) - before
+    assert started
+    released.set()
+    for thread in started:
+        thread.join(HANG_S)
+        assert not thread.is_alive()
+    assert in_time == [True] * (len(begun) - 1)
+    assert len(begun) <= 4
+
+
 AT_EXIT = """
 import atexit
 from saev_store._runtime.threads import AbandonedObjects
