@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +15,23 @@ import pytest
 from tiny_models import VOCABULARY, tiny_language
 
 from saev_store import ShardStore
-from saev_store.errors import IncompleteStoreError
-from saev_store.record import RepairedRecording, Texts, _recheck, _weights, record, repair
+from saev_store.errors import ArgumentError, IncompleteStoreError
+from saev_store.record import (
+    HookPoint,
+    Recorder,
+    RepairedRecording,
+    TextAdapter,
+    Texts,
+    _identity,
+    _recheck,
+    _weights,
+    adapt,
+    record,
+    repair,
+)
+from saev_store.record._adapters import place
+from saev_store.record._functions_digest import function_digest, hooks_of
+from saev_store.record._identity import describe_recording
 from saev_store.record._modules_digest import modules_digest
 from saev_store.record._weights_digest import weights_digest
 from saev_store.transport import open_transport
@@ -71,6 +90,246 @@ def test_each_part_of_an_attribute_of_plain_values_counts(kind: Callable) -> Non
     ]
     found = [digests(kind(parts)) for parts in (made, *others, made[:-1])]
     assert len(set(found)) == len(found)
+
+
+def own_hook(_module: object, _args: object, _out: object) -> None: ...
+
+
+def keyword(*, by: float = 1.0) -> float:
+    return by
+
+
+def other_keyword(*, by: float = 2.0) -> float:
+    return by
+
+
+def nested(x: float) -> object:
+    def inner() -> float:
+        return x * FACTOR
+
+    return inner
+
+
+FACTOR = 2.0
+
+
+def one_digest(function: object) -> str:
+    return function_digest(function, where="model", remedy="Say it.")
+
+
+def test_what_is_hooked_and_put_in_is_named_by_its_module_and_kind() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    assert hooks_of(model) == {}
+    model[0].register_forward_pre_hook(own_hook)
+    model[0].register_forward_hook(own_hook)
+    model.register_forward_hook(own_hook)
+    model.register_forward_hook(torch.nn.functional.gelu)
+    digest = one_digest(own_hook)
+    expected = {
+        "the model": [f"forward_hook own_hook {digest}", f"forward_hook gelu {one_digest(torch.nn.functional.gelu)}"],
+        "0": [f"forward_pre_hook own_hook {digest}", f"forward_hook own_hook {digest}"],
+    }
+    assert hooks_of(model) == expected
+    model[1].forward = own_hook
+    model[1]._quiet = own_hook  # not public
+    model[1].activation = torch.nn.functional.gelu  # of a library
+    model[1].kind = dict  # a class
+    expected["1"] = [f"forward own_hook {digest}"]
+    assert hooks_of(model) == expected
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(own_hook)
+    try:
+        assert hooks_of(model) == {"every module": [f"forward_pre_hook own_hook {digest}"], **expected}
+    finally:
+        handle.remove()
+    model.register_forward_hook(functools.partial(own_hook, hidden=object()))
+    with pytest.raises(ArgumentError) as caught:
+        hooks_of(model)
+    assert caught.value.message.startswith("own_hook has a object, whose settings cannot be told")
+    assert caught.value.where == "model"
+    assert caught.value.remedy == "Remove the hook, or let it compute with numbers and tensors alone."
+
+
+def test_hooks_of_transformers_only_look_on() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+    def looks_on(_module: object, _args: object, _out: object) -> None: ...
+
+    for package, is_said in (("transformers.utils", False), ("saev_store.record", False), ("mine", True)):
+        looks_on.__module__ = package
+        handle = model[0].register_forward_hook(looks_on)
+        assert bool(hooks_of(model)) is is_said, package
+        handle.remove()
+    for package, is_said in (("accelerate.hooks", False), ("timm.layers", False), ("mine", True)):
+        looks_on.__module__ = package
+        model[0].forward = looks_on
+        assert bool(hooks_of(model)) is is_said, package
+
+
+def test_every_part_of_a_function_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_keyword, "__qualname__", "keyword")
+
+    def later() -> Callable[[], object]:
+        found = lambda: value  # noqa: E731
+        if FACTOR < 0:
+            value = 1
+        return found
+
+    functions = [
+        keyword, other_keyword, functools.partial(keyword, by=3), functools.partial(keyword, by=4), functools.partial(keyword),
+        nested, later(), Steps([1, 2]).run, Steps([1, 3]).run, Steps([1, 2]).run_back, {"a": [1, (2,)]}.get, lambda: ..., lambda: None,
+        lambda: b"a", lambda: b"b", lambda: 1j, lambda: 2j,
+    ]  # fmt: skip
+    found = [one_digest(function) for function in functions]
+    assert len({*found}) == len(found)
+    assert [one_digest(function) for function in functions] == found
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)  # a function within the function names it
+    assert one_digest(nested) != found[functions.index(nested)]
+
+
+class Steps:
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def run(self) -> list[int]:
+        return self.sizes
+
+    def run_back(self) -> list[int]:
+        return self.sizes[::-1]
+
+
+@pytest.mark.parametrize(
+    ("library", "package"),
+    [
+        ("open_clip", "open_clip_torch"), ("timm", "timm"), ("transformer_lens", "transformer-lens"), ("bitsandbytes", "bitsandbytes"),
+        ("torchao", "torchao"), ("optimum", "optimum-quanto"), ("gptqmodel", "gptqmodel"), ("compressed_tensors", "compressed-tensors"),
+        ("hqq", "hqq"), ("awq", "autoawq"), ("mine", None),
+    ],
+)  # fmt: skip
+def test_the_version_of_each_library_that_computes_is_said(
+    monkeypatch: pytest.MonkeyPatch, library: str, package: str | None
+) -> None:
+    def version(name: str) -> str:
+        if name == "tokenizers":
+            raise PackageNotFoundError(name)
+        return f"{name} 7"
+
+    monkeypatch.setattr(_identity, "version", version)
+    model = tiny_language("LlamaModel")
+    model.norm.add_module("of_library", type("Own", (torch.nn.Identity,), {"__module__": f"{library}.layers"})())
+    said = describe_recording(Recorder(model, (0,)), {"a": 1})
+    others = {} if package is None else {package: f"{package} 7"}
+    assert said["packages"] == {"torch": "torch 7", "transformers": "transformers 7", **others}
+    assert said["source"] == {"a": 1}
+
+
+def test_how_a_model_computes_is_said() -> None:
+    said = []
+    for model in (
+        tiny_language("LlamaModel", attn_implementation="eager"),
+        tiny_language("LlamaModel", attn_implementation="sdpa").half(),
+        tiny_language("LlamaModel").to("meta"),
+    ):
+        adapter = adapt(model)
+        recorder = SimpleNamespace(adapter=adapter, hook_points=("resid_post",), depths=(2, 0))
+        if model.device.type == "meta":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_identity, "weights_digest", lambda _: "0")
+                said.append(describe_recording(recorder, {}))
+        else:
+            said.append(describe_recording(recorder, {}))
+    computed = [one["computation"] for one in said]
+    assert [one["attention"] for one in computed[:2]] == ["eager", "sdpa"]
+    assert [one["dtype"] for one in computed] == ["float32", "float16", "float32"]
+    assert [one["device"] for one in computed] == ["cpu", "cpu", "meta"]
+    assert [one["autocast"] for one in computed] == [{}] * 3
+    assert said[0]["model"]["class"] == "LlamaModel"
+    assert said[0]["model"]["blocks"] == ["layers.2", "layers.0"]
+    assert said[0]["model"]["hook_points"] == {"resid_post": "output of the block"}
+    assert said[0]["model"]["config"] == said[1]["model"]["config"] is not None
+
+
+def test_settings_of_transformer_lens_are_those_of_cfg() -> None:
+    """Where there is no `config`; what only names the model or places it is left out."""
+
+    def said(**settings: object) -> object:
+        model = tiny_language("GPT2Model")
+        adapter = TextAdapter(model=model, blocks=model.h, d_model=32)
+        model.config, model.cfg = None, SimpleNamespace(to_dict=lambda: {"n_heads": 4} | settings)
+        return describe_recording(SimpleNamespace(adapter=adapter, hook_points=(), depths=()), {})["model"]["config"]
+
+    assert said() is not None
+    assert said(n_heads=2) != said()
+    for idle in ("device", "n_devices", "model_name", "tokenizer_name", "init_mode", "init_weights", "seed", "default_prepend_bos",
+                 "tokenizer_prepends_bos", "_commit_hash", "torch_dtype"):  # fmt: skip
+        assert said(**{idle: "x"}) == said(), idle
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_language_model_does_not_say() -> None:
+    model = tiny_language("GPT2Model")
+    model.wte.num_embeddings = "many"
+    model.config.max_position_embeddings = None
+    model.config._name_or_path = "lab/inner"
+    found = adapt(model)
+    assert (found.vocabulary_size, found.max_tokens, found.ckpt, found.family) == (None, None, "lab/inner", "gpt2")
+    whole = tiny_language("GPT2LMHeadModel")
+    whole.transformer.config = copy.deepcopy(whole.config)
+    whole.config._name_or_path, whole.transformer.config._name_or_path = "lab/whole", "lab/inner"
+    assert adapt(whole).ckpt == "lab/whole"
+
+
+def test_how_a_language_model_is_called() -> None:
+    calls: list[tuple[tuple, dict]] = []
+
+    class Noted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = torch.nn.Linear(2, 2)
+
+        def forward(self, *args: object, **named: object) -> None:
+            calls.append((args, named))
+
+    model = Noted()
+    ids, mask = torch.tensor([[3, 4]], dtype=torch.int32), torch.tensor([[True, False]])
+    for keywords in (True, False):
+        adapter = TextAdapter(model=model, blocks=[model.step], d_model=2, keywords=keywords)
+        adapter.forward(ids, mask)
+        adapter.forward(ids)
+    (_, full), (_, unmasked), (alone, none), _ = calls
+    assert {*full} == {"input_ids", "attention_mask", "use_cache"}
+    assert full["use_cache"] is False
+    assert full["input_ids"].dtype == full["attention_mask"].dtype == torch.int64
+    assert (full["attention_mask"].tolist(), unmasked["attention_mask"].tolist()) == ([[1, 0]], [[1, 1]])
+    assert (alone[0].tolist(), none) == ([[3, 4]], {})
+
+
+def test_a_model_is_moved_to_a_device() -> None:
+    model = torch.nn.Linear(2, 2)
+    place(model, None)
+    assert model.weight.device.type == "cpu"
+    place(model, "meta")
+    assert model.weight.device.type == "meta"
+
+
+def test_hook_points_and_modules_that_are_not_there() -> None:
+    adapter = adapt(tiny_language("GPT2Model"))
+    with pytest.raises(ArgumentError) as caught:
+        adapter.hooked(0, "attn")
+    assert caught.value.message == (
+        "'attn' is not a hook point of GPT2Block, which has attn_out, mlp_out, resid_mid, resid_post, resid_pre"
+    )
+    assert caught.value.where == "hook_points"
+    other = dataclasses.replace(adapter, points={"own": HookPoint("mlp.nothing", "input")})
+    with pytest.raises(ArgumentError) as caught:
+        other.hooked(1, "own")
+    assert caught.value.message == "GPT2Block has no module 'mlp.nothing', where own should be"
+    assert (caught.value.where, caught.value.remedy) == ("hook_points", "Make the adapter by hand, with points=….")
+    block = adapter.blocks[2]
+    assert adapter.hooked(2, "resid_mid") == (block.ln_2, "input")
+    assert adapter.hooked(2, "resid_pre") == (block, "input")
+    assert adapter.hooked(2, "attn_out") == (block.attn, "output")
 
 
 # -- what is handed on -------------------------------------------------------------------------------------------------
