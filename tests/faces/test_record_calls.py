@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,6 +270,73 @@ def test_reports_of_a_repair_count_all_ranges(tmp_path: Path, monkeypatch: pytes
         ("acts000000.bin", ((0, 2),), True), ("acts000002.bin", ((4, 6),), True),
     ]  # fmt: skip
     assert done.store[:].tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("missing", "recheck", "spans"),
+    [
+        ([(2, 4), (6, 8)], "exact", [(1, 2, 4), (6, 6, 8)]),
+        ([(2, 4), (6, 8)], "off", [(2, 2, 4), (6, 6, 8)]),
+        ([(0, 4), (6, 8)], "close", [(4, 5, 5), (0, 0, 4), (6, 6, 8)]),
+        ([(0, 7)], "exact", [(7, 8, 8), (0, 0, 7)]),
+        ([(0, 8)], "exact", [(0, 0, 8)]),
+        ([(7, 8)], "exact", [(6, 7, 8)]),
+        ([], "exact", []),
+    ],
+)
+def test_which_example_a_repair_compares(
+    monkeypatch: pytest.MonkeyPatch, missing: list, recheck: str, spans: list[tuple[int, int, int]]
+) -> None:
+    """(first, the first that is lost, end) of each range that is read."""
+    found: list[tuple[int, int, int]] = []
+
+    def filled(span: object, *_: object, **named: object) -> object:
+        found.append((span.example_range[0], span.next_example, span.example_range[1]))
+        assert named["recheck"] == recheck
+        return named["before"]
+
+    monkeypatch.setattr(_repair, "fill", filled)
+    writer = SimpleNamespace(missing=missing, url="memory://x", absent_arrays=())
+    _repair._record_lost(writer, None, None, SimpleNamespace(n_examples=8), None, recheck, "raise", None)
+    assert found == spans
+
+
+# -- the demo ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_continues_what_an_earlier_run_has_begun(tmp_path: Path, catch: Callable) -> None:
+    pytest.importorskip("skimage")
+    created = catch(demo.ShardStore, "create")
+    small = SimpleNamespace(model=tiny_vision("ViTModel"), note="", ckpt="x")
+    for progress in (True, None):
+        with pytest.raises(Caught):
+            demo.run_demo(tmp_path, model=small, n_photographs=2, tile_px=32, layers=(0, 2), progress=progress)
+        assert created.named == {"resume": "auto", "exist_ok": True, "progress": progress}
+        out, metadata = created.positional
+        assert (out, metadata.dataset, metadata.ckpt, metadata.layers) == (tmp_path, "skimage/data", "x", (0, 2))
+        assert metadata.layout.examples_per_shard == 12 // 4 + 1
+        assert metadata.data["tiles"] == [2, 3]
+        assert metadata.data["titles"] == ["Chelsea the cat", "Eileen Collins"]
+        assert metadata.data["tile_px"] == 32
+
+
+def test_files_that_vanish_while_room_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(bytes(5000))
+    whole, lstat = _estimate._used_nbytes(tmp_path), os.lstat
+
+    def gone(path: str) -> object:
+        if path.endswith("b"):
+            raise FileNotFoundError(path)
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", gone)
+    assert _estimate._used_nbytes(tmp_path) == whole * 2 // 3
+    monkeypatch.setattr(os, "lstat", lambda path: SimpleNamespace(st_size=513))  # of a system without blocks
+    assert _estimate._used_nbytes(tmp_path) == 3 * 1024
+    assert _estimate._used_nbytes(tmp_path / "none") == 0
+    monkeypatch.chdir(tmp_path)
+    assert _estimate._free_nbytes(Path("to") / "be") > 0
 
 
 # -- models from folders -----------------------------------------------------------------------------------------------

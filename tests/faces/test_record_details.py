@@ -169,7 +169,9 @@ def test_every_part_of_a_function_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(other_keyword, "__qualname__", "keyword")
 
     def later() -> Callable[[], object]:
-        found = lambda: value  # noqa: E731
+        def found() -> object:
+            return value
+
         if FACTOR < 0:
             value = 1
         return found

@@ -15,8 +15,9 @@ from tiny_models import tiny_language, tiny_vision
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, ResumeError, SaevStoreError, SaevStoreWarning
-from saev_store.record import ImageBatches, Images, Recorder, TextAdapter, _part, adapt
+from saev_store.record import ImageBatches, Images, Recorder, TextAdapter, VisionAdapter, _part, adapt
 from saev_store.record._documents import Tokenizer, as_documents
+from saev_store.record._modules_digest import modules_digest
 from saev_store.record._patch_labels import Masks
 from saev_store.record._processing import check_range, process, settings_digest
 from saev_store.record._ranks import _shown, finalize
@@ -492,3 +493,80 @@ def test_a_square_batch_is_run_twice_until_its_axes_are_known() -> None:
         for shape in ((4, 4), (4, 4), (2, 3)):
             recorder(np.ones(shape, int))
         assert rows == [1, 4, 4, 2]
+
+
+def test_numbers_that_are_none_in_both_are_no_difference(tmp_path: Path) -> None:
+    """Beside them only rounding differs; a number instead of none is another vector."""
+    acts = np.float32([[[[1.0, np.nan], [50.0, 100.0]]]])
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[0], content_tokens_per_example=2, cls_token=False, d_model=2, n_examples=1
+    )
+    with ShardStore.create(tmp_path, metadata, progress=False, on_nonfinite="allow") as writer:
+        writer.append(acts)
+    kept = KeptExamples(SimpleNamespace(layout=metadata.layout, url=writer.url, metadata=None), None, saturate=False)
+    fresh = torch.from_numpy(acts.copy())
+    fresh[0, 0, 1, 0] += 0.5
+    kept.compare(SimpleNamespace(first=0, acts=fresh, token_arrays={}), 0, "close")
+    with refused(
+        "example 0 is not what the model gives now: 1 of 4 numbers differ, by up to 0.5",
+        writer.url,
+        'recheck="close"',
+        ResumeError,
+    ):
+        kept.compare(SimpleNamespace(first=0, acts=fresh, token_arrays={}), 0, "exact")
+    fresh[0, 0, 0, 1] = 3.0
+    with refused("2 of 4 numbers differ", writer.url, "discard_unfinished", ResumeError):
+        kept.compare(SimpleNamespace(first=0, acts=fresh, token_arrays={}), 0, "close")
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_vectors_of_several_dtypes_come_in_one_that_holds_all(dtypes: tuple[str, str]) -> None:
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = torch.nn.ModuleList(torch.nn.Identity() for _ in dtypes)
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, ids: torch.Tensor) -> None:
+            for step, dtype in zip(self.steps, dtypes, strict=True):
+                step((ids.unsqueeze(-1) / 3).to(getattr(torch, dtype)).expand(-1, -1, 2))
+
+    model = Mixed()
+    ids = torch.tensor([[1, 2, 700], [4, 5, 6]])
+    with Recorder(TextAdapter(model=model, blocks=model.steps, d_model=2), (1, 0)) as recorder:
+        acts = recorder(ids)
+    assert acts.dtype == torch.float32
+    for slot, dtype in enumerate(reversed(dtypes)):
+        expected = (ids / 3).to(getattr(torch, dtype)).float()
+        assert torch.equal(acts[:, slot], expected.unsqueeze(-1).expand(-1, -1, 2))
+
+
+def test_what_of_a_module_no_vector_depends_on() -> None:
+    def digest(**attributes: object) -> str:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        for name, value in attributes.items():
+            setattr(model[0], name, value)
+        return modules_digest(model)
+
+    plain = digest()
+    for name in ("training", "gradient_checkpointing", "name_or_path", "loss_type", "model_tags", "compute_dtype", "compute_type_is_set",
+                 "kv_cache", "cache_size", "rope_deltas", "_own", "own_hooks"):  # fmt: skip
+        assert digest(**{name: 7}) == plain, name
+    for name in ("eps", "top_k", "cash", "rope_delta", "hooks_of_mine"):
+        assert digest(**{name: 7}) not in {plain, digest(**{name: 8})}, name
+    assert digest(act=len) not in {plain, digest(act=max), digest(act=abs)}
+    assert modules_digest(torch.nn.Sequential(torch.nn.ReLU())) != modules_digest(torch.nn.Sequential(torch.nn.Tanh()))
+
+
+def test_what_is_said_of_patches_that_are_no_squares() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    adapter = VisionAdapter(model=model, blocks=[model[0]], d_model=2, patch_px=(4, 16))
+    images = Images(list(PIXELS[:, :, :30]), 2)
+    geometry = images.geometry(adapter)
+    assert (geometry.n_examples, geometry.content_tokens, geometry.cls_token) == (6, 7 * 2, False)
+    assert geometry.token_arrays == {}
+    said = images.describe()["content"]["patches"]
+    assert (said["grid"], said["image_px"], said["patch_px"]) == ([7, 2], [30, 32], [4, 16])
+    assert Images(PIXELS, data={"mine": 1}).describe() == {"mine": 1}
+    assert Images(PIXELS, labels=np.zeros((6, 16), np.uint8)).digests()["labels"]["digest"]["scope"] == "full"
+    assert ImageBatches([PIXELS], 6).describe() == {"__class__": "ImageBatches"}

@@ -75,6 +75,16 @@ def test_the_settings_of_an_sae_have_a_mebibyte_at_most(tmp_path: Path, n_more: 
     assert caught.value.where == str(tmp_path / "cfg.json")
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_the_largest_activations_are_left_where_all_are_active(tmp_path: Path, k: int) -> None:
+    tensors = {"W_enc": np.float32([[4, 1, 3, 2]]), "W_dec": np.ones((4, 1), np.float32)}
+    (tmp_path / "sae.safetensors").write_bytes(safetensors(tensors))
+    (tmp_path / "cfg.json").write_text(json.dumps({"k": k}))
+    found = read_sae(tmp_path / "sae.safetensors").encode(np.float32([[1], [10]]))
+    kept = [number if number > 4 - k else 0 for number in (4, 1, 3, 2)]
+    assert found.tolist() == [kept, [10 * number for number in kept]]
+
+
 def test_a_context_ends_with_its_example(tmp_path: Path) -> None:
     folder = text_store(tmp_path, tokens=9)
     words = [f"<{number}>" for number in ShardStore.open(folder).token_arrays["token_ids"][2].tolist()]
@@ -363,6 +373,18 @@ def test_stores_of_which_too_little_is_finite_are_not_compared(tmp_path: Path) -
     acts[0, 0, 1:] = np.nan
     found = compare_answer(viewed(store_of(tmp_path / "c", acts)), viewed(folders[1]), 0, None, None)
     assert found["similarity"]["why_not"] == "some vectors are not finite"
+
+
+def test_layers_are_compared_over_the_smaller_of_two_samples(tmp_path: Path) -> None:
+    """Vectors of other lengths: of the longer ones fewer examples fit into the budget."""
+    acts = numbers(9, 1, 3, 4), numbers(9, 2, 3, 16)
+    folders = [store_of(tmp_path / name, values) for name, values in zip("ab", acts, strict=True)]
+    budget = Budget(9, 9, 3 * 2 * 3 * 16 * 4, 0)
+    a, b = (viewed(folder, budget=budget) for folder in folders)
+    assert (len(a.whole()[0]), b.whole()[0].tolist()) == (9, [0, 4, 8])
+    for first, second in ((a, b), (b, a)):
+        found = compare_answer(first, second, 0, None, None)["similarity"]
+        assert (found["n_examples"], found["n_vectors"]) == (3, 6)
 
 
 # -- texts of a data set -----------------------------------------------------------------------------------------------
