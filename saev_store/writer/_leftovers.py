@@ -21,7 +21,8 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, open_transport
+from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, Writes, open_transport
+from saev_store.transport.local.write import lock_holder
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder, check_no_foreigner, read_claim
 
 if TYPE_CHECKING:
@@ -173,8 +174,8 @@ def clean_leftovers(
             continue
         for leftover in _leftovers(folder, now_s):
             kept_because = leftover.kept_because or _too_young(leftover, older_than_s)
-            if not kept_because and not dry_run:
-                kept_because = _remove(folder, leftover)
+            if not kept_because:
+                kept_because = _in_use(folder, leftover) if dry_run else _remove(folder, leftover)
             found.append(replace(leftover, kept_because=kept_because))
     uploads = _uploads(root_transport)
     for upload in uploads or ():
@@ -230,9 +231,7 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
     try:
         with ExitStack() as held:
             # A lock exists while its writer lives; taking all of them keeps new writers out.
-            locks = {"part00000", "publish", "copy", "repair"}
-            locks.update(name.removesuffix(".lock") for name in folder.names(f"{WORK_FOLDER}/locks") or ())
-            for what in sorted(locks):
+            for what in _locks(folder):
                 held.enter_context(folder.lock(what))
             if is_store and folder.exists(METADATA_NAME):
                 return "it was published meanwhile"
@@ -242,6 +241,30 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
     except WriterConflictError as error:
         return error.message
     return ""
+
+
+def _in_use(folder: Folder, leftover: Leftover) -> str:
+    """The reason for which `_remove` would leave a leftover where it is. Changes nothing, not even the times of files."""
+    if leftover.kind == "temporary file" or not isinstance(folder.transport, Writes):
+        return ""
+    root = folder.transport.local_path
+    for what in _locks(folder):
+        if root is not None:
+            if holder := lock_holder(f"{root}/{folder.path(WORK_FOLDER)}/locks/{what}.lock"):
+                return f"{holder} is writing here"
+            continue
+        try:
+            with folder.lock(what):
+                pass
+        except WriterConflictError as error:
+            return error.message
+    return ""
+
+
+def _locks(folder: Folder) -> list[str]:
+    """The locks of a folder that a writer may hold."""
+    found = {name.removesuffix(".lock") for name in folder.names(f"{WORK_FOLDER}/locks") or ()}
+    return sorted(found | {"part00000", "publish", "copy", "repair"})
 
 
 def _too_young(leftover: Leftover, older_than_s: float) -> str:

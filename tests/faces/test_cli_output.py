@@ -231,6 +231,8 @@ def test_only_what_is_removed_is_counted(run, tmp_path):
         other.close()
     code, out, err = run("clean", tmp_path, "--older-than", "1h", "--dry-run")
     assert (code, err, out.count("would be removed"), out.count("kept: written")) == (0, "", 0, 3)
+    code, out, err = run("clean", tmp_path, "--older-than", "0", "--dry-run")
+    assert (code, err, out.count("would be removed"), out.count("kept: ")) == (0, "", 2, 1)
     code, out, err = run("clean", tmp_path, "--older-than", "0")
     assert (code, out.count("removed"), out.count("kept: ")) == (0, 2, 1)
     assert re.fullmatch(rf"removed 2 leftovers in .+ s, .+ leftovers/s, at {re.escape(str(tmp_path))}\n", err), err

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
 
 from saev_store.errors import IncompleteStoreError, WriterConflictError
-from saev_store.transport import open_transport
+from saev_store.transport import MemoryTransport, open_transport
 from saev_store.writer import _leftovers, clean_leftovers, create_store, discard_unfinished, unfinished
 from saev_store.writer.folder import Folder
 
@@ -74,6 +75,31 @@ def test_the_latest_change_decides_and_the_age_itself_is_old_enough(tmp_path, mo
     (found,) = clean_leftovers(tmp_path, older_than_s=60, dry_run=True).leftovers
     assert found.age_s == min(ages_s)
     assert bool(found.kept_because) is is_kept
+
+
+def times(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_dry_run_tells_what_is_in_use_and_changes_nothing(tmp_path, is_local):
+    this, other = case(), case(n=6, per_shard=2)
+    root = open_transport(tmp_path) if is_local else MemoryTransport()
+    begun(root, other)
+    writer = create_store(root, this.metadata, **OPTIONS)
+    before = times(tmp_path)
+    expected = clean_leftovers(root, older_than_s=0, dry_run=True).leftovers
+    assert times(tmp_path) == before  # a later run would take another time for a sign of life
+    with contextlib.suppress(WriterConflictError), Folder(root, this.name).lock("part00000"):
+        pytest.fail("the writer has lost its lock")
+    found = clean_leftovers(root, older_than_s=0).leftovers
+    said = {leftover.path: leftover.kept_because for leftover in expected}
+    assert said == {leftover.path: leftover.kept_because for leftover in found}
+    assert said[other.name] == ""
+    assert said[this.name].endswith(" is writing here")
+    with contextlib.suppress(IncompleteStoreError):
+        writer.close()
+    assert [each.kept_because for each in clean_leftovers(root, older_than_s=0, dry_run=True).leftovers] == [""]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -331,7 +331,7 @@ def _locked(where: str) -> _LockFile:
             os.ftruncate(lock.fd, 0)
             os.pwrite(lock.fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BlockingIOError as error:
-            holder = os.pread(lock.fd, 200, 0).decode(errors="replace").strip() or "another process"
+            holder = _holder(lock.fd)
             lock.close()
             raise WriterConflictError(
                 f"{holder} is writing here", where=where, remedy="Wait for it, or stop it and resume."
@@ -347,6 +347,30 @@ def _locked(where: str) -> _LockFile:
             lock.close()
             raise
         return lock
+
+
+def lock_holder(where: str) -> str:
+    """Who holds the lock on a file, in words; "" for nobody, and where that cannot be told. Writes nothing."""
+    try:
+        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return ""
+    try:
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(fd)
+    except (ImportError, OSError):  # Windows, and file systems without locks
+        return ""
+    finally:
+        os.close(fd)
+    return ""
+
+
+def _holder(fd: int) -> str:
+    """What the holder of a lock has written into its file."""
+    return os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
 
 
 def _is_same(fd: int, where: str) -> bool:
