@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import pytest
+from command_calls import DONE, Calls, end
 
 from saev_store import ShardStore, new_metadata
 from saev_store.cli import main
@@ -19,44 +17,10 @@ from saev_store.cli._run import app
 from saev_store.errors import ArgumentError
 from saev_store.sources import open_source
 
-#: What the fakes end a command with.
-DONE = 77
 STORAGE = ("--storage-options", '{"deep": {"a": [1]}}', "-o", "anon=true", "-o", "name=x=y")
 STORAGE_FOUND = {"deep": {"a": [1]}, "anon": True, "name": "x=y"}
 DST = ("--dst-storage-options", '{"b": 2}', "--dst-option", "c=3")
 DST_FOUND = {"b": 2, "c": 3}
-
-
-class Calls:
-    """Replaces functions of the library by ones that write down what they get, by the names of their parameters."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self.found: list[dict[str, object]] = []
-
-    def catch(self, owner: object, name: str, then: Callable[[], object] | None = None) -> None:
-        """Replace a function; `then` gives what it returns, else the command ends there."""
-        real = inspect.signature(getattr(owner, name))
-
-        def fake(*args: object, **kwargs: object) -> object:
-            bound = real.bind(*args, **kwargs)
-            found: dict[str, object] = {}
-            for key, value in bound.arguments.items():
-                is_many = real.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
-                found.update(value if is_many else {key: value})
-            self.found.append(found)
-            return end() if then is None else then()
-
-        self._monkeypatch.setattr(owner, name, fake)
-
-    def catch_at(self, path: str, then: Callable[[], object] | None = None) -> None:
-        """The same for `module.function`."""
-        module, _, name = path.rpartition(".")
-        self.catch(import_module(module), name, then)
-
-
-def end() -> NoReturn:
-    raise SystemExit(DONE)
 
 
 @pytest.fixture
