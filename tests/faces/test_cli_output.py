@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
@@ -15,7 +16,7 @@ from pydantic import AfterValidator
 
 from saev_store import ShardStore, new_metadata
 from saev_store._runtime.progress import Progress, counted_so_far, counting
-from saev_store.cli import _tables
+from saev_store.cli import _tables, reading
 from saev_store.cli._common import naming_what_to_check
 from saev_store.cli._ends import end_line
 from saev_store.errors import ArgumentError, NotFoundError
@@ -147,6 +148,54 @@ def test_a_terminal_without_colours_or_lines_gets_none(store):
     assert dumb == subprocess.run(
         [sys.executable, "-m", "saev_store", "ls", store.path.parent], cwd=ROOT, capture_output=True, text=True
     ).stdout.replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("encoding", ["UTF-8", "utf8", "utf_8", "ascii", None])
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("kind", ["xterm", "dumb", None])
+def test_lines_are_drawn_only_where_they_can_be_shown(monkeypatch, encoding, is_terminal, kind):
+    monkeypatch.setattr(
+        _tables, "sys", SimpleNamespace(stdout=SimpleNamespace(encoding=encoding, isatty=lambda: is_terminal))
+    )
+    monkeypatch.delenv("TERM", raising=False)
+    if kind is not None:
+        monkeypatch.setenv("TERM", kind)
+    assert _tables.is_drawn() is (is_terminal and kind != "dumb" and encoding in {"UTF-8", "utf8"})
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Commands believe that a terminal shows lines."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    for module in (_tables, reading):
+        monkeypatch.setattr(module, "is_drawn", lambda: True)
+
+
+def test_statistics_in_a_terminal_say_what_they_cover(run, store, drawn):
+    code, out, _ = run("stats", store.path, "--no-save", "--sample", "3")
+    first, line, *_, last = without_styles(out).splitlines()
+    assert (code, last) == (0, "over 3 examples (a sample of 7) and 5 tokens")
+    assert first.split()[:3] == ["layer", "count", "mean"]
+    assert set(line) == {"─"}
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_report_in_a_terminal_is_two_lines_and_a_table(run, store, drawn, is_damaged):
+    url = str(store.path)
+    if is_damaged:
+        store.shard(1).unlink()
+    code, out, _ = run("validate", url)
+    head, facts, *table = without_styles(out).splitlines()
+    assert (code, head) == ((1, f"{url}: NOT OK: 1 error") if is_damaged else (0, f"{url}: ok")), out
+    assert facts == f"  7 examples in 3 shards, names and sizes only{'; 3 lost' if is_damaged else ''}"
+    if is_damaged:
+        assert re.split("  +", table[0]) == ["severity", "kind", "where", "problem", "lost examples"]
+        cells = re.split("  +", table[2])
+        assert (cells[0], cells[1], cells[-1]) == ("error", "missing_shard", "3:6")
+        assert len(table) == 3
+    else:
+        assert table == []
 
 
 def test_info_lists_all_problems(run, store):
