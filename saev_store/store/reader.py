@@ -70,6 +70,10 @@ class Reader:
         self._maps: dict[int, tuple[NumberArray, str]] = {}
         self._check_mapped = map_check(transport)
 
+    def __getstate__(self) -> dict[str, object]:
+        # A map is pickled as all bytes of its file.
+        return {**vars(self), "_maps": {}}
+
     def of_dtype(self, dtype: str) -> Reader:
         """The reader of a store of another dtype in this one's place, of which nothing was read yet; its plans can be counted.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,14 @@ from saev_store.core.layout import Layout
 from saev_store.core.rows import labels_that_stay, no_labels
 from saev_store.core.token_arrays import TokenArray
 from saev_store.documents import parse_token_array_size, rewriting
-from saev_store.errors import DocumentError, NotFoundError, SelectionError, TokenArrayNotFoundError, brief
+from saev_store.errors import (
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    SelectionError,
+    TokenArrayNotFoundError,
+    brief,
+)
 from saev_store.transport.fetch import map_check
 
 if TYPE_CHECKING:
@@ -47,6 +55,17 @@ class TokenArrays(Mapping[str, TokenValues]):
         self.shape = (self._layout.n_examples, self._layout.content_tokens_per_example)
         self._is_there = True if self.is_declared else has_labels
         self._read: dict[str, TokenValues] = {}
+        #: Of the arrays that were read: what tells their files from others.
+        self._versions: dict[str, str | None] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        # Values are read again; of rows that were chosen by them nothing would say that they are others now.
+        return {**vars(self), "_read": {}}
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        vars(self).update(state)
+        for name in self._versions:
+            self._check_version(name)
 
     @property
     def is_known(self) -> bool:
@@ -77,6 +96,7 @@ class TokenArrays(Mapping[str, TokenValues]):
     def forget(self) -> None:
         """Drop what was read: what is asked for next is read again."""
         self._read.clear()
+        self._versions.clear()
 
     def declared(self, name: str) -> TokenArray:
         """What is known of an array without reading it.
@@ -102,15 +122,52 @@ class TokenArrays(Mapping[str, TokenValues]):
             TokenArrayNotFoundError: there is no such array.
             NotFoundError: its file is missing.
             DocumentError: its file has another size than the documents imply, or holds what is no bool.
-            CorruptShardError: the mapped file was cut since.
+            CorruptShardError: the mapped file was cut since, or the file was replaced.
         """
         values = self._read.get(name)
         if values is not None:
             map_check(self._transport)(f"{name}.bin", values.nbytes)
+            self._check_version(name)
             return values
         array, is_declared = self.declared(name), self.is_declared
-        self._read[name] = values = read_token_array(self._transport, self._layout, array, is_declared=is_declared)
+        version = _local_version(self._transport, array.file_name)
+        values = read_token_array(self._transport, self._layout, array, is_declared=is_declared)
+        self._versions[name] = version or self._transport.version(array.file_name)
+        self._read[name] = values
         return values
+
+    def _check_version(self, name: str) -> None:
+        """Refuse the file of an array that was read, if another one has taken its place.
+
+        Raises:
+            CorruptShardError: it has.
+            TransportError: it has, far away.
+        """
+        path, version = self._arrays[name].file_name, self._versions[name]
+        now = _local_version(self._transport, path)
+        if now is None and name not in self._read and version:
+            # The version that was read is pinned, also in a pickle.
+            self._transport.get_ranges(path, starts=[0], ends=[1])
+        elif now is not None and now != version:
+            raise CorruptShardError(
+                "another file has taken the place of the one that was read here before, or it was changed",
+                where=f"{self._transport.url}/{path}",
+                remedy="Open the store again. Select the rows again that were chosen by it.",
+            )
+
+
+def _local_version(transport: Transport, path: str) -> str | None:
+    """What tells a file of this machine from another one of its name; None for files elsewhere."""
+    from saev_store.validation import local_folder
+
+    folder = local_folder(transport)
+    if folder is None:
+        return None
+    try:
+        status = os.stat(os.path.join(folder, path))
+    except OSError:  # found out when it is read
+        return "missing"
+    return f"{status.st_mtime_ns} {status.st_size}"
 
 
 def find_token_array(transport: Transport, layout: Layout, array: TokenArray, *, is_declared: bool = False) -> bool:

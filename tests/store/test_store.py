@@ -20,7 +20,7 @@ from dense_stores import PlainStore, plain_store
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import component
-from token_stores import token_store
+from token_stores import TokenStore, token_store
 from transports import LatencyTransport
 from waiting import HANG_S
 
@@ -490,6 +490,63 @@ def test_shards_of_two_recordings_are_never_mixed(engine: str, touched: int, tmp
             assert "taken the place" in str(error)
         else:
             same_bits(found, plain.dense[key])
+
+
+def recorded_anew(path: Path, root: Path) -> TokenStore:
+    """Another recording under the names of the first one, each file in one step."""
+    other = token_store(root, seed=1)
+    for file in other.path.glob("*.bin"):
+        file.replace(path / file.name)
+    return other
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+@pytest.mark.parametrize("first", ["mask", "acts"])
+def test_token_arrays_and_shards_of_two_recordings_are_never_mixed(engine: str, first: str, tmp_path: Path) -> None:
+    """The mask was read before the store was recorded anew and the shards were not, or the other way round."""
+    made = token_store(tmp_path / "a")
+    store = ShardStore.open(made.path, engine=engine)
+    rows = store.sel(layer=2, masked=first == "acts")
+    if first == "acts":
+        store[:]
+    recorded_anew(made.path, tmp_path / "b")
+    with pytest.raises(CorruptShardError, match="taken the place"):
+        rows[:] if first == "mask" else store.token_arrays["score"]
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
+def test_a_pickled_selection_of_another_mask_is_an_error(engine: str, tmp_path: Path) -> None:
+    made = token_store(tmp_path / "a")
+    rows = ShardStore.open(made.path, engine=engine).sel(layer=2)
+    sent = pickle.dumps(rows)
+    again = pickle.dumps(pickle.loads(sent))
+    recorded_anew(made.path, tmp_path / "b")
+    for data in (sent, again):
+        with pytest.raises(CorruptShardError, match=r"mask\.bin: .*Select the rows again"):
+            pickle.loads(data)
+
+
+def test_token_arrays_of_files_that_were_replaced_are_an_error(tmp_path: Path) -> None:
+    """Also where the client reads a file of this machine without pinning it."""
+    made = token_store(tmp_path / "a")
+    store = ShardStore.open(made.path, engine="fsspec")
+    assert store.token_arrays["token_ids"].tobytes() == made.arrays["token_ids"].tobytes()
+    other = recorded_anew(made.path, tmp_path / "b")
+    with pytest.raises(CorruptShardError, match="token_ids"):
+        _ = store.token_arrays["token_ids"]
+    store.close()
+    assert store.token_arrays["token_ids"].tobytes() == other.arrays["token_ids"].tobytes()
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_pickled_selection_holds_no_vectors(engine: str, tmp_path: Path) -> None:
+    """Nor tokens: what is read is not copied along, however much of it was mapped."""
+    made = token_store(tmp_path, n=400, d_model=64, per_shard=200)
+    store = ShardStore.open(made.path, engine=engine)
+    rows = store.sel(layer=2, tokens="all", masked=True)
+    before = len(pickle.dumps(rows))
+    rows[:], store.token_arrays["token_ids"]
+    assert len(pickle.dumps(rows)) < before + 1000
 
 
 def test_labels_of_a_wrong_size_are_an_error(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ from saev_store.transport.local.write import (
 #: Maps kept for the next call; the system allows about 65,000. Views keep theirs alive whatever happens here.
 _MAX_MAPS = 8192
 _READ_CHUNK = 1 << 20
-#: How names of files begin of which each belongs to the others of its folder.
-_SHARDS = "acts"
+#: How names of files begin of which each belongs to the others of its folder, and how their names and those of token arrays end.
+_SHARDS, _BINARY = "acts", ".bin"
 
 
 def local_root(root: str | os.PathLike[str]) -> str:
@@ -93,6 +93,8 @@ class LocalTransport:
         self._pins: dict[str, Identity] = {}
         #: The shard of each folder that was pinned last.
         self._latest: dict[str, str] = {}
+        #: The other binary files of each folder that were pinned.
+        self._arrays: dict[str, set[str]] = {}
         self._spread = SpreadReader()
         self._requests = requests or RequestCounter()
 
@@ -184,20 +186,30 @@ class LocalTransport:
         return file
 
     def _check_latest(self, path: str) -> None:
-        """Before a shard is read for the first time: the shard that was looked at last is still there, so both are of one recording."""
+        """Before a file of a store is read for the first time: what was looked at last is still there, so all are of one recording.
+
+        A shard is compared with the shard that was looked at last and with token arrays; a token array with that shard.
+        """
         folder, _, name = path.rpartition("/")
-        if not name.startswith(_SHARDS):
+        if not name.endswith(_BINARY):
             return
-        latest, self._latest[folder] = self._latest.get(folder), path
-        if latest is None or latest not in self._pins:
-            return
-        where = self._where(latest)
+        is_shard, arrays = name.startswith(_SHARDS), self._arrays.setdefault(folder, set())
+        latest = {self._latest.get(folder, path)}
+        for other in sorted(latest | arrays if is_shard else latest):
+            self._check_same(other)
+        if is_shard:
+            self._latest[folder] = path
+        else:
+            arrays.add(path)
+
+    def _check_same(self, path: str) -> None:
+        """Refuse another file in the place of one that was pinned."""
+        pinned, where = self._pins.get(path), self._where(path)
         try:
             status = os.stat(where)
         except OSError:  # it was deleted, which is found out when it is read
             return
-        if (status.st_dev, status.st_ino) != self._pins[latest][:2]:
-            self._latest[folder] = latest
+        if pinned is not None and (status.st_dev, status.st_ino) != pinned[:2]:
             raise CorruptShardError(
                 "another file has taken the place of the one that was read here before; others may be of another recording too",
                 where=where,
@@ -224,7 +236,7 @@ class LocalTransport:
 
     def close(self) -> None:
         """Close the descriptors of files below the root; using the transport again reopens them."""
-        self._pins, self._latest = {}, {}
+        self._pins, self._latest, self._arrays = {}, {}, {}
         DESCRIPTORS.forget(self.url)
 
     # -- writing -------------------------------------------------------------------------------------------------------
