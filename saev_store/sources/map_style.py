@@ -45,7 +45,11 @@ class MapStyle(Source[object]):
     problems = ()
 
     def __init__(self, data: DataSet) -> None:
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        try:
+            is_numbered = len(data) >= 0 and hasattr(data, "__getitem__")
+        except Exception:  # arrays without axes have a method that raises, and other libraries raise what they like
+            is_numbered = False
+        if not is_numbered:
             raise ArgumentError(
                 f"{brief(data)} is no map-style data set: it has no length, or no numbered samples", where="data"
             )

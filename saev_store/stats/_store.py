@@ -26,11 +26,13 @@ from saev_store.errors import (
     ReadOnlyError,
     SaevStoreError,
     SaevStoreWarning,
+    brief,
 )
 from saev_store.stats._compute import compute, plan, work_on
 from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.stats._result import Stats
 from saev_store.store.identity import RecordingIdentity, recording_identity
+from saev_store.store.opening import OpenedStore
 from saev_store.transport import Writes
 from saev_store.validation import Promised, local_folder, promised_digests
 
@@ -77,7 +79,7 @@ def store_stats(
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: the sample is not a positive integer, an option is no boolean, or the client is asynchronous.
+        ArgumentError: `store` is no opened store, the sample is not a positive integer, an option is no boolean, or the client is asynchronous.
         CorruptShardError: a shard is missing, short, or differs from its digests.
         MissingDependencyError: `client` is an address, and distributed is not installed.
         TransportError: no scheduler answers.
@@ -85,6 +87,8 @@ def store_stats(
     Warns:
         SaevStoreWarning: the kept statistics are broken or belong to another store; they are replaced.
     """
+    if not isinstance(store, OpenedStore):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"store is {brief(store)}; it must be a ShardStore", where="store")
     refresh, save = check_flag(refresh, name="refresh"), check_flag(save, name="save")
     progress = check_flag(progress, name="progress", other=None)
     wanted = None if sample is None else _sample(store, sample, seed)

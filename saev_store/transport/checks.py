@@ -7,7 +7,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Generator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -50,6 +50,22 @@ _TRANSIENT = {
     errno.EPIPE,
     errno.ESTALE,
 }
+
+
+def as_bytes(data: object, *, where: str) -> bytes:
+    """What is to be written, as bytes; no copy of what is bytes already.
+
+    Raises:
+        ArgumentError: it is no buffer: a text, a number (of which `bytes` would make zeros), or something else.
+
+    >>> as_bytes(memoryview(b"ab"), where="a.bin")
+    b'ab'
+    """
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, (bytearray, memoryview)):
+        return bytes(cast("bytearray", data))
+    raise ArgumentError(f"the data is {brief(data)}; it must be bytes, a bytearray or a memoryview", where=where)
 
 
 def check_path(path: str, *, root_ok: bool = False) -> str:

@@ -6,17 +6,27 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from saev_store._runtime.threads import ForkSafeLock
-from saev_store.errors import NotFoundError, StoreExistsError, TransportError, WriterConflictError
+from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, TransportError, WriterConflictError, brief
 from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import FREE, Buffer, Counters, Entry
-from saev_store.transport.checks import RequestCounter, check_path, check_ranges, readinto_by_ranges, too_big, too_short
+from saev_store.transport.checks import (
+    RequestCounter,
+    as_bytes,
+    check_path,
+    check_ranges,
+    readinto_by_ranges,
+    too_big,
+    too_short,
+)
 
 
 class _Files:
     """The files and locks that a transport shares with everything opened below it."""
 
     def __init__(self, files: Mapping[str, Buffer]) -> None:
-        self.content = {check_path(path): bytes(data) for path, data in files.items()}
+        if not isinstance(files, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"files is {brief(files)}; it must be a mapping of paths to bytes", where="files")
+        self.content = {check_path(path): as_bytes(data, where=path) for path, data in files.items()}
         self.open: dict[str, bytearray] = {}
         self.held: set[str] = set()
         self.lock = ForkSafeLock()
@@ -34,6 +44,9 @@ class MemoryTransport:
         files: Contents by relative path, copied where they are not `bytes` already.
         label: What `url` shows after `memory://`.
 
+    Raises:
+        ArgumentError: `files` is no mapping, a content no bytes, or `label` no text.
+
     >>> transport = MemoryTransport({"a/metadata.json": b"{}"})
     >>> transport.read("a/metadata.json"), transport.at("a").size("metadata.json")
     (b'{}', 2)
@@ -47,7 +60,9 @@ class MemoryTransport:
     reads_into = True
 
     def __init__(self, files: Mapping[str, Buffer] | None = None, *, label: str = "") -> None:
-        self._files = _Files(files or {})
+        if not isinstance(label, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"label is {brief(label)}; it must be a text", where="label")
+        self._files = _Files({} if files is None else files)
         self._label = label
         self._prefix = ""
 
@@ -139,19 +154,19 @@ class MemoryTransport:
 
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file."""
-        key = self._key(path)
-        self._files.requests.add("put", written=len(data))
+        key, content = self._key(path), as_bytes(data, where=self._where(path))
+        self._files.requests.add("put", written=len(content))
         with self._files.lock:
-            self._files.content[key] = bytes(data)
+            self._files.content[key] = content
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file; exactly one of several threads wins."""
-        key = self._key(path)
-        self._files.requests.add("create", written=len(data))
+        key, content = self._key(path), as_bytes(data, where=self._where(path))
+        self._files.requests.add("create", written=len(content))
         with self._files.lock:
             if key in self._files.content:
                 raise StoreExistsError("the file already exists", where=self._where(path))
-            self._files.content[key] = bytes(data)
+            self._files.content[key] = content
 
     def delete(self, path: str) -> None:
         """Delete a file, or all files below a folder."""

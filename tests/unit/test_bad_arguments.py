@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,13 @@ import pytest
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, IncompleteStoreError
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, behind_bos, below_norms, stage
-from saev_store.sources import open_source, reopen
+from saev_store.record import Images, Texts
+from saev_store.sources import MapStyle, open_source, reopen
 from saev_store.sources.caches import import_cache
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.sources.provenance import source_of
+from saev_store.stats import store_stats
 from saev_store.transport import MemoryTransport
 from saev_store.writer import create_store, finalize_store
 from saev_store.writer.copying import copy_store
@@ -146,6 +148,18 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "family of a cache": lambda junk: import_cache(root, root / "to", family=junk),
         "format of a cache": lambda junk: import_cache(root, root / "to", family="x", format=junk),
         "layers of a cache": lambda junk: import_cache(root / "a.npy", root / "to", family="x", layers=junk),
+        "files in memory": MemoryTransport,
+        "a file in memory": lambda junk: MemoryTransport({"a": junk}),
+        "a path in memory": lambda junk: MemoryTransport({junk: b""} if isinstance(junk, Hashable) else {}),
+        "label of memory": lambda junk: MemoryTransport(label=junk),
+        "content of a file": lambda junk: MemoryTransport().put("a", junk),
+        "content of a new file": lambda junk: MemoryTransport().create("a", junk),
+        "shard of a layout": store.layout.used_nbytes,
+        "examples of a shard": store.layout.example_range,
+        "store of statistics": store_stats,
+        "data set": MapStyle,
+        "texts": lambda junk: None if isinstance(junk, str) else Texts(junk, context=4),
+        "images": lambda junk: None if isinstance(junk, str) else Images(junk),
         "dtype of an array": lambda junk: from_array(
             np.ones((1, 1, 1, 1), np.float32), root / "to", **MODEL, dtype=junk
         ),
@@ -174,6 +188,12 @@ def test_junk_meets_our_errors_only(junk: object, tmp_path: Path, monkeypatch: p
             call(junk)  # what makes sense may work
         except SaevStoreError as error:
             assert str(error), name
+
+
+def test_a_number_is_no_content_of_a_file() -> None:
+    """Python's `bytes(7)` would be seven zeros."""
+    with pytest.raises(ArgumentError, match="must be bytes"):
+        MemoryTransport({"a": 7})
 
 
 def flags(root: Path) -> dict[str, Callable[[object], object]]:
