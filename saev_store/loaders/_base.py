@@ -25,6 +25,7 @@ from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale
 from saev_store.loaders._iteration import Batch, BatchIterator, Iteration, Metrics, Totals
 from saev_store.loaders._medium import TAKES_ADVICE, WAITING, Advice, layers_of, medium_of
+from saev_store.loaders._pickled import pickled
 from saev_store.loaders._reads import Positions, Reads, Scratch
 from saev_store.loaders._ring import Allocate
 from saev_store.loaders.cache import CachedTransport
@@ -101,7 +102,7 @@ class Loader(ABC):
         if self._medium.path is not None and TAKES_ADVICE and (is_strided or self._reads_far_apart):
             self._advice = Advice(self._medium.path, layout, options.keep_pages)
         self._scale = None if isinstance(options.scale_norm, bool) else options.scale_norm
-        self._make_buffer = make_buffer
+        self._make_buffer, self._labels = make_buffer, labels
         self._lock = threading.Lock()
         self._iteration: Iteration | None = None
         self._totals = Totals(space.row_nbytes)
@@ -366,6 +367,14 @@ class Loader(ABC):
         # An epoch is over with its last batch.
         self._epoch, self._batch = (epoch + 1, 0) if batch == self._batching.n_batches > 0 else (epoch, batch)
         self._resume_at = self._batch
+
+    def _given(self) -> dict[str, object]:
+        """What the loader was made with beside rows and options."""
+        return {"labels": self._labels, "make_buffer": self._make_buffer}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A pickle is a loader of the same rows and options that stands where this one does; threads and batches stay here."""
+        return pickled(self, self._rows, self._options, self._given())
 
     def _check(self, state: Mapping[str, object]) -> tuple[int, int, float | None]:
         """(epoch, batch, scale) of a state of this loader."""

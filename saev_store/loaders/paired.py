@@ -14,6 +14,7 @@ from saev_store.errors import ArgumentError
 from saev_store.loaders._base import Loader
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
+from saev_store.loaders._pickled import pickled
 from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions
 from saev_store.loaders.ordered import OrderedLoader
 from saev_store.loaders.shuffled import Geometry, ShuffledLoader
@@ -57,8 +58,13 @@ class PairLoader:
         a, b: The loaders of the two stores. They are not to be iterated.
     """
 
-    def __init__(self, a: Loader, b: Loader) -> None:
+    def __init__(self, a: Loader, b: Loader, rows: PairSelection, options: ReadOptions, labels: Labels | None) -> None:
         self.a, self.b = a, b
+        self._rows, self._options, self._labels = rows, options, labels
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A pickle is a loader of the same rows and options that stands where this one does; threads and batches stay here."""
+        return pickled(self, self._rows, self._options, {"labels": self._labels})
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -221,7 +227,7 @@ class OrderedPairLoader(PairLoader):
         given = replace(options or ReadOptions(), **changed)
         of_a, of_b = _token_arrays(rows, given.token_arrays)
         a = OrderedLoader(rows.a, replace(given, token_arrays=of_a), labels=labels)
-        super().__init__(a, OrderedLoader(rows.b, replace(given, token_arrays=of_b)))
+        super().__init__(a, OrderedLoader(rows.b, replace(given, token_arrays=of_b)), rows, given, labels)
 
 
 class ShuffledPairLoader(PairLoader):
@@ -252,7 +258,7 @@ class ShuffledPairLoader(PairLoader):
         given = replace(options or ShuffleOptions(), **changed)
         of_a, of_b = _token_arrays(rows, given.token_arrays)
         a = _First(rows, replace(given, token_arrays=of_a), labels)
-        super().__init__(a, _Second(rows, a, replace(given, token_arrays=of_b)))
+        super().__init__(a, _Second(rows, a, replace(given, token_arrays=of_b)), rows, given, labels)
 
 
 def _check(rows: PairSelection) -> None:

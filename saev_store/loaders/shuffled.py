@@ -168,6 +168,10 @@ class ShuffledLoader(Loader):
         self._memory, self._ring = memory, None
         super().__init__(rows, self._shuffle, labels, make_buffer)
 
+    def _given(self) -> dict[str, object]:
+        """See `Loader`."""
+        return {**super()._given(), "memory": self._memory}
+
     @property
     def _row_nbytes(self) -> int:
         """What a row of the window costs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -43,6 +44,23 @@ def acts(batches) -> list[np.ndarray]:
 
 def same(one, two) -> bool:
     return len(one) == len(two) and all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@every_kind
+def test_a_pickled_loader_stands_where_the_loader_stands(rows, kind):
+    labels = ShardStore.open(rows.reader.transport).labels
+    loader = make(rows, kind, labels=labels, scale_norm=True)
+    iterator = iter(loader)
+    for _ in range(len(loader) - 3):
+        next(iterator)
+    with pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(loader)))) as sent:
+        assert sent.state_dict() == loader.state_dict()
+        for found, expected in zip(sent, iterator, strict=True):
+            assert found.keys() == expected.keys()
+            assert all(np.array_equal(found[name], expected[name]) for name in found)
+    sent = pickle.loads(pickle.dumps(loader))
+    assert (sent.epoch, sent.next_batch) == (1, 0)
+    loader.close()
 
 
 @every_kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -179,6 +180,17 @@ def test_every_engine_with_labels(stores, kind, engine):
                 held += [(act, act.copy()) for act in (batch["act_a"], batch["act_b"])]
         assert sum(len(act) for act, _ in held) == 2 * len(rows)
         assert all(np.array_equal(act, copy) for act, copy in held), "a batch keeps its values"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pickled_loader_stands_where_the_loader_stands(stores, kind):
+    with kind(opened(stores), batch_size=64, labels=stores[0].labels) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pickle.loads(pickle.dumps(loader)) as sent:
+            for found, expected in zip(sent, iterator, strict=True):
+                assert found.keys() == expected.keys()
+                assert all(np.array_equal(found[name], expected[name]) for name in found)
 
 
 def test_window_bytes_are_for_both_stores(stores):
