@@ -361,6 +361,17 @@ def test_files_of_a_copy_are_as_long_as_those_of_the_source(tmp_path, padded):
         assert (Path(url) / name).read_bytes() == source.shard(shard_idx).read_bytes()
 
 
+@pytest.mark.parametrize("change", [-4, 4])
+def test_a_shard_of_a_copy_that_has_another_length_is_copied_again(source, tmp_path, monkeypatch, change):
+    name = source.shard(0).name
+    interrupted_at(1, source, tmp_path / "to", monkeypatch)
+    (copied,) = (tmp_path / "to").rglob(name)
+    os.truncate(copied, copied.stat().st_size + change)
+    url = copy_store(source.path, tmp_path / "to")
+    assert (Path(url) / name).read_bytes() == source.shard(0).read_bytes()
+    check(url, source)
+
+
 def test_a_copy_that_is_replaced_opens_no_more_before_its_shards_go(source, tmp_path, monkeypatch):
     source.write_digests(256)
     url, plainly, deleted = Path(copy_store(source.path, tmp_path / "to")), Folder.delete, []
