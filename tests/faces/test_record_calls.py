@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from tiny_models import VOCABULARY, tiny_language, tiny_vision
 
-from saev_store import ShardStore
-from saev_store.errors import DocumentError
+from saev_store import ShardStore, new_metadata
+from saev_store.errors import AccessError, ArgumentError, DocumentError, WriterConflictError
 from saev_store.record import (
     Images,
+    Recorder,
     Texts,
     _demo_text,
     _estimate,
@@ -411,3 +413,122 @@ def test_the_towers_and_the_encoder_that_a_refusal_names_are_taken(tmp_path: Pat
     store = record(encoder, texts(), tmp_path / "b", layers=(2, 0), ckpt="x", progress=False)
     assert store.shape == (8, 2, 5, 8)
     assert isinstance(ShardStore.open(open_transport(store.url)), ShardStore)
+
+
+# -- the demo's own looks ----------------------------------------------------------------------------------------------
+
+
+def test_what_the_demo_uses_where_nothing_is_said(
+    tmp_path: Path, catch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("skimage")
+    folder = catch(demo, "writable_folder")
+    with pytest.raises(Caught):
+        demo.run_demo()
+    assert folder.positional == (Path("saev-demo"),)
+    monkeypatch.setattr(demo, "writable_folder", lambda out: out)
+    photographs = catch(demo, "load_photographs")
+    with pytest.raises(Caught):
+        demo.run_demo(tmp_path)
+    assert photographs.named == {"n": 8, "tile_px": 224}
+    monkeypatch.setattr(demo, "load_photographs", lambda **_: None)
+    loaded = catch(demo, "load_model")
+    with pytest.raises(Caught):
+        demo.run_demo(tmp_path)
+    assert (loaded.positional, loaded.named) == ((), {})
+
+
+def test_a_folder_without_permission_and_a_model_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert demo.writable_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert (tmp_path / "a" / "b").is_dir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(AccessError) as caught:
+        demo.writable_folder(tmp_path)
+    assert caught.value.message == f"the folder cannot be created or written: {os.strerror(errno.EACCES)}"
+    assert (caught.value.where, caught.value.remedy) == (str(tmp_path), "Choose another one.")
+    with pytest.raises(ArgumentError, match="GPT2Model is no model of images") as refused:
+        demo._patch_px(tiny_language("GPT2Model"))
+    assert refused.value.where == "model"
+    assert demo._patch_px(tiny_vision("ViTModel")) == 8
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 7])
+def test_engines_that_read_other_bytes_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int | None
+) -> None:
+    """Also where only the first shard differs, or a number that is none."""
+    metadata = new_metadata(
+        family="vit",
+        ckpt="x",
+        layers=[0],
+        content_tokens_per_example=2,
+        cls_token=False,
+        d_model=3,
+        n_examples=8,
+        max_tokens_per_shard=6,
+    )
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.arange(48, dtype=np.float32).reshape(8, 1, 2, 3))
+    store, opened = ShardStore.open(writer.url), ShardStore.open
+
+    class Other:
+        def __init__(self, inner: ShardStore) -> None:
+            self.inner = inner
+
+        def read(self, rows: slice, *, out: np.ndarray) -> None:
+            self.inner.read(rows, out=out)
+            if wrong is not None and rows.start <= wrong < rows.stop:
+                out[wrong - rows.start, 0, 1, 2] = np.nan
+
+    monkeypatch.setattr(
+        demo.ShardStore, "open", lambda url, *, engine: Other(opened(url)) if engine == "fsspec" else opened(url)
+    )
+    speeds, equal = demo._read_back(store)
+    assert {*speeds} == {"mmap", "fsspec"}
+    assert bool(equal) is (wrong is None)
+
+
+def test_the_largest_difference_of_the_first_and_last_batch_is_told() -> None:
+    """And the largest number of a fresh pass: what a store has in between is not looked at."""
+    model = tiny_vision("ViTModel")
+    pixels = np.random.default_rng(0).standard_normal((19, 3, 32, 32)).astype(np.float32)
+    with Recorder(model, (2, 0)) as recorder:
+        batches = [recorder(pixels[first : first + 8]).numpy() for first in (0, 8, 16)]
+    acts = np.concatenate(batches)
+    largest = float(np.abs(np.concatenate([batches[0], batches[2]])).max())
+    for first, last, expected in ((0.0, 0.0, 0.0), (0.5, 0.25, 0.5), (0.25, 0.5, 0.5), (-0.75, 0.0, 0.75)):
+        kept = acts.copy()
+        kept[3, 0, 4, 5] += first
+        kept[18, 1, 0, 0] += last
+        kept[9] += 100
+
+        class Kept:
+            layers = (2, 0)
+            layout = SimpleNamespace(cls_token=True, vectors_per_example=2 * 17)
+
+            def __getitem__(self, rows: slice, kept: np.ndarray = kept) -> np.ndarray:
+                return kept[rows]
+
+        n_checked, most, worst = demo._compare(Kept(), model, pixels)
+        assert n_checked == (8 + 3) * 34
+        assert most == pytest.approx(largest)
+        assert worst == pytest.approx(expected, abs=1e-6)
+
+
+# -- publication by another rank ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_another_one_overtakes_in_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = tiny_language("LlamaModel"), SHAPE | NAMES | {"progress": False}
+    record(model, texts(), tmp_path, part=(0, 2), **options)
+
+    def taken(*_: object, **__: object) -> None:
+        raise WriterConflictError("another process is publishing the store", where="x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_ranks.UnpublishedStore, "publish", taken)
+        found = record(model, texts(), tmp_path, part=(1, 2), **options)
+        assert (found.part, found.missing, found.ranks_left) == ((1, 2), (), ())
+        with pytest.raises(WriterConflictError, match="another process is publishing"):
+            record(model, texts(), tmp_path, **options)
+    assert len(record(model, texts(), tmp_path, part=(1, 2), **options)) == 8

@@ -22,6 +22,7 @@ from saev_store.record._patch_labels import Masks
 from saev_store.record._processing import check_range, process, settings_digest
 from saev_store.record._ranks import _shown, finalize
 from saev_store.record._recheck import KeptExamples
+from saev_store.record._weights_digest import weights_digest
 from saev_store.sources import ImageFolder, MapStyle
 
 torch = pytest.importorskip("torch")
@@ -570,3 +571,47 @@ def test_what_is_said_of_patches_that_are_no_squares() -> None:
     assert Images(PIXELS, data={"mine": 1}).describe() == {"mine": 1}
     assert Images(PIXELS, labels=np.zeros((6, 16), np.uint8)).digests()["labels"]["digest"]["scope"] == "full"
     assert ImageBatches([PIXELS], 6).describe() == {"__class__": "ImageBatches"}
+
+
+def test_what_is_saturated_is_compared_with_what_was_stored(tmp_path: Path) -> None:
+    """Numbers that are too large are the largest; infinities and what is no number stay."""
+    acts = np.float32([[[[1e6, -1e6], [np.inf, np.nan]]]])
+    metadata = new_metadata(
+        family="gpt2",
+        ckpt="x",
+        layers=[0],
+        content_tokens_per_example=2,
+        cls_token=False,
+        d_model=2,
+        n_examples=1,
+        dtype="float16",
+    )
+    with ShardStore.create(tmp_path, metadata, progress=False, on_nonfinite="allow", on_overflow="saturate") as writer:
+        writer.append(acts)
+    assert ShardStore.open(writer.url)[0, 0, 0].tolist() == [65504, -65504]
+    where = SimpleNamespace(layout=metadata.layout, url=writer.url, metadata=None)
+    recorded = SimpleNamespace(first=0, acts=torch.from_numpy(acts), token_arrays={})
+    KeptExamples(where, None, saturate=True).compare(recorded, 0, "exact")
+    with refused("2 of 4 numbers differ, by up to inf", writer.url, "discard_unfinished", ResumeError):
+        KeptExamples(where, None, saturate=False).compare(recorded, 0, "close")
+    # An infinity that was finite before is no rounding.
+    recorded.acts = torch.from_numpy(np.where(np.isinf(acts), np.float32(1e6), acts))
+    with refused("1 of 4 numbers differ, by up to inf", writer.url, "discard_unfinished", ResumeError):
+        KeptExamples(where, None, saturate=True).compare(recorded, 0, "close")
+
+
+def test_tensors_that_are_made_of_what_cannot_be_told() -> None:
+    class Odd(torch.Tensor):
+        context: object = ("plain", 3)
+
+        def __tensor_flatten__(self) -> tuple[list[str], object]:
+            return [], self.context
+
+    model = torch.nn.Linear(2, 2, bias=False)
+    model.register_buffer("packed", torch.zeros(2).as_subclass(Odd))
+    first = weights_digest(model)
+    Odd.context = ("plain", 4)
+    assert weights_digest(model) != first
+    Odd.context = object()
+    with refused("packed is a Odd with <object object at 0x", "model", "Record the model before it was packed"):
+        weights_digest(model)
