@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +21,16 @@ from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     DocumentError,
+    IncompleteStoreError,
     LayerNotFoundError,
     NotFoundError,
     SelectionError,
+    UnsafeContentError,
 )
 from saev_store.problems import Problem
-from saev_store.view import Budget, Pages, Viewed, read_sae
+from saev_store.view import Budget, Pages, Viewed, _application, application, open_pages, read_sae
 from saev_store.view._answers import _provenance, shard_strip, store_answer
+from saev_store.view._application import _static_files
 from saev_store.view._arithmetic import norms_of, principal_components
 from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer
@@ -420,3 +424,83 @@ def test_ids_of_a_data_set_are_those_of_each_example_from_its_place_on() -> None
     assert texts_of(one, 0, slice(0, 9)) is None
     one.source = lambda: (None, "away")
     assert texts_of(one, 1, slice(0, 9)) is context_of(one, 1, 0) is None
+
+
+# -- what the page is made of, and how it is opened --------------------------------------------------------------------
+
+
+def test_files_of_the_page_have_their_types() -> None:
+    found = _static_files()
+    root = Path(_application.__file__).with_name("static")
+    types = {
+        "index.html": "text/html; charset=utf-8", "view.css": "text/css; charset=utf-8", "app.js": "text/javascript; charset=utf-8",
+        "icon.svg": "image/svg+xml", "vendor/uPlot.min.css": "text/css; charset=utf-8",
+        "vendor/uPlot.esm.js": "text/javascript; charset=utf-8", "vendor/uPlot.LICENSE": "text/plain; charset=utf-8",
+    }  # fmt: skip
+    for name, content_type in types.items():
+        assert found[name] == ((root / name).read_bytes(), content_type)
+    assert {*found} == {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("in_notebook", "frames"),
+    [
+        (False, "'none'"),
+        (True, "'self' http://localhost:* http://127.0.0.1:* https://localhost:* vscode-webview:"),
+    ],
+)
+def test_what_an_answer_allows(in_notebook: bool, frames: str) -> None:
+    import asyncio
+
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http", "method": "GET", "path": "/s3cr3t/", "raw_path": b"/s3cr3t/", "query_string": b"", "root_path": "",
+        "headers": [(b"host", b"127.0.0.1:80")], "scheme": "http", "server": ("127.0.0.1", 80), "http_version": "1.1",
+    }  # fmt: skip
+    pages = SimpleNamespace(views={}, places=())
+    asyncio.run(application(pages, token="s3cr3t", in_notebook=in_notebook)(scope, receive, send))
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    assert sent[0]["status"] == 200
+    assert headers["content-security-policy"] == (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+        f"form-action 'none'; frame-ancestors {frames}"
+    )
+    others = ("cross-origin-resource-policy", "referrer-policy", "x-content-type-options", "cache-control")
+    assert [headers[name] for name in others] == ["same-origin", "no-referrer", "nosniff", "no-store"]
+
+
+def test_both_stores_are_opened_with_the_options_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, opened, asked = text_store(tmp_path), ShardStore.open, []
+
+    def noted(url: object, options: object = None, **named: object) -> ShardStore:
+        asked.append((url, options, named))
+        return opened(folder, **named)
+
+    monkeypatch.setattr(ShardStore, "open", noted)
+    pages = open_pages("memory://a/b", {"anon": True}, other="memory://c/d")
+    assert asked == [
+        ("memory://a/b", {"anon": True}, {"damaged_ok": True}),
+        ("memory://c/d", {"anon": True}, {"damaged_ok": True}),
+    ]
+    assert {"memory://a/b", "memory://c/d", str(folder)} <= {*pages.places}
+    for kind in (CorruptShardError, DocumentError, IncompleteStoreError, UnsafeContentError):
+        monkeypatch.setattr(ShardStore, "open", raising(kind("bad", where="memory://a/b")))
+        found = open_pages("memory://a/b").views["store"](Query({}))
+        assert (found["name"], found["is_open"], found["problems"][0]["message"]) == ("b", False, "bad")
+    monkeypatch.setattr(ShardStore, "open", raising(NotFoundError("away", where="x")))
+    with pytest.raises(NotFoundError):
+        open_pages("memory://a/b")
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    return fails
