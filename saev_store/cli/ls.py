@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from saev_store._runtime.threads import ahead
 from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, naming_what_to_check, storage_options
 from saev_store.cli._tables import emit_table
 from saev_store.core.layout import layer_name
@@ -43,8 +43,7 @@ def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, opti
     with naming_what_to_check():
         stores = ShardStore.list(root, given)
     transport = open_transport(root, given)
-    with ThreadPoolExecutor(_N_THREADS) as pool:
-        states = list(pool.map(partial(state_of, transport), stores))
+    states = list(ahead(partial(state_of, transport), stores, _N_THREADS))
     if as_json:
         described = [describe(entry, *state) for entry, state in zip(stores, states, strict=True)]
         emit_json({"root": stores.root, "stores": described})
@@ -104,8 +103,7 @@ def how_far(root: Transport, entry: StoreEntry) -> str:
         paths = [found.path for found in root.list(f"{entry.name}/{WORK_FOLDER}/receipts") if not found.is_dir]
     except SaevStoreError:
         paths = []
-    with ThreadPoolExecutor(_N_THREADS) as pool:
-        n_examples = sum(pool.map(n_safe, paths))
+    n_examples = sum(ahead(n_safe, paths, _N_THREADS))
     return f"{min(n_examples, layout.n_examples):,} of {layout.n_examples:,} examples"
 
 

@@ -18,7 +18,14 @@ from typing import cast
 from saev_store.core.arguments import check_number
 from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Layers, Tokens, are_several
-from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, WriterConflictError
+from saev_store.errors import (
+    DeadlineError,
+    NotFoundError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
 from saev_store.loaders.cache import CachedTransport
 from saev_store.names import METADATA_NAME
 from saev_store.store.identity import recording_identity
@@ -43,6 +50,7 @@ class Lease:
 
     Raises:
         ReadOnlyError: nothing can be written there.
+        TransportError: the system gives no more threads.
     """
 
     def __init__(self, transport: Transport, path: str) -> None:
@@ -70,7 +78,16 @@ class Lease:
             return False
         self._ended.clear()
         self._beating = threading.Thread(target=self._beat, name="saev-lease", daemon=True)
-        self._beating.start()
+        try:
+            self._beating.start()
+        except RuntimeError as error:
+            self._beating = None
+            self._folder.delete(self._path)
+            raise TransportError(
+                f"a lease needs a thread, and the system gives none: {error}",
+                where=self._folder.where(self._path),
+                remedy="End other processes, or raise the limit (`ulimit -u`, or the container's pids limit).",
+            ) from None
         return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -27,11 +27,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
+from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.errors import NotFoundError
@@ -104,8 +104,7 @@ def recording_identity(
     by_digests = _by_digests(transport, layout, names) if prefer == "digests" else None
     if by_digests is not None:
         return by_digests
-    with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="saev-identity") as pool:
-        found = list(pool.map(partial(_facts, transport), names))
+    found = ahead(partial(_facts, transport), names, _N_THREADS)
     facts = [(name, *fact) for name, fact in zip(names, found, strict=True)]
     if all(version is not None for _, _, version, _ in facts):
         return _identity("versions", layout, facts)

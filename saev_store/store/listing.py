@@ -5,17 +5,20 @@ from __future__ import annotations
 import html
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast, overload
 
+from saev_store._runtime.threads import ahead
 from saev_store.core.layout import layer_name
 from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_json, parse_metadata, parse_shards
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError, counted
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
 from saev_store.store.card import human_bytes
 from saev_store.transport import Lists, Transport
+
+#: Folders that are looked at side by side.
+_N_THREADS = 16
 
 _MAX_CLAIM_BYTES = 32 << 20
 
@@ -92,8 +95,7 @@ def list_stores(root: Transport) -> StoreList:
     if not isinstance(root, Lists):
         raise TransportError(f"the transport {root.name!r} cannot list a folder", where=root.url)
     names: list[str] = sorted(entry.name for entry in root.list() if entry.is_dir)
-    with ThreadPoolExecutor(max_workers=16, thread_name_prefix="saev-list") as pool:
-        found = list(pool.map(partial(_look, root), names))
+    found = ahead(partial(_look, root), names, _N_THREADS)
     return StoreList(root.url, [entry for entry in found if entry is not None])
 
 

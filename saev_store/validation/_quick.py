@@ -6,11 +6,11 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
+from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents import Metadata, ShardsIndex, match_hash, rewriting
@@ -96,9 +96,9 @@ def survey(transport: Transport, names: Iterable[str]) -> Survey:
             found = {entry.name: _listed(transport, entry) for entry in entries}
             if any(name in found for name in names):
                 return Survey(found, complete=True)
-    with ThreadPoolExecutor(_N_THREADS) as pool:
-        wanted = list(names)
-        return Survey(dict(zip(wanted, pool.map(partial(_ask, transport), wanted), strict=True)), complete=False)
+    wanted = list(names)
+    found = ahead(partial(_ask, transport), wanted, _N_THREADS)
+    return Survey(dict(zip(wanted, found, strict=True)), complete=False)
 
 
 def _look(path: str, is_link: bool) -> Found:

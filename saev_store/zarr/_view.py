@@ -264,7 +264,11 @@ class ZarrView(Store):
         if self._awaits is not None and is_request and is_compared:
             with self._losses(parts):
                 return [await self._awaits.get_range_async(parts.path, start=parts.starts[0], end=parts.ends[0])]
-        return await asyncio.get_running_loop().run_in_executor(_pool(), self._fetch, parts)
+        try:
+            fetching = asyncio.get_running_loop().run_in_executor(_pool(), self._fetch, parts)
+        except RuntimeError:  # no more threads
+            return self._fetch(parts)
+        return await fetching
 
     def _check_size(self, array: TokenArray) -> None:
         """Compare the size of a token array's file; one that is missing is told by reading it."""

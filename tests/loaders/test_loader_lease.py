@@ -35,6 +35,20 @@ def test_one_at_a_time():
     assert place.list() == []
 
 
+def test_without_a_thread_nothing_is_held(monkeypatch):
+    def refused(self):
+        raise RuntimeError("can't start new thread")
+
+    place = MemoryTransport()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(TransportError, match="a lease needs a thread"), Lease(place, PATH):
+            pass
+    assert place.list() == []
+    with Lease(place, PATH) as ours:
+        assert ours
+
+
 def test_who_shows_no_sign_of_life_is_succeeded(monkeypatch):
     monkeypatch.setattr(staging, "PATIENCE", 1)  # and up to as many again: none
     place = MemoryTransport()

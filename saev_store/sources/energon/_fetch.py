@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import cast
 
+from saev_store._runtime.threads import ahead
 from saev_store.core.layout import IntArray
 from saev_store.errors import CorruptShardError, NotFoundError, SelectionError, brief
 from saev_store.sources.address import full_url
@@ -179,8 +179,7 @@ class SampleReader:
         if len(groups) < 2 or self._transport.is_local:
             yield from map(self.read, groups)
             return
-        with ThreadPoolExecutor(min(_N_THREADS, len(groups))) as pool:
-            yield from pool.map(self.read, groups)
+        yield from ahead(self.read, groups, _N_THREADS)
 
     def read(self, places: list[SamplePlace]) -> list[RawSample]:
         """Samples of one shard."""

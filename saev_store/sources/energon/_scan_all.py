@@ -15,10 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import IO, cast
 
+from saev_store._runtime.threads import ahead
 from saev_store.errors import SaevStoreError
 from saev_store.sources.energon.tar_scan import SampleRow, ScannedShard, scan_shard
 from saev_store.transport import MmapTransport, PreadTransport, Transport, open_transport
@@ -42,8 +42,7 @@ def scan_all(
     if not isinstance(transport, MmapTransport | PreadTransport):
         remote = not transport.is_local
         n_threads = min(num_workers or (16 if remote else 1), MAX_WORKERS, max(1, len(todo)))
-        with ThreadPoolExecutor(n_threads) as pool:
-            yield from pool.map(partial(_scan_one, transport), todo)
+        yield from ahead(partial(_scan_one, transport), todo, n_threads)
         return
     if num_workers is None:
         # The first tars tell how long the rest takes.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, Self, SupportsIndex
 
 import numpy.typing as npt
 
+from saev_store._runtime.threads import ahead
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError, UnsafeContentError, brief
 from saev_store.sources._source import DigestScope, Source
 from saev_store.sources.address import Url, full_url
@@ -188,8 +188,7 @@ class JoinedDataset(Source[JoinedSample]):
         if len(todo) < 2 or self._is_local:
             contents = {each: self._file(each) for each in todo}
         else:
-            with ThreadPoolExecutor(min(_N_THREADS, len(todo))) as pool:
-                contents = dict(zip(todo, pool.map(self._file, todo), strict=True))
+            contents = dict(zip(todo, ahead(self._file, todo, _N_THREADS), strict=True))
         return [
             JoinedSample(sample, {name: {file: contents[name, file] for file in files} for name, files in each.items()})
             for sample, each in zip(samples, wanted, strict=True)

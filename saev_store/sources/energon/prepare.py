@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
+from saev_store._runtime.threads import share
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -179,9 +180,11 @@ def prepare(
             there.delete(INFO_JSON)
             there.delete(INFO_YAML)
             index.commit()
-            with ThreadPoolExecutor(_N_THREADS) as pool:
-                paths = map(idx_path, facts.offsets)
-                list(pool.map(there.put, paths, map(tar_idx_bytes, facts.offsets.values())))
+            share(
+                lambda tar: there.put(idx_path(tar), tar_idx_bytes(facts.offsets[tar])),
+                deque(facts.offsets),
+                _N_THREADS,
+            )
             there.put(INDEX_UUID, uuid.encode())
             if not plan.is_empty:
                 there.delete(SPLIT_JSON)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
+import contextlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Self, cast
 
 import numpy as np
 
+from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_choice, check_count
 from saev_store.core.layout import IntArray
 from saev_store.errors import ResumeError, brief
@@ -138,21 +137,11 @@ class BatchNativeLoader:
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
         """The batches, read-only, fetched ahead of the consumer in groups."""
         n_group = max(1, _GROUP_BYTES // self.reader.header.padded_batch_nbytes)
-        groups = iter(range(0, len(order), n_group))
-        pending: deque[Future[TokenArray]] = deque()
-        with ThreadPoolExecutor(_N_AHEAD, thread_name_prefix="llmbatch") as pool:
-            try:
-                while True:
-                    for start in itertools.islice(groups, _N_AHEAD - len(pending)):
-                        pending.append(pool.submit(self.reader.read_batches, order[start : start + n_group]))
-                    if not pending:
-                        return
-                    group = pending.popleft().result()
-                    group.flags.writeable = False
-                    yield from group
-            finally:
-                for future in pending:
-                    future.cancel()
+        groups = [order[start : start + n_group] for start in range(0, len(order), n_group)]
+        with contextlib.closing(ahead(self.reader.read_batches, groups, _N_AHEAD)) as fetched:
+            for group in fetched:
+                group.flags.writeable = False
+                yield from group
 
     # -- resuming --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""Where the system gives no more threads (`ulimit -u`, a container's pids limit), the calling thread does the work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from energon_tars import sample_files, tar_bytes
+from plain_stores import Plain, plain_store
+
+from saev_store import ShardStore
+from saev_store.cli import main
+from saev_store.loaders import stage
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.llmbatch import BatchNativeLoader, write_batch_file
+from saev_store.writer.copying import copy_store
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Plain:
+    return plain_store(tmp_path / "stores", n=9, labels=True)
+
+
+def listed(plain: Plain, root: Path) -> None:
+    del root
+    assert [entry.state for entry in ShardStore.list(plain.path.parent)] == ["complete"]
+    assert main(["ls", str(plain.path.parent)]) == 0
+
+
+def computed(plain: Plain, root: Path) -> None:
+    del root
+    found = ShardStore.open(plain.path).stats(progress=False, save=False).mean_norm
+    np.testing.assert_allclose(found, np.linalg.norm(plain.acts.astype(np.float64), axis=-1).mean(axis=0), rtol=1e-5)
+    assert ShardStore.open(plain.path, engine="fsspec").validate(deep=True, progress=False).ok
+
+
+def copied(plain: Plain, root: Path) -> None:
+    copy_store(plain.path, root / "copy", progress=False)
+    assert np.array_equal(ShardStore.open(root / "copy" / plain.path.name)[:], plain.acts)
+    assert np.array_equal(ShardStore.open(stage(plain.path, root / "staged", timeout_s=5))[:], plain.acts)
+
+
+def prepared(plain: Plain, root: Path) -> None:
+    del plain
+    (root / "tars").mkdir()
+    for number in range(3):
+        (root / f"tars/{number}.tar").write_bytes(tar_bytes(sample_files(10 * number, 4)))
+    prepare(root / "tars", split="1,0,0", progress=False)
+    assert len(list(EnergonDataset(root / "tars").rows(slice(None)))) == 12
+
+
+def loaded(plain: Plain, root: Path) -> None:
+    del plain
+    records = np.arange(60, dtype=np.uint32).reshape(12, 5)
+    write_batch_file(root / "x.batch", records, batch_size=3, seed=1, progress=False)
+    found = np.concatenate([np.asarray(batch) for batch in BatchNativeLoader(root / "x.batch", output="numpy")])
+    assert np.array_equal(found[np.argsort(found[:, 0])], records)
+
+
+@pytest.mark.parametrize("work", [listed, computed, copied, prepared, loaded])
+def test_the_calling_thread_does_the_work(
+    work: Callable[[Plain, Path], None], plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    work(plain, tmp_path)
