@@ -14,7 +14,7 @@ from saev_store.sources._files import CHUNK_BYTES
 from saev_store.sources.address import full_url
 from saev_store.transport import Buffer, MmapTransport, Moves, PreadTransport, Transport, Writes
 from saev_store.transport.checks import check_path, os_errors
-from saev_store.transport.local.write import TEMP_PREFIX, make_folders
+from saev_store.transport.local.write import TEMP_PREFIX, make_folders, rename_exclusive
 
 
 class NewFile:
@@ -102,16 +102,17 @@ class NewFile:
         self.abort()
 
     def _link(self) -> bool:
-        """Publish by a hard link; False where the storage has none."""
+        """Publish by a hard link, or by a rename that replaces nothing; False where the storage has neither."""
         if self._local is None:
             return False
+        target = f"{self._local.local_path}/{self.path}"
         with os_errors(self._where, "publish"):
             try:
-                os.link(self.temporary, f"{self._local.local_path}/{self.path}")
+                os.link(self.temporary, target)
             except FileExistsError:
                 raise
             except OSError:  # a file system without hard links
-                return False
+                return rename_exclusive(self.temporary, target)
         return True
 
     def _upload(self, file: BinaryIO, path: str) -> None:
@@ -163,8 +164,13 @@ def _discard_buffer(file: BinaryIO) -> None:
 def refuse_existing(transport: Transport, path: str, *, remedy: str | None = None) -> None:
     """Raise `StoreExistsError` if a file of that name exists."""
     with contextlib.suppress(NotFoundError):
-        transport.size(path)
-        where = full_url(transport, path)
+        is_empty, where = transport.size(path) == 0, full_url(transport, path)
+        if is_empty:
+            raise StoreExistsError(
+                "an empty file of that name exists: another process is publishing one, or was killed while it did",
+                where=where,
+                remedy="If none is at work, delete it, or pass overwrite=True.",
+            )
         raise StoreExistsError(
             "a file of that name exists already", where=where, remedy=remedy or "Pass overwrite=True."
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tracemalloc
 
 import numpy as np
@@ -12,6 +14,7 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import llmbatch_bytes
 
 from saev_store.errors import ArgumentError, NotFoundError, ReadOnlyError, StoreExistsError
+from saev_store.sources import _new_file
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
 from saev_store.sources.llmbatch.order import RecordOrder
@@ -202,6 +205,39 @@ def test_of_two_writers_one_wins_and_nothing_is_replaced(tmp_path, engine):
     np.testing.assert_array_equal(found, first[RecordOrder(8, 0).records(np.arange(8))])
     names = list(memory.files) if engine == "memory" else [file.name for file in tmp_path.iterdir()]
     assert names == ["x.batch"]
+
+
+@pytest.mark.parametrize("renames", [True, False])
+def test_killed_while_publishing_without_hard_links(tmp_path, monkeypatch, renames):
+    """The name is free for the next writer, or the error says why it is not."""
+    path, made = tmp_path / "x.batch", tokens(8, 8, seed=1)
+
+    class Killed(BaseException):
+        pass
+
+    def no_links(*_):
+        raise PermissionError(errno.EPERM, "no links here")
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", no_links)
+        for name in ("unlink", "replace"):
+            patch.setattr(os, name, killed)
+        if not renames:
+            patch.setattr(_new_file, "rename_exclusive", lambda old, new: False)
+        with pytest.raises(Killed):
+            write_batch_file(path, made, 2)
+    if renames:
+        np.testing.assert_array_equal(
+            BatchFileReader(path).rows(slice(None)), made[RecordOrder(8, 0).records(np.arange(8))]
+        )
+        return
+    with pytest.raises(StoreExistsError, match="an empty file of that name"):
+        write_batch_file(path, made, 2)
+    write_batch_file(path, made, 2, overwrite=True)
+    assert len(BatchFileReader(path)) == 8
 
 
 def test_the_order_of_records_is_pinned():
