@@ -297,6 +297,25 @@ def test_stores_at_other_addresses_share_a_cache_folder_and_nothing_else(tmp_pat
         assert head(near, 3) == address.encode()
 
 
+def test_stores_of_one_address_share_nothing_where_their_keys_differ(tmp_path):
+    """As after a recording of the same size anew, where no versions are told."""
+    for key in (b"one", b"two", b"one"):
+        near = CachedTransport(MemoryTransport({NAME: key}, label="there"), tmp_path, 1 << 20, key)
+        assert head(near, 3) == key
+
+
+def test_a_damaged_extent_makes_room_for_the_right_one(plain, tmp_path):
+    arguments = (PreadTransport(plain.path), tmp_path / "cache", 80)  # room for one
+    right = head(CachedTransport(*arguments))
+    (kept,) = (tmp_path / "cache").rglob("acts*")
+    damaged = bytearray(kept.read_bytes())
+    damaged[3] ^= 1
+    kept.write_bytes(damaged)
+    assert head(CachedTransport(*arguments)) == right
+    again = CachedTransport(*arguments)
+    assert (head(again), again.hits, again.misses, again.kept_bytes) == (right, 2, 0, 80)  # `head` reads twice
+
+
 def test_the_bytes_of_a_folder_are_counted_anew(plain, tmp_path):
     """A process that was killed leaves a wrong number; with it nothing more would be kept, or too much."""
     arguments = (PreadTransport(plain.path), tmp_path / "cache", 200)
