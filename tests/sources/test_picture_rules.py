@@ -328,7 +328,8 @@ def test_a_description_is_opened_with_the_options_of_the_caller(tmp_path: Path):
         (lambda: recorded_from(MapStyle([1]), patches=(2, 2), image_px=(5, 4)), ArgumentError, "patches", "an image of 5 x 4 pixels has no grid of 2 x 2 equal patches"),
         (lambda: recorded_from(MapStyle([1]), patches=(2, 2), image_px=(4, 4), patch_px=(3, 2)), ArgumentError, "patch_px", "2 x 2 patches of 3 x 2 pixels are larger than 4 x 4"),
         (lambda: recorded_from(MapStyle([1]), first_token=-1), ArgumentError, "first_token", "first_token is -1"),
-        (lambda: NewFile(MemoryTransport({"a": b""}), "a"), None, "memory://a", "a file of that name exists already"),
+        (lambda: NewFile(MemoryTransport({"a": b"x"}), "a"), None, "memory://a", "a file of that name exists already"),
+        (lambda: NewFile(MemoryTransport({"a": b""}), "a"), None, "memory://a", "an empty file of that name exists"),
     ],
 )  # fmt: skip
 def test_errors_name_their_place(call: Callable[[], object], kind: type[Exception] | None, where: str, message: str):
