@@ -124,22 +124,20 @@ def after_fork_in_child(call: Callable[[], object]) -> None:
 class ForkSafeLock:
     """A mutex that is free in a forked child: the thread that held it in the parent does not exist there.
 
-    For state that is never left half changed for long, such as one step on a dict.
+    For state that is never left half changed for long, such as one step on a dict. It has no methods of its own for `with`: an
+    interrupt at the first or last line of those would leave the mutex locked for ever.
+
+    Attributes:
+        mutex: What to hold: `with lock.mutex:`.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.mutex = threading.Lock()
         _ALL.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def renew(self) -> None:
         """Forget the holder."""
-        self._lock = threading.Lock()
+        self.mutex = threading.Lock()
 
 
 _ALL: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()

@@ -130,7 +130,7 @@ class CachedTransport:
         inside = shard < layout.n_shards
         stays = np.zeros(len(found), dtype=np.bool_)
         stays[inside] = wanted(shard[inside], first[inside])
-        with self._lock:
+        with self._lock.mutex:
             self._unwanted = [extent.name for (extent, _), stay in zip(found, stays.tolist(), strict=True) if not stay]
             self._found = _by_file(extents)
 
@@ -216,15 +216,15 @@ class CachedTransport:
         """
         version = self._told(path)
         if version is None and _flat(path) in self._found:
-            with self._lock:
+            with self._lock.mutex:
                 asking = self._asking.setdefault(path, ForkSafeLock())
-            with asking:  # threads that want the same file wait for one answer
+            with asking.mutex:  # threads that want the same file wait for one answer
                 version = self._told(path)
                 if version is None:
                     self._inner.get_ranges(path, starts=[end - 1], ends=[end])
                     version = self._version_read(path, None)
         if version is not None and _flat(path) in self._found:
-            with self._lock:
+            with self._lock.mutex:
                 others = self._found.pop(_flat(path), [])
                 self._unwanted += [extent.name for extent in others if extent.version != _short(version)]
         return version
@@ -288,7 +288,7 @@ class CachedTransport:
 
     def _reserved(self, temporary: str, final: str, nbytes: int) -> bool:
         """Whether an extent may be kept; extents outside the loader's reads are removed for it."""
-        with self._lock:
+        with self._lock.mutex:
             self._ledger.remove(final)  # one that is there was damaged
             while not self._ledger.reserve(temporary, nbytes, self._max_bytes):
                 if not self._unwanted:

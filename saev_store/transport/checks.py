@@ -279,7 +279,7 @@ class RequestCounter:
         self, operation: str, *, read: int = 0, written: int = 0, requests: int = 1, calls: int | None = None
     ) -> None:
         """Count requests of one kind and their bytes; `operations` counts `calls` instead of `requests` where given."""
-        with self._lock:
+        with self._lock.mutex:
             self._requests += requests
             self._operations[operation] += requests if calls is None else calls
             self._read += read
@@ -293,5 +293,5 @@ class RequestCounter:
     @property
     def counters(self) -> Counters:
         """A snapshot."""
-        with self._lock:
+        with self._lock.mutex:
             return Counters(self._requests, self._read, self._written, dict(self._operations))

@@ -33,7 +33,7 @@ class _Files:
         self.requests = RequestCounter()
 
     def __reduce__(self) -> tuple[object, ...]:
-        with self.lock:
+        with self.lock.mutex:
             return (_Files, (dict(self.content),))
 
 
@@ -82,7 +82,7 @@ class MemoryTransport:
     @property
     def files(self) -> dict[str, bytes]:
         """A copy of the dict of all files below this root; the contents are shared."""
-        with self._files.lock:
+        with self._files.lock.mutex:
             found = self._files.content.items()
             return {path[len(self._prefix) :]: data for path, data in found if path.startswith(self._prefix)}
 
@@ -156,14 +156,14 @@ class MemoryTransport:
         """Create or replace a file."""
         key, content = self._key(path), as_bytes(data, where=self._where(path))
         self._files.requests.add("put", written=len(content))
-        with self._files.lock:
+        with self._files.lock.mutex:
             self._files.content[key] = content
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file; exactly one of several threads wins."""
         key, content = self._key(path), as_bytes(data, where=self._where(path))
         self._files.requests.add("create", written=len(content))
-        with self._files.lock:
+        with self._files.lock.mutex:
             if key in self._files.content:
                 raise StoreExistsError("the file already exists", where=self._where(path))
             self._files.content[key] = content
@@ -172,7 +172,7 @@ class MemoryTransport:
         """Delete a file, or all files below a folder."""
         key = self._key(path)
         self._files.requests.add("delete")
-        with self._files.lock:
+        with self._files.lock.mutex:
             for files in (self._files.content, self._files.open):
                 for name in [name for name in files if name == key or name.startswith(f"{key}/")]:
                     del files[name]
@@ -180,7 +180,7 @@ class MemoryTransport:
     def move(self, source: str, target: str) -> None:
         """Rename a file, replacing another one."""
         old, new = self._key(source), self._key(target)
-        with self._files.lock:
+        with self._files.lock.mutex:
             if old not in self._files.content:
                 raise NotFoundError("there is no such file", where=self._where(source))
             self._files.content[new] = self._files.content.pop(old)
@@ -189,14 +189,14 @@ class MemoryTransport:
     def lock(self, path: str) -> Generator[None]:
         """Hold a lock among the threads of this process."""
         key = self._key(path)
-        with self._files.lock:
+        with self._files.lock.mutex:
             if key in self._files.held:
                 raise WriterConflictError("another thread is writing here", where=self._where(path))
             self._files.held.add(key)
         try:
             yield
         finally:
-            with self._files.lock:
+            with self._files.lock.mutex:
                 self._files.held.discard(key)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> MemorySink:
@@ -215,7 +215,7 @@ class MemorySink(BaseSink):
     ) -> None:
         super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         self._files, self._key = files, key
-        with files.lock:
+        with files.lock.mutex:
             content = files.open.get(key, files.content.get(key))
             if content is not None and not resume:
                 raise StoreExistsError("the file already exists", where=where, remedy="Resume, or delete it first.")
@@ -246,7 +246,7 @@ class MemorySink(BaseSink):
     def commit(self, *, check_size: bool = True) -> None:  # noqa: ARG002  # nothing is sent anywhere
         """The file appears under its name."""
         self._check_complete()
-        with self._files.lock:
+        with self._files.lock.mutex:
             self._check_open()
             del self._files.open[self._key]
             self._files.content[self._key] = bytes(self._buffer)

@@ -106,7 +106,7 @@ def test_an_unlock_that_fails_leaves_no_lock_behind(tmp_path, monkeypatch):
 
 def test_a_child_that_is_forked_while_room_is_made_can_read(plain, tmp_path):
     near = CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
-    with near._lock:
+    with near._lock.mutex:
         child = forked(lambda: near.get_ranges(NAME, starts=[0], ends=[64]))
     assert os.waitpid(child, 0)[1] == 0
 

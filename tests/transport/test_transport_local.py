@@ -985,10 +985,10 @@ def test_a_reservation_that_the_system_refuses(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_lock_held_by_another_thread_is_free_in_a_forked_child():
     lock = ForkSafeLock()
-    with lock:
+    with lock.mutex:
         child = os.fork()
         if child == 0:
-            with lock:
+            with lock.mutex:
                 os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 

@@ -14,7 +14,7 @@ import pytest
 from waiting import HANG_S
 
 from saev_store._runtime import threads as _threads
-from saev_store._runtime.threads import ahead, n_threads, share, without_variables
+from saev_store._runtime.threads import ForkSafeLock, ahead, n_threads, share, without_variables
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 50])
@@ -196,3 +196,30 @@ def test_errors_that_were_never_raised_or_name_each_other_lose_their_variables_t
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert without_variables(first) is first
+
+
+def test_an_interrupt_never_leaves_a_lock_locked():
+    """Python raises it where a function begins, and where a call has returned: there is no such place in between."""
+    lock, n_events = ForkSafeLock(), 0
+
+    def interrupt(_frame, event, _called):
+        nonlocal n_events
+        n_events += event in {"call", "c_return"}
+        if n_events == place and event in {"call", "c_return"}:
+            raise KeyboardInterrupt
+
+    def hold():
+        with lock.mutex:
+            pass
+
+    for place in range(1, 20):
+        n_events = 0
+        sys.setprofile(interrupt)
+        try:
+            hold()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert lock.mutex.acquire(blocking=False), f"left locked by an interrupt at event {place}"
+        lock.mutex.release()

@@ -105,7 +105,7 @@ class FsspecClient:
             return self._fs
         if self._pid not in {-1, pid}:
             _INHERITED.append(self._fs)
-        with self._lock:
+        with self._lock.mutex:
             if self._fs is None or self._pid != pid:
                 self._fs = self._open(fresh=self._pid != -1)
                 self._pid = pid
@@ -149,9 +149,9 @@ class FsspecClient:
             f"this address needs more than is installed: {text}", where=self.safe_url, remedy=remedy
         )
 
-    def turn(self) -> AbstractContextManager[None]:
+    def turn(self) -> AbstractContextManager[object]:
         """A block in which files may be open."""
-        return contextlib.nullcontext() if self.is_async or self.protocols[0] in _OWN_POSITIONS else _TURN
+        return contextlib.nullcontext() if self.is_async or self.protocols[0] in _OWN_POSITIONS else _TURN.mutex
 
     def make_parent(self, key: str) -> None:
         """Make the folder of a file where the file system has folders."""

@@ -237,7 +237,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         full = self.key(below)
         with (
             self.client.errors("create", self.where(below)),
-            _CREATE_LOCK if not self.client.is_async else contextlib.nullcontext(),
+            _CREATE_LOCK.mutex if not self.client.is_async else contextlib.nullcontext(),
         ):
             fs = self.client.fs()
             self.client.make_parent(self.key(below))

@@ -54,7 +54,7 @@ class _OnePosition:
     @classmethod
     def pread(cls, fd: int, nbytes: int, offset: int, /) -> bytes:
         """`os.pread`."""
-        with cls._lock:
+        with cls._lock.mutex:
             os.lseek(fd, offset, os.SEEK_SET)
             return os.read(fd, nbytes)
 
@@ -160,7 +160,7 @@ class DescriptorCache:
                 raise
             self.forget("")
             file = OpenFile(where)
-        with self._lock:
+        with self._lock.mutex:
             # The oldest goes first; a reader that still uses it keeps it open.
             while len(self._files) >= self._limit:
                 del self._files[next(iter(self._files))]
@@ -168,7 +168,7 @@ class DescriptorCache:
 
     def forget(self, where: str) -> None:
         """Close `where` and everything below it (`""`: everything) once no reader uses it."""
-        with self._lock:
+        with self._lock.mutex:
             gone = [path for path in self._files if not where or path == where or path.startswith(f"{where}/")]
             for path in gone:
                 del self._files[path]

@@ -118,7 +118,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
     global _loop  # noqa: PLW0603 - one per process, like obstore's own threads
     if is_forked():
         raise fork_error()
-    with _lock:
+    with _lock.mutex:
         if _loop is None:
             _loop = _Loop()
             atexit.register(_loop.stop)
@@ -166,7 +166,7 @@ class ObstoreClient:
     @property
     def store(self) -> ObjectStore:
         """The client object of obstore."""
-        with self._lock:
+        with self._lock.mutex:
             if self._store is None:
                 self._store = _open(self.place, timeout_s=self.timeout_s)
             return self._store
