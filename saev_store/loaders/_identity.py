@@ -47,7 +47,7 @@ def checked(
     if not isinstance(state, Mapping):
         raise ArgumentError(f"the state is a {type(state).__name__}; it must be what state_dict() gave", where="state")
     for name, mine in identity.items():
-        if state.get(name) != mine:
+        if not same_value(state.get(name), mine):
             raise ArgumentError(
                 f"the state was saved with {name} = {brief(state.get(name))}, but this loader has {mine!r}",
                 where="load_state_dict",
@@ -64,6 +64,11 @@ def checked(
         where="load_state_dict",
         remedy="Make the loader with the same scale_norm.",
     )
+
+
+def same_value(found: object, mine: object) -> bool:
+    """Whether a value of a state is of the same type and equal: arrays, which are not equal or different as a whole, never are."""
+    return type(found) is type(mine) and found == mine
 
 
 def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2**63 - 1) -> int:

@@ -13,6 +13,7 @@ from saev_store.core.rows import Labels
 from saev_store.errors import ArgumentError
 from saev_store.loaders._base import Loader
 from saev_store.loaders._explain import Explanation
+from saev_store.loaders._identity import same_value
 from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
 from saev_store.loaders._pickled import pickled
 from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions
@@ -173,14 +174,18 @@ class PairLoader:
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
         """
         parts = [state.get("a"), state.get("b")] if isinstance(state, Mapping) else []
-        if not parts or not all(isinstance(part, Mapping) for part in parts) or state.get("kind") != _KIND:
+        if (
+            not parts
+            or not all(isinstance(part, Mapping) for part in parts)
+            or not same_value(state.get("kind"), _KIND)
+        ):
             raise ArgumentError(
                 "the state is not one of a pair of stores",
                 where="load_state_dict",
                 remedy="Use the state of a loader of the same kind.",
             )
         a, b = cast("list[Mapping[str, object]]", parts)
-        differing = [name for name in ("epoch", "batch") if a.get(name) != b.get(name)]
+        differing = [name for name in ("epoch", "batch") if not same_value(a.get(name), b.get(name))]
         if differing:
             raise ArgumentError(
                 f"the state has different values of {differing} for the two stores, which this loader never writes",
@@ -309,6 +314,6 @@ class _Second(ShuffledLoader):
     def _adopt(self, state: Mapping[str, object]) -> None:
         """Take over what the first one has taken over."""
         geometry, n_ahead = self._first.order
-        if any(state.get(name) != value for name, value in geometry._asdict().items()):
+        if not all(same_value(state.get(name), value) for name, value in geometry._asdict().items()):
             raise ArgumentError("the state has different orders for the two stores", where="load_state_dict")
         self._geometry, self._n_ahead = geometry, n_ahead

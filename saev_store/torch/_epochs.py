@@ -13,7 +13,7 @@ from typing import Generic, Self, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
 from saev_store.loaders import BatchIterator, Loader, PairBatches, PairLoader, ReadOptions
 from saev_store.torch._device import Copies, moved
 from saev_store.torch.batch import ExampleBatch, tensors
@@ -156,9 +156,9 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         """
         mine = None if self._normalizer is None else self._normalizer.kind
         found = state.get("normalize") if isinstance(state, Mapping) else mine
-        if found != mine:
+        if not (found is mine or (isinstance(found, str) and found == mine)):
             raise ArgumentError(
-                f"the state was saved with normalize = {found!r}, but this loader has {mine!r}",
+                f"the state was saved with normalize = {brief(found)}, but this loader has {mine!r}",
                 where="load_state_dict",
                 remedy="Make the loader with the same normalize.",
             )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import deque
@@ -72,8 +73,8 @@ class Consumer:
         """Continue where `state_dict` was taken. Other consumers may be at other batches: reading begins with the earliest.
 
         Raises:
-            ArgumentError: the state is of other rows, another batch size, seed or version; or reading has begun, and that batch is not among those
-                that are kept.
+            ArgumentError: the state is of other rows, another batch size, seed or version, or of another order than the state of
+                another consumer; or reading has begun, and it is not in front of the consumer's next batch.
         """
         self._shared.move(self, state)
 
@@ -135,6 +136,8 @@ class SharedLoader:
         self._first = first  # the number of the first batch in the window
         self._batches: Iterator[ExampleBatch] | None = None
         self._has_begun = self._is_reading = False
+        #: Whether a consumer has loaded a state, which says the order of all.
+        self._has_order = False
         self._is_closed = False
         #: Who has written into a batch.
         self._spoiled: ArgumentError | None = None
@@ -190,8 +193,9 @@ class SharedLoader:
     def move(self, consumer: Consumer, state: Mapping[str, object]) -> None:
         """Let a consumer go on from a state."""
         with self._changed:
-            if state == self.state_of(consumer):
+            if _is_same(state, self.state_of(consumer)):
                 self._give_back(consumer)
+                self._has_order = True
                 return
             if self._has_begun:
                 raise ArgumentError(
@@ -199,11 +203,18 @@ class SharedLoader:
                     where="load_state_dict",
                     remedy="Load the states of all consumers before they take batches.",
                 )
-            before = self._loader.state_dict()
+            before, order, place = self._loader.state_dict(), self._loader.state_at(0, 0), self._loader.place
             self._loader.load_state_dict(state)
+            if self._has_order and self._loader.state_at(0, 0) != order:
+                self._loader.load_state_dict(before)
+                raise ArgumentError(
+                    f"the state of consumer {consumer.name!r} has another order or scale than the state of another consumer",
+                    where="load_state_dict",
+                    remedy="Load states of consumers of one loader.",
+                )
             epoch, batch = self._loader.place
-            self._loader.load_state_dict(before)
-            consumer.number = epoch * self.n_batches + batch
+            self._loader.load_state_dict(self._loader.state_at(*place))
+            consumer.number, self._has_order = epoch * self.n_batches + batch, True
 
     def state_of(self, consumer: Consumer) -> dict[str, object]:
         """The loader's state in front of the consumer's next batch."""
@@ -408,3 +419,11 @@ def _names(names: int | Sequence[str]) -> list[str]:
             f"consumers are {names!r}; they must be a number, or a list of different names", where="share"
         )
     return given
+
+
+def _is_same(state: object, mine: Mapping[str, object]) -> bool:
+    """Whether a state is equal to another one; one that is not JSON, such as of arrays, is not."""
+    try:
+        return json.dumps(state, sort_keys=True) == json.dumps(mine, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return False

@@ -147,6 +147,21 @@ def test_each_goes_on_exactly_where_it_was(store: Path, expected: list[np.ndarra
         assert same(batches, expected[stop : (epoch + 2) * N_BATCHES])
 
 
+def test_consumers_go_on_in_the_order_of_their_states(store: Path):
+    """Of a loader with another window, whose own order is another one. All have one order, so a state of a third is refused."""
+    first, other, third = (make(store, examples_per_block=n) for n in (1, 2, 4))
+    wanted = [batch["act"].clone().numpy() for batch in first]
+    state = [first.load_state_dict(first.state_at(0, 3)), first.state_dict()][1]
+    assert not same([batch["act"].numpy() for batch in make(store, examples_per_block=2)], wanted)
+    with other.share(2) as shared:
+        shared[0].load_state_dict(state)
+        with pytest.raises(ArgumentError, match="another order or scale than the state of another consumer"):
+            shared[1].load_state_dict(third.state_dict())
+        found = in_threads(shared, taken)
+    assert same(found[0], wanted[3:])
+    assert same(found[1], wanted)
+
+
 def test_a_loader_that_stands_in_an_epoch_is_shared_from_there(store: Path, expected: list[np.ndarray]):
     loader = make(store)
     for _ in itertools.islice(loader, 5):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self, cast
 import numpy as np
 
 from saev_store._runtime.threads import ahead
-from saev_store.core.arguments import check_choice, check_count
+from saev_store.core.arguments import check_choice, check_count, check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import ResumeError, brief
 from saev_store.sources._files import digest_files
@@ -84,7 +84,8 @@ class BatchNativeLoader:
     ) -> None:
         check_choice(output, ("torch", "numpy"), name="output")
         self.block_size = check_count(block_size, name="block_size")
-        self.shuffle, self.output, self.drop_last = bool(shuffle), output, bool(drop_last)
+        self.output: Literal["torch", "numpy"] = output
+        self.shuffle, self.drop_last = check_flag(shuffle, name="shuffle"), check_flag(drop_last, name="drop_last")
         self.seed = check_count(seed, name="seed", least=0, most=2**64 - 1)
         self.world_size = check_count(world_size, name="world_size", most=MAX_U32)
         self.rank = check_count(rank, name="rank", least=0, most=self.world_size - 1)
@@ -179,8 +180,10 @@ class BatchNativeLoader:
         Raises:
             ResumeError: the state is of another file or order, or is not a state.
         """
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ResumeError(f"the state is {brief(state)}; it must be what state_dict() gave", where="state")
         for name, value in self._identity().items():
-            if state.get(name, None) != value or type(state.get(name)) is not type(value):
+            if type(state.get(name)) is not type(value) or state.get(name) != value:
                 raise ResumeError(
                     f"{name} is {brief(state.get(name))} in the state, but {brief(value)} here", where="state"
                 )
