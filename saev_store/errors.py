@@ -34,6 +34,8 @@ from collections.abc import Sequence
 from types import GetSetDescriptorType
 from typing import TYPE_CHECKING, ClassVar, cast
 
+from saev_store.names import printable
+
 if TYPE_CHECKING:
     from saev_store.problems import Problem
 
@@ -89,7 +91,7 @@ class SaevStoreError(Exception):
         text = f"{self.where}: {self.message}" if self.where else self.message
         if self.remedy:
             text = f"{text}{'' if text.endswith(('.', '!', '?', ':')) else '.'} {self.remedy}"
-        return text
+        return printable(text)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), dict(self.__dict__)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from saev_store.names import printable
+
 Severity = Literal["error", "warning", "info"]
 
 
@@ -42,4 +44,4 @@ class Problem:
             shown = ", ".join(f"{start}:{end}" for start, end in self.lost[:8])
             more = f", … {len(self.lost) - 8} more" if len(self.lost) > 8 else ""
             text += f" (examples {shown}{more} are lost)"
-        return text
+        return printable(text)

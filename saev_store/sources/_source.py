@@ -11,6 +11,7 @@ import numpy as np
 
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, SelectionError, brief
+from saev_store.names import printable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -188,4 +189,4 @@ def text_card(title: str, facts: Mapping[str, object], problems: Sequence[Proble
     if len(problems) > 5:
         rows.append(("problems", f"{len(problems) - 5} more"))
     width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows)])
+    return printable("\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows)]))

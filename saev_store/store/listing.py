@@ -13,7 +13,7 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.layout import layer_name
 from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_json, parse_metadata, parse_shards
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError, counted
-from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
+from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME, printable
 from saev_store.store.card import human_bytes
 from saev_store.transport import Lists, Transport
 
@@ -46,12 +46,13 @@ class StoreEntry:
 
     def __str__(self) -> str:
         if self.metadata is None:
-            return f"{self.name}  {self.state}: {self.note}"
+            return printable(f"{self.name}  {self.state}: {self.note}")
         layout = self.metadata.layout
         shape = " x ".join(str(n) for n in layout.shape)
         layers = ", ".join(layer_name(key) for key in layout.layer_keys)
         state = "" if self.state == "complete" else f"  {self.state}: {self.note}"
-        return f"{self.name}  {shape}  {human_bytes(layout.nbytes)}  layers [{layers}]  {self.metadata.ckpt}{state}"
+        text = f"{self.name}  {shape}  {human_bytes(layout.nbytes)}  layers [{layers}]  {self.metadata.ckpt}{state}"
+        return printable(text)
 
 
 class StoreList(Sequence[StoreEntry]):
@@ -74,12 +75,14 @@ class StoreList(Sequence[StoreEntry]):
         return self._entries[index]
 
     def __repr__(self) -> str:
-        lines = [f"{counted(len(self), 'store')} in {self.root}"]
+        lines = [printable(f"{counted(len(self), 'store')} in {self.root}")]
         return "\n".join([*lines, *(f"  {entry}" for entry in self._entries)])
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<li><code>{html.escape(str(entry))}</code></li>" for entry in self._entries)
-        return f"<p>{counted(len(self), 'store')} in <code>{html.escape(self.root)}</code></p><ul>{rows}</ul>"
+        return (
+            f"<p>{counted(len(self), 'store')} in <code>{html.escape(printable(self.root))}</code></p><ul>{rows}</ul>"
+        )
 
 
 def list_stores(root: Transport) -> StoreList:

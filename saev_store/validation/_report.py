@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from saev_store.errors import CorruptShardError, counted
+from saev_store.names import printable
 from saev_store.problems import Problem, Severity
 
 #: The order in which problems are shown.
@@ -140,7 +141,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.url}: {self._headline()}", f"  {self._facts()}"]
         lines += [f"  {problem}" for problem in self.problems]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def _repr_html_(self) -> str:
         rows = "".join(
@@ -156,7 +157,7 @@ class Report:
         head = "<tr><th></th><th>kind</th><th>where</th><th>what</th><th>lost examples</th></tr>"
         table = f"<table>{head}{rows}</table>{more}" if rows else ""
         colour = "#2e7d32" if self.ok else _COLOURS["error"]
-        return (
+        return printable(
             f"<div><b style='color:{colour}'>{html.escape(self._headline())}</b> "
             f"<code>{html.escape(self.url)}</code><br>{html.escape(self._facts())}{table}</div>"
         )

@@ -18,6 +18,7 @@ from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ABANDONED
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
+from saev_store.names import printable
 from saev_store.writer._inputs import (
     NonfinitePolicy,
     OverflowPolicy,
@@ -143,7 +144,8 @@ class ShardWriter:
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "closed" if self._closed else "open"
-        return f"<ShardWriter {self.url}: {self.n_written} of {self.example_range[1] - self.example_range[0]} examples, {state}>"
+        n_examples = self.example_range[1] - self.example_range[0]
+        return printable(f"<ShardWriter {self.url}: {self.n_written} of {n_examples} examples, {state}>")
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

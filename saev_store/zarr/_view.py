@@ -22,6 +22,7 @@ from saev_store._runtime.threads import after_fork_in_child
 from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.core.dtypes import FLOAT32, ReadDtype, numpy_dtype, read_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, brief
+from saev_store.names import printable
 from saev_store.store.token_arrays import check_values, find_token_array
 from saev_store.transport import Awaits, Transport
 from saev_store.transport import Buffer as Bytes
@@ -404,7 +405,7 @@ class ZarrView(Store):
         grid = self._keys.grid
         kind = "inner chunks" if grid.sharded else "chunks"
         n_chunks = math.prod(grid.counts) * math.prod(grid.inner_counts)
-        return f"<{type(self).__name__} of {self._transport.url} in {n_chunks:,} {kind} of {grid.chunk}>"
+        return printable(f"<{type(self).__name__} of {self._transport.url} in {n_chunks:,} {kind} of {grid.chunk}>")
 
     def __str__(self) -> str:
-        return self._transport.url
+        return printable(self._transport.url)

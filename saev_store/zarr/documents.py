@@ -11,6 +11,7 @@ import numpy as np
 from saev_store._version import __version__
 from saev_store.core.layout import DIMS, IntArray, Layout
 from saev_store.core.token_arrays import TokenArray, shown_names
+from saev_store.names import printable
 
 if TYPE_CHECKING:
     from saev_store.core.chunk_grid import ChunkGrid
@@ -166,5 +167,5 @@ def _strict(value: object) -> object:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:  # of both steps
         text = value if isinstance(value, str) else repr(value)
-        return text.encode(errors="backslashreplace").decode()
+        return printable(text)
     return value

@@ -21,6 +21,7 @@ from saev_store.errors import (
     StoreExistsError,
     brief,
 )
+from saev_store.names import printable
 from saev_store.problems import Problem
 from saev_store.sources._files import file_identity
 from saev_store.sources._new_file import NewFile
@@ -94,7 +95,7 @@ class Prepared:
         ]
         for name, shards in self.splits.items():
             lines.append(f"  {name}: {sum(self.shards[shard] for shard in shards):,} samples in {len(shards):,} shards")
-        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+        return printable("\n".join([*lines, *(f"  {problem}" for problem in self.problems)]))
 
 
 def prepare(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError, brief
+from saev_store.names import printable
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import code_of, index_header
@@ -289,4 +290,4 @@ class IndexedDatasetBuilder:
 
     def __repr__(self) -> str:
         where = full_url(self._transport, self._idx_path)
-        return f"{type(self).__name__}({where}: {len(self._sizes):,} sequences of {self.dtype.name} so far)"
+        return printable(f"{type(self).__name__}({where}: {len(self._sizes):,} sequences of {self.dtype.name} so far)")
