@@ -36,6 +36,8 @@ _NO_WORKERS_KEY = "distributed.scheduler.no-workers-timeout"
 def connected(client: Client | str) -> Generator[Client]:
     """The given client, or one for the given address, which is closed afterwards.
 
+    In a task of a cluster, the task leaves its worker's threads meanwhile: it would wait for tasks that need the thread.
+
     Raises:
         ArgumentError: the client is asynchronous, or no client at all.
         MissingDependencyError: an address is given, and distributed is not installed.
@@ -54,7 +56,8 @@ def connected(client: Client | str) -> Generator[Client]:
                 where="client",
                 remedy="Pass its scheduler's address instead.",
             )
-        yield client
+        with _seceded():
+            yield client
         return
     need("distributed", install="distributed", where="client")
     from distributed import Client
@@ -63,8 +66,31 @@ def connected(client: Client | str) -> Generator[Client]:
         opened = Client(client, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
     except (OSError, ValueError) as error:
         raise TransportError(f"no dask scheduler answers: {error}", where=client) from error
-    with opened:
+    with opened, _seceded():
         yield opened
+
+
+@contextmanager
+def _seceded() -> Generator[None]:
+    """A block in which a task does not occupy a thread of its worker; nothing outside of tasks."""
+    if "distributed" not in sys.modules:
+        yield
+        return
+    from distributed import rejoin, secede
+
+    try:
+        secede()
+    except (
+        ValueError,
+        AttributeError,
+        KeyError,
+    ):  # in no task, in one that has no thread of the worker, or that left before
+        yield
+        return
+    try:
+        yield
+    finally:
+        rejoin()
 
 
 def active_client() -> Client | None:

@@ -110,6 +110,37 @@ def test_statistics_are_those_of_one_process_also_when_a_worker_is_killed(
 
 
 @pytest.mark.slow  # four workers start and die
+@pytest.mark.parametrize("call", ["stats", "validate"])
+@pytest.mark.parametrize("given", ["address", "client", "worker_client"])
+def test_a_call_with_a_client_inside_a_task_does_not_wait_for_its_own_thread(call: str, given: str, tmp_path: Path):
+    """One worker with one thread, which the task has."""
+    from distributed import Client, LocalCluster, get_client, worker_client
+
+    path = plain_store(tmp_path / "shards", n=12, per_shard=3).path
+
+    def work(address: str) -> object:
+        store = ShardStore.open(path)
+
+        def ask(client: object) -> object:
+            if call == "stats":
+                return store.stats(client=client, refresh=True).n_examples
+            return store.validate(deep=True, client=client, progress=False).ok
+
+        if given == "address":
+            return ask(address)
+        if given == "client":
+            return ask(get_client())
+        with worker_client() as client:
+            return ask(client)
+
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        futures = [client.submit(work, cluster.scheduler_address, pure=False) for _ in range(2)]
+        assert client.gather(futures, asynchronous=False) == ([12, 12] if call == "stats" else [True, True])
+
+
 def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged: Plain):
     def submit(call: object, task: object, **options: object) -> object:
         from clusters import die

@@ -50,6 +50,12 @@ def unfinished(root: Path):
     return ShardStore.create(root / "new", metadata)
 
 
+def refused(root: Path) -> NotFoundError:
+    with pytest.raises(NotFoundError) as found:
+        ImageFolder(root / "nowhere")
+    return found.value
+
+
 MAKE = {
     "store": opened,
     "damaged store": damaged,
@@ -63,7 +69,7 @@ MAKE = {
     "MMIDIDX": lambda root: IndexedDatasetBuilder(root / "tokens"),
     "writer": unfinished,
     "problem": lambda root: Problem("missing_shard", "it is gone", where=f"{root}/acts000000.bin"),
-    "error": lambda root: pytest.raises(NotFoundError, ImageFolder, root / "nowhere").value,
+    "error": refused,
 }
 
 
