@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 from urllib.parse import quote, urlsplit
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from saev_store._runtime.optional import need
 from saev_store.core.dtypes import numpy_dtype
-from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError
+from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, WriterConflictError
 from saev_store.export._references import References, references, usable_base, warn_if_many
 from saev_store.export.virtual import virtual_dataset
 from saev_store.zarr import Chunks
@@ -45,7 +47,8 @@ def write_icechunk(
 
     Args:
         store: The opened store.
-        target: A new folder, an `s3://` or `gs://` URL (credentials from the environment), or an `icechunk.Storage`.
+        target: A new folder, an `s3://` or `gs://` URL (credentials from the environment), or an `icechunk.Storage`. A repository
+            without commits, such as one that an interrupted export has left, is taken for new.
         chunks: As in `write_kerchunk`. To append other stores later, take one example. Ignored with `append`.
         base: As in `write_kerchunk`.
         container: How Icechunk reads the shards; default: by the scheme of `base`.
@@ -59,6 +62,7 @@ def write_icechunk(
         MissingDependencyError: icechunk or virtualizarr is not installed.
         NotFoundError: there is no repository to append to.
         StoreExistsError: the repository exists, and `append` is false.
+        WriterConflictError: another process has written to the repository meanwhile.
     """
     for library in ("icechunk", "virtualizarr"):
         need(library, install="saev-store[icechunk]", where="to_icechunk")
@@ -81,7 +85,8 @@ def write_icechunk(
         raise NotFoundError(_NOTHING, where=where, remedy=_CREATE)
     storage = _storage(target) if isinstance(target, str) else target
     exists = not is_new and icechunk.Repository.exists(storage)
-    if exists and not append:
+    is_begun = exists and not append and _is_begun(icechunk.Repository.open(storage))
+    if exists and not append and not is_begun:
         raise StoreExistsError(
             "the repository already exists", where=where, remedy="Name a new folder, or append to it."
         )
@@ -95,15 +100,31 @@ def write_icechunk(
     )
     warn_if_many(found, what="manifests")
     container = container or _container(found.base)
-    config = icechunk.Repository.fetch_config(storage) if before else None
+    config = icechunk.Repository.fetch_config(storage) if exists else None
     config = config or icechunk.RepositoryConfig.default()
     config.set_virtual_chunk_container(container)
-    create = icechunk.Repository.open if before else icechunk.Repository.create
+    create = icechunk.Repository.open if exists else icechunk.Repository.create
     repository = create(storage, config=config)
     repository.save_config()
     session = repository.writable_session(_BRANCH)
     _write(found, session.store, before)
-    return session.commit(f"References to the shards of {found.base}")
+    try:
+        return session.commit(f"References to the shards of {found.base}")
+    except icechunk.ConflictError as error:
+        raise WriterConflictError(
+            "another process has written to the repository meanwhile",
+            where=where,
+            remedy="Call again with append=True.",
+        ) from error
+
+
+def _is_begun(repository: icechunk.Repository) -> bool:
+    """Whether nothing was committed to a repository since it was created: an export was interrupted, or somebody made it for one."""
+    import icechunk
+
+    with suppress(icechunk.IcechunkError):  # it has no such branch
+        return sum(1 for _ in islice(repository.ancestry(branch=_BRANCH), 2)) == 1
+    return False
 
 
 def without_icechunk_logs() -> None:

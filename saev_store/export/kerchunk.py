@@ -36,6 +36,8 @@ _STEP = 1 << 16
 #: References in one Parquet file: some hundred KB, which a reader loads for each access.
 _RECORD_SIZE = 100_000
 _ROOT = ".zmetadata"
+#: In the folder of an export that is not complete.
+_UNFINISHED = ".saev_store_export"
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bool": "|b1", "uint8": "|u1", "int32": "<i4", "int64": "<i8"}
 
 
@@ -53,7 +55,7 @@ def write_kerchunk(
 
     Args:
         store: The opened store.
-        path: The JSON document, or the folder of Parquet files (new, or an earlier export); any fsspec URL.
+        path: The JSON document, or the folder of Parquet files (new, or an earlier export, complete or not); any fsspec URL.
         format: One JSON document, relocated by its template `u`; or Parquet, for very many references.
         chunks: As in `saev_store.zarr.open_view`; `"auto"` as for remote stores.
         base: Address of the store's folder for readers; default: its address here. With `""` Parquet files contain only the
@@ -175,12 +177,13 @@ def _write_parquet(found: References, path: str, storage_options: Mapping[str, o
     """The layout of fsspec's `LazyReferenceMapper`: `<array>/refs.<n>.parq` of equally many rows, and `.zmetadata` last."""
     target = _writable(path, storage_options)
     names = {entry.path for entry in _listed(target)}
-    if names and _ROOT not in names:
+    if names and not names & {_ROOT, _UNFINISHED}:
         raise StoreExistsError(
             "the folder contains files that are not an export",
             where=path,
             remedy="Name a folder that is new, or one that an export may replace.",
         )
+    target.put(_UNFINISHED, b"")
     target.delete(_ROOT)
     for array in found.arrays:
         for record in range(-(-array.n_chunks // _RECORD_SIZE)):
@@ -190,6 +193,7 @@ def _write_parquet(found: References, path: str, storage_options: Mapping[str, o
         target.put(f"{name}/refs.0.parq", _parquet({"raw": [values.tobytes()]}))
     document = {"metadata": v2_documents(found), "record_size": _RECORD_SIZE}
     target.put(_ROOT, json.dumps(document, allow_nan=False).encode())
+    target.delete(_UNFINISHED)
 
 
 def _listed(target: object) -> Sequence[Entry]:

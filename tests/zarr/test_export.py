@@ -19,8 +19,8 @@ from waiting import HANG_S
 from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.core.layout import Layout
-from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, StoreExistsError
-from saev_store.export import _references, kerchunk
+from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, StoreExistsError, WriterConflictError
+from saev_store.export import _references, icechunk, kerchunk
 
 FORMATS = ["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"]
 NEEDS = {"kerchunk-parquet": ["fastparquet"], "icechunk": ["icechunk", "virtualizarr"], "tensorstore": ["tensorstore"]}
@@ -309,6 +309,48 @@ def test_an_export_that_replaces_another_is_none_until_it_is_complete(tmp_path: 
         store.to_kerchunk(root.parent, format="parquet", chunks=(1, 3, 5, 8))
     assert made == [False, False]
     assert not root.exists()
+    monkeypatch.undo()
+    store.to_kerchunk(root.parent, format="parquet", chunks=(1, 3, 5, 8))
+    assert root.exists()
+
+
+@pytest.mark.parametrize("format", ["kerchunk-parquet", "icechunk"])
+def test_an_export_that_failed_can_be_repeated(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), tail="cut", labelled=True)
+    store, out = ShardStore.open(plain.write(tmp_path)), tmp_path / "export.parq"
+    failing = (kerchunk, "_record") if format == "kerchunk-parquet" else (icechunk, "_write")
+
+    def fails(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(*failing, fails)
+        for _ in range(2):
+            with pytest.raises(OSError, match="full"):
+                make_export(store, format, out)
+    make_export(store, format, out)
+    assert not list(out.glob(".saev*"))
+    job = {"format": format, "out": str(out), "truth": write_truth(plain, tmp_path / "truth.npz")}
+    assert read_elsewhere([job], tmp_path) == [[]]
+    if format == "icechunk":
+        with pytest.raises(StoreExistsError):
+            make_export(store, format, out)
+
+
+def test_of_two_writers_of_a_repository_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    store, real = small_store(tmp_path), icechunk._write
+
+    def slow(*arguments: object) -> None:
+        real(*arguments)
+        with monkeypatch.context() as changed:
+            changed.setattr(icechunk, "_write", real)
+            store.to_icechunk(tmp_path / "repository")
+
+    monkeypatch.setattr(icechunk, "_write", slow)
+    with pytest.raises(WriterConflictError, match="another process has written to the repository meanwhile"):
+        store.to_icechunk(tmp_path / "repository")
 
 
 def test_an_icechunk_repository_is_not_overwritten(tmp_path: Path):
