@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from saev_store.record._adapters import parameter_of
 from saev_store.record._functions_digest import hooks_of
 from saev_store.record._modules_digest import modules_digest
+from saev_store.record._settings import LIBRARIES
 from saev_store.record._weights_digest import tensor_classes, weights_digest
 
 if TYPE_CHECKING:
@@ -22,14 +23,8 @@ if TYPE_CHECKING:
 
     from saev_store.record._recorder import Recorder
 
-#: Packages that compute, and those that do only if a module or a tensor of the model is theirs: package of the class -> its name.
+#: Packages that compute.
 _PACKAGES = ("torch", "transformers", "tokenizers")
-_LIBRARIES = {
-    "open_clip": "open_clip_torch", "timm": "timm", "transformer_lens": "transformer-lens",
-    # They quantise.
-    "bitsandbytes": "bitsandbytes", "torchao": "torchao", "optimum": "optimum-quanto", "gptqmodel": "gptqmodel",
-    "compressed_tensors": "compressed-tensors", "hqq": "hqq", "awq": "autoawq",
-}  # fmt: skip
 #: What a configuration says that no vector depends on, or that is said elsewhere.
 _IDLE = {
     "_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label",
@@ -54,7 +49,7 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
     classes = {type(module) for module in model.modules()} | tensor_classes(model)
     libraries = {kind.__module__.partition(".")[0] for kind in classes}
-    packages = [*_PACKAGES, *(name for library, name in _LIBRARIES.items() if library in libraries)]
+    packages = [*_PACKAGES, *(name for library, name in LIBRARIES.items() if library in libraries)]
     return {
         "model": {
             "class": type(model).__name__,

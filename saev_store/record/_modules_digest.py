@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from saev_store.record._settings import private_settings
 from saev_store.record._weights_digest import is_cache
 
 if TYPE_CHECKING:
@@ -30,13 +31,16 @@ def modules_digest(model: torch.nn.Module) -> str:
     """SHA-256 over what modules are made of beside their weights: a model with another epsilon or activation has another one.
 
     These are the names and classes of all modules and their public attributes that are plain values or named functions, such as
-    `eps`, the `top_k` of a router or a `forward` of its own. Caches have no part in it, since they change while a model runs.
+    `eps`, the `top_k` of a router or a `forward` of its own; of modules of no library also the private ones that `forward` reads.
+    Caches have no part in it, since they change while a model runs.
     """
     lines: list[str] = []
     for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
         lines.append(f"{path} {type(module).__qualname__}")
+        settings = private_settings(module)
         for name, value in sorted(vars(module).items()):
-            if name.startswith("_") or name.endswith("_hooks") or name in _IDLE_ATTRIBUTES or is_cache(name):
+            is_private = name.startswith("_") and name not in settings
+            if is_private or name.endswith("_hooks") or name in _IDLE_ATTRIBUTES or is_cache(name):
                 continue
             if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
                 lines.append(f"{path} {name} {_qualname(value)}")

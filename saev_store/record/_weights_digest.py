@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from saev_store.errors import ArgumentError
+from saev_store.record._settings import private_settings
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -51,12 +52,13 @@ def is_cache(attribute: str) -> bool:
 
 
 def _kept_tensors(model: torch.nn.Module) -> dict[str, object]:
-    """Public attributes of modules that are tensors or arrays, or that hold some, by their paths."""
+    """Attributes of modules that are tensors or arrays, or that hold some, by their paths; of private ones those that count."""
     return {
         f"{path}.{name} (attribute)": value
         for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
+        for settings in [private_settings(module)]
         for name, value in vars(module).items()
-        if not name.startswith("_") and not is_cache(name) and _holds_tensors(value)
+        if (not name.startswith("_") or name in settings) and not is_cache(name) and _holds_tensors(value)
     }
 
 

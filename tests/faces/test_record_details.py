@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -56,6 +57,67 @@ def digests(attribute: object) -> tuple[str, str]:
     torch.nn.init.ones_(model.weight)
     model.own = attribute
     return weights_digest(model), modules_digest(model)
+
+
+class Scaled(torch.nn.Module):
+    """What a user writes: settings that are private, also of a method, a counter and a kept mask."""
+
+    def __init__(self, scale: object = 2.0, shift: float = 0.0, power: object = 1, unused: int = 0) -> None:
+        super().__init__()
+        self._scale, self._shift, self._power, self._unused = scale, torch.tensor(shift), power, unused
+        self._n_calls, self._mask = 0, None
+
+    def set_scale(self, scale: float) -> None:
+        self._scale = scale
+
+    @property
+    def power(self) -> object:
+        return self._power
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._n_calls += 1
+        self._mask = torch.ones(1)
+        return self.scaled(x) ** self.power
+
+    @torch.no_grad()
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(x * self._scale + shift for shift in [getattr(self, "_shift")])  # noqa: B009  # as code of others has it
+
+
+class Wider(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self._unused
+
+
+def test_private_attributes_count_where_the_code_of_a_user_computes_with_them() -> None:
+    def digests(module: torch.nn.Module) -> tuple[str, str]:
+        model = torch.nn.Sequential(module)
+        return weights_digest(model), modules_digest(model)
+
+    made = [Scaled(), Scaled(3.0), Scaled(shift=1.0), Scaled(power=2), Scaled(torch.ones(1)), Wider(), Wider(unused=1)]
+    assert len({digests(module) for module in made}) == len(made)
+    assert digests(Scaled()) == digests(Scaled(unused=1))
+    used = Scaled()
+    used(torch.ones(2))
+    assert digests(used) == digests(Scaled())
+    used.set_scale(3.0)
+    assert digests(used) == digests(Scaled(3.0))
+
+
+def test_private_attributes_count_where_a_forward_is_put_over_that_of_a_library() -> None:
+    def digests(offset: float) -> tuple[str, str]:
+        model = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(model.weight)
+        model._offset, model._seed = offset, offset
+
+        def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return x + self._offset
+
+        model.forward = types.MethodType(forward, model)
+        return weights_digest(model), modules_digest(model)
+
+    assert digests(1.0) != digests(2.0)
+    assert digests(1.0) == digests(1.0)
 
 
 def mixed(**changes: object) -> dict[str, object]:
