@@ -32,7 +32,7 @@ def chunks(transport: Transport, path: str, nbytes: int, *, start: int = 0) -> I
 
 
 def file_identity(transport: Transport, path: str) -> tuple[int, ...]:
-    """Numbers that differ for another file of the same name: device, inode, size and time; elsewhere the size.
+    """Numbers that differ for another file of the same name: device, inode, size and times; elsewhere the size.
 
     It looks at the name again; `Transport.version` is that of the file that the transport has pinned.
     """
@@ -41,7 +41,7 @@ def file_identity(transport: Transport, path: str) -> tuple[int, ...]:
     where = f"{transport.local_path}/{path}"
     with os_errors(where, "look at"):
         status = os.stat(where)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def sample_ranges(nbytes: int) -> tuple[list[int], list[int]]:

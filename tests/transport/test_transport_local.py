@@ -1067,6 +1067,31 @@ def test_a_shard_that_was_never_read_is_refused_each_time_once_the_last_one_was_
     assert bytes(transport.get_ranges("acts000001.bin", starts=[0], ends=[3])[0]) == b"new"
 
 
+@pytest.mark.parametrize("kind", [MmapTransport, PreadTransport])
+def test_a_shard_is_refused_where_the_last_one_has_the_inode_number_of_the_old_one(tmp_path, kind):
+    """Overwriting in place has the same effect as the number of a deleted file that the next one gets."""
+    for name in ("acts000000.bin", "acts000001.bin"):
+        (tmp_path / name).write_bytes(b"old")
+    transport = kind(tmp_path)
+    transport.get_ranges("acts000000.bin", starts=[0], ends=[3])
+    DESCRIPTORS.forget(str(tmp_path))  # as if others had needed the place
+    time.sleep(0.02)  # longer than a tick of the clock that file systems use
+    for name in ("acts000000.bin", "acts000001.bin"):
+        (tmp_path / name).write_bytes(b"new")
+    with pytest.raises(CorruptShardError, match="others may be of another recording too"):
+        transport.get_ranges("acts000001.bin", starts=[0], ends=[3])
+
+
+@pytest.mark.parametrize("kind", [MmapTransport, PreadTransport])
+def test_other_permissions_of_an_open_shard_are_no_other_shard(tmp_path, kind):
+    for name in ("acts000000.bin", "acts000001.bin"):
+        (tmp_path / name).write_bytes(b"old")
+    transport = kind(tmp_path)
+    transport.get_ranges("acts000000.bin", starts=[0], ends=[3])
+    (tmp_path / "acts000000.bin").chmod(0o400)
+    assert bytes(transport.get_ranges("acts000001.bin", starts=[0], ends=[3])[0]) == b"old"
+
+
 def test_a_hidden_folder_that_cannot_be_deleted_keeps_its_name(tmp_path, monkeypatch):
     """It is moved aside to be deleted, and must be found again by who cleans up."""
 

@@ -101,6 +101,11 @@ def check_regular(mode: int, *, where: str) -> None:
 Identity = tuple[int, int, int, int, int]
 
 
+def identity_of(status: os.stat_result) -> Identity:
+    """What tells a file from others of its name."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 class OpenFile:
     """A regular file open for reading; closed when the last reference goes, so never under a thread that reads it."""
 
@@ -116,8 +121,8 @@ class OpenFile:
             raise TransportError("this is a socket, but a regular file is needed", where=where) from error
         status = os.fstat(self.fd)
         check_regular(status.st_mode, where=where)
-        self.inode = (status.st_dev, status.st_ino)
-        self.identity: Identity = (*self.inode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        self.identity = identity_of(status)
+        self.inode = self.identity[:2]
 
     def size(self) -> int:
         """The size of the file now, in bytes; the position is not used, and moving it costs a third of `fstat`."""

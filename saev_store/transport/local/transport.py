@@ -31,7 +31,15 @@ from saev_store.transport.checks import (
     too_short,
 )
 from saev_store.transport.local._spread import SpreadReader, preadv_all
-from saev_store.transport.local.files import DESCRIPTORS, Identity, OpenFile, check_regular, map_file, positions
+from saev_store.transport.local.files import (
+    DESCRIPTORS,
+    Identity,
+    OpenFile,
+    check_regular,
+    identity_of,
+    map_file,
+    positions,
+)
 from saev_store.transport.local.write import (
     TEMP_PREFIX,
     LocalSink,
@@ -209,7 +217,11 @@ class LocalTransport:
             status = os.stat(where)
         except OSError:  # it was deleted, which is found out when it is read
             return
-        if pinned is not None and (status.st_dev, status.st_ino) != pinned[:2]:
+        if pinned is None:
+            return
+        # Only an open descriptor keeps the inode number from being given to another file.
+        n_compared = 2 if DESCRIPTORS.peek(where) is not None else None
+        if identity_of(status)[:n_compared] != pinned[:n_compared]:
             raise CorruptShardError(
                 "another file has taken the place of the one that was read here before; others may be of another recording too",
                 where=where,
