@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 
 import pytest
@@ -11,6 +12,8 @@ from power_cut import PowerCut
 from saev_store.sources._new_file import NewFile
 from saev_store.transport import MmapTransport
 from saev_store.transport.local import write as local_write
+from saev_store.writer.copying._share import share
+from saev_store.writer.folder import Folder
 
 
 @pytest.fixture
@@ -124,3 +127,23 @@ def test_a_new_file_of_a_converted_data_set_is_durable(tmp_path, disk, path, ove
         file.write(b"content")
         file.commit()
     assert disk.survivors() == {path: b"content"}
+
+
+@pytest.mark.parametrize("kind", ["clone", "link"])
+def test_a_file_that_two_stores_share_is_durable_under_both_names(tmp_path, disk, monkeypatch, kind):
+    def ioctl(clone: int, _request: int, source: int) -> None:
+        if kind == "link":
+            raise OSError(errno.EOPNOTSUPP, "no clones")
+        os.pwrite(clone, os.pread(source, 100, 0), 0)
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    source, target = MmapTransport(tmp_path / "a"), MmapTransport(tmp_path)
+    source.put("acts000000.bin", b"content")
+    target.put("b/metadata.json", b"{}")
+    assert share(source, Folder(target, "b"), "acts000000.bin", 7)
+    assert disk.survivors() == {
+        "a/acts000000.bin": b"content",
+        "b/acts000000.bin": b"content",
+        "b/metadata.json": b"{}",
+    }
+    assert (os.stat(tmp_path / "b/acts000000.bin").st_nlink == 2) == (kind == "link")
