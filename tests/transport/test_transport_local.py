@@ -152,6 +152,16 @@ def test_what_this_transport_replaces_itself_is_read_at_once(tmp_path, engine):
 
 
 @engines
+def test_a_new_file_in_the_place_of_one_that_this_transport_has_moved_away_is_read_at_once(tmp_path, engine):
+    (tmp_path / "a.bin").write_bytes(b"old!")
+    transport = engine(tmp_path)
+    assert bytes(one(transport, "a.bin", 0, 4)) == b"old!"
+    transport.move("a.bin", "b.bin")
+    (tmp_path / "a.bin").write_bytes(b"new!")
+    assert (bytes(one(transport, "a.bin", 0, 4)), bytes(one(transport, "b.bin", 0, 4))) == (b"new!", b"old!")
+
+
+@engines
 def test_files_of_a_folder_that_this_transport_has_deleted_are_read_anew(tmp_path, engine):
     transport, other = engine(tmp_path), engine(tmp_path)
     other.put("store/a.bin", b"0123")
