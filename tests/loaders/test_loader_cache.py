@@ -304,6 +304,30 @@ def test_stores_of_one_address_share_nothing_where_their_keys_differ(tmp_path):
         assert head(near, 3) == key
 
 
+@pytest.mark.filterwarnings("ignore:.*the folder is named 'anew'")
+def test_another_recording_at_an_address_without_versions_is_read_anew(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    from saev_store.torch import OrderedConfig, OrderedDataLoader
+
+    told = MemoryFileSystem.info
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda *args, **more: {**told(*args, **more), "created": None, "modified": None}
+    )
+    for seed, layers in enumerate([(2, 5, 11), (2, 5, 12)]):
+        plain = plain_store(tmp_path / str(seed), layers=layers, seed=seed)
+        for path in plain.path.iterdir():
+            MemoryFileSystem().pipe(f"/recorded/anew/{path.name}", path.read_bytes())
+        config = OrderedConfig(
+            shards="memory://recorded/anew", layer=5, batch_size=4, cache_dir=str(tmp_path / "cache")
+        )
+        with OrderedDataLoader(config) as loader:
+            found = np.concatenate([batch["act"].numpy() for batch in loader])
+        np.testing.assert_array_equal(found, ShardStore.open(plain.path).sel(layer=5, tokens="content")[:])
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
 def test_a_damaged_extent_makes_room_for_the_right_one(plain, tmp_path):
     arguments = (PreadTransport(plain.path), tmp_path / "cache", 80)  # room for one
     right = head(CachedTransport(*arguments))

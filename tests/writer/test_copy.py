@@ -658,3 +658,12 @@ def test_a_finished_copy_is_not_accepted_after_token_arrays_changed(tmp_path, op
     mask = np.frombuffer(bytes(data), bool).reshape(11, 6)
     assert np.array_equal(ShardStore.open(url).token_arrays["mask"], mask[:, :1] if "tokens" in options else mask)
     assert copy_store(made.path, tmp_path / "dst", **options) == url
+
+
+def test_what_a_copy_of_another_store_left_before_it_began_is_replaced(store, tmp_path):
+    made = Path(copy_store(store.path, tmp_path / "to", layers=[5]))
+    expected = contents(made)
+    shutil.rmtree(made)
+    (made / ".saev_store").mkdir(parents=True)
+    (made / ".saev_store/copy.json").write_text('{"version": 1, "copy_of": "another store"}')
+    assert contents(copy_store(store.path, tmp_path / "to", layers=[5])) == expected
