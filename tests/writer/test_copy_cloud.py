@@ -97,6 +97,19 @@ def test_the_service_copies_by_itself(place, protocol):
     assert ShardStore.open(url, place.options).validate(deep=True).ok
 
 
+def test_padding_that_another_tool_has_uploaded_is_not_copied_by_the_service(place):
+    """The service would copy it; where the copy lies, nothing is padded."""
+    this = written(place)
+    url = f"{place.url}/from/{this.name}"
+    source, layout = open_transport(url, place.options), this.metadata.layout
+    last = f"acts{layout.n_shards - 1:06}.bin"
+    used = source.read(last)
+    source.put(last, used + bytes(layout.shard_nbytes - len(used)))
+    copied = copy_store(url, f"{place.url}/to", storage_options=place.options, dst_storage_options=place.options)
+    assert open_transport(copied, place.options).read(last) == used
+    assert ShardStore.open(copied, place.options).validate(deep=True).ok
+
+
 def test_a_source_without_digests_is_read_to_compare(place):
     this = written(place)
     source = open_transport(f"{place.url}/from/{this.name}", place.options)
