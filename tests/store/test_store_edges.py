@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import tracemalloc
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -607,3 +609,29 @@ def test_a_loader_of_a_far_store_that_promises_too_many_looks_at_a_file_first(ma
 def test_an_estimate_of_a_far_store_that_promises_too_many_looks_at_a_file_first(key, n_examples: int):
     with far_store_that_promises(n_examples) as store, pytest.raises(CorruptShardError, match="64 bytes"):
         store.estimate(key)
+
+
+def test_room_for_many_more_examples_costs_nothing(tmp_path):
+    """A shard may hold 3e14 examples, and there are seven."""
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=[1, 2], n_examples=7, content_tokens_per_example=3, d_model=8, cls_token=False,
+        max_tokens_per_shard=10**15,
+    )  # fmt: skip
+    acts = np.arange(7 * 2 * 3 * 8, dtype=np.float32).reshape(7, 2, 3, 8)
+    with ShardStore.create(tmp_path, metadata, pad=False) as writer:
+        writer.append(acts)
+    store = ShardStore.open(tmp_path / metadata.hash)
+    views = [library for library in ("dask.array", "xarray") if find_spec(library.partition(".")[0])]
+    for library in views:  # what imports take is not looked at
+        importlib.import_module(library)
+    tracemalloc.start()
+    try:
+        np.testing.assert_array_equal(store[:], acts)
+        assert (store.stats().count == 7 * 8).all()
+        assert store.validate(deep=True).ok
+        for library in views:
+            view = store.as_dask() if library == "dask.array" else store.as_xarray()["activations"].data
+            np.testing.assert_array_equal(view, acts)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
