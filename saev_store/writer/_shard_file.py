@@ -372,6 +372,7 @@ class Background:
         if os.getpid() != self._pid:
             raise ForkError(
                 "a writer was used in a forked child; its thread lives in the parent only",
+                where=self._where,
                 remedy="Create the writer in the process that writes.",
             )
         if self.error is not None:
@@ -380,10 +381,13 @@ class Background:
                 raise self.error
             raise TransportError(
                 f"this writer stopped after an earlier error ({type(self.error).__name__}: {self.error})",
+                where=self._where,
                 remedy="Close it, remove the cause, and resume.",
             ) from self.error
         if self._stopping:
-            raise TransportError("this writer is closed", remedy="Create a new one with resume=True.")
+            raise TransportError(
+                "this writer is closed", where=self._where, remedy="Create a new one with resume=True."
+            )
 
     def wait_for(self, queue: SimpleQueue[T | None]) -> T | None:
         """Wait for what a job puts into a queue."""

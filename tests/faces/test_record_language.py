@@ -174,7 +174,7 @@ def test_a_module_of_another_library_through_a_list_of_blocks() -> None:
 def test_blocks_that_are_not_the_models() -> None:
     with pytest.raises(ArgumentError, match="block 0 .Linear. is no module of the model"):
         TextAdapter(model=Foreign(), blocks=[torch.nn.Linear(2, 2)], d_model=D_MODEL)
-    with pytest.raises(ArgumentError, match="blocks is empty"):
+    with pytest.raises(ArgumentError, match="^blocks: blocks is empty"):
         TextAdapter(model=Foreign(), blocks=[], d_model=D_MODEL)
 
 

@@ -161,7 +161,7 @@ def _msgpack(raw: bytes) -> object:
         import msgpack
     except ImportError as error:
         raise MissingDependencyError(
-            "a MessagePack part needs msgpack", remedy='Run: pip install "saev-store[energon]"'
+            "a MessagePack part needs msgpack", where="field_map", remedy='Run: pip install "saev-store[energon]"'
         ) from error
     return cast("object", msgpack.unpackb(raw, strict_map_key=False, ext_hook=msgpack.ExtType))  # pyright: ignore[reportUnknownMemberType]  # the stubs
 

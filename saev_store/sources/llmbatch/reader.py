@@ -263,7 +263,7 @@ def as_tensor(tokens: TokenArray) -> torch.Tensor:
         import torch
     except ImportError:
         raise MissingDependencyError(
-            "tensors need torch", remedy="pip install 'saev-store[torch]', or read NumPy arrays."
+            "tensors need torch", where="output", remedy="pip install 'saev-store[torch]', or read NumPy arrays."
         ) from None
     return torch.from_numpy(tokens.astype(np.int64))  # pyright: ignore[reportUnknownMemberType]  # the stubs
 

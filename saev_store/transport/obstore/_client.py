@@ -105,6 +105,7 @@ def fork_error(reason: str = "") -> ForkError:
     """The error for using obstore in a forked child."""
     return ForkError(
         f"obstore was used before this process was forked, and does not work in it{reason}",
+        where="engine",
         remedy='Start workers with "spawn" or "forkserver", or open the store with engine="fsspec".',
     )
 
