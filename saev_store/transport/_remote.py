@@ -33,7 +33,7 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
         TimeoutError: it took longer than `limit_s`.
         Exception: its own error.
     """
-    future = asyncio.run_coroutine_threadsafe(_within(work, limit_s), loop)
+    future = asyncio.run_coroutine_threadsafe(within(work, limit_s), loop)
     # The loop keeps the time-out; this thread does so where the loop itself is stuck.
     deadline = time.monotonic() + limit_s + STUCK_S
     try:
@@ -57,10 +57,15 @@ async def awaited_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.Abstra
         Exception: its own error.
     """
     async with asyncio.timeout(limit_s + STUCK_S):
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_within(work, limit_s), loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(within(work, limit_s), loop))
 
 
-async def _within(work: Callable[[], Awaitable[T]], limit_s: float) -> T:
+async def within(work: Callable[[], Awaitable[T]], limit_s: float) -> T:
+    """What `work()` gives, within a time.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s`, and was cancelled.
+    """
     async with asyncio.timeout(limit_s):
         return await work()
 

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import zipfile
 from functools import partial
@@ -342,6 +343,56 @@ def test_awaited_ranges_are_of_the_version_that_was_read_first(tmp_path):
         assert transport.counters.operations["get_ranges"] == 2
         with pytest.raises(TransportError, match="replaced while it was being read"):
             one_awaited(transport, "a.bin", 3, 7)
+        server.shutdown()
+
+
+def test_no_connection_outlives_the_loop_that_awaits(tmp_path):
+    """Also of a loop that ended without shutting its generators down; a loop that goes on keeps its connections."""
+    closed = []
+
+    class Digits(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            self.send_response(206)
+            self.send_header("Content-Length", str(last + 1 - first))
+            self.end_headers()
+            self.wfile.write(b"0123456789"[first : last + 1])
+
+        def finish(self):
+            super().finish()
+            closed.append(self.client_address)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Digits) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        transport = open_transport(f"http://127.0.0.1:{server.server_port}")
+
+        async def several():
+            waits = [transport.get_range_async("a.bin", start=start, end=start + 2) for start in range(5)]
+            return b"".join(await asyncio.gather(*waits))
+
+        async def twice():
+            both = await several(), await several()
+            assert not closed
+            return both
+
+        expected = b"0112233445"
+        assert asyncio.run(twice()) == (expected, expected)
+        deadline = time.monotonic() + HANG_S
+        while len(closed) < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(closed) == 5
+        assert not transport.client._in_loops
+        loop = asyncio.new_event_loop()
+        assert loop.run_until_complete(several()) == expected
+        loop.run_until_complete(transport.client._in_loops[loop][0]._session.close())  # else Python warns
+        loop.close()
+        assert asyncio.run(several()) == expected
+        assert not transport.client._in_loops
         server.shutdown()
 
 

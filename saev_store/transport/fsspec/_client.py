@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import BinaryIO, Protocol, TypeVar, cast
@@ -30,6 +30,7 @@ from saev_store.transport._remote import (
     SLOWEST_BYTES_PER_S,
     awaited_in_loop,
     run_in_loop,
+    within,
 )
 from saev_store.transport._tls import authorities, context_of, read_authorities, refused_certificate
 from saev_store.transport.base import IN_FLIGHT
@@ -42,6 +43,8 @@ _LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss"
 _TLS_PROTOCOLS = {"s3", "s3a", "http", "https"}
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
+#: The protocols of plain web addresses, whose file system is opened without a request, so also inside an event loop.
+_WEB = {("http",), ("https",)}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
 #: What is done where nothing is made.
@@ -71,6 +74,14 @@ class FileSystem(Protocol):
     def invalidate_cache(self, path: str | None = None) -> None: ...
 
 
+class _Session(Protocol):
+    async def close(self) -> None: ...
+
+
+class _WebFileSystem(FileSystem, Protocol):
+    async def set_session(self) -> _Session: ...
+
+
 class FsspecClient:
     """The file system behind a URL, shared by all transports below it; thread-safe.
 
@@ -86,6 +97,7 @@ class FsspecClient:
         self._lock = ForkSafeLock()
         self._pid = -1
         self._fs: FileSystem | None = None
+        self._in_loops: dict[asyncio.AbstractEventLoop, tuple[FileSystem, AsyncGenerator[FileSystem]]] = {}
         self.root = ""
         self.is_async = self.has_cat_file = False
 
@@ -103,18 +115,21 @@ class FsspecClient:
         pid = os.getpid()
         if self._fs is not None and self._pid == pid:
             return self._fs
-        if self._pid not in {-1, pid}:
-            _INHERITED.append(self._fs)
         with self._lock.mutex:
             if self._fs is None or self._pid != pid:
+                if self._pid != -1:
+                    _INHERITED.extend([self._fs, self._in_loops])
+                    self._in_loops = {}
                 self._fs = self._open(fresh=self._pid != -1)
                 self._pid = pid
             return self._fs
 
-    def _open(self, *, fresh: bool) -> FileSystem:
+    def _open(self, *, fresh: bool, loop: asyncio.AbstractEventLoop | None = None) -> FileSystem:
         # By name, for these modules have no types; `FileSystem` above is what we rely on.
         core, asyn, spec = (import_module(f"fsspec.{name}") for name in ("core", "asyn", "spec"))
         options: dict[str, object] = {"skip_instance_cache": True} if fresh else {}
+        if loop is not None:
+            options["loop"] = loop
         if len(self.protocols) == 1:
             options |= tuned(self.protocols[0], self.options.all)
         else:
@@ -178,13 +193,36 @@ class FsspecClient:
         """
         return run_in_loop(work, self.fs().loop, limit_s=self.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
 
-    async def awaited(self, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
-        """The same, awaited in the caller's loop; cancelling it cancels the work.
+    async def awaited(self, work: Callable[[FileSystem], Awaitable[T]], *, nbytes: int) -> T:
+        """What `work(fs)` gives, awaited in the running event loop; cancelling it cancels the work.
+
+        On web servers `fs` is the file system of that loop: to hand requests to the loop of another thread costs as much
+        as the requests.
 
         Raises:
             TimeoutError: it took longer than is allowed for `nbytes`, and was cancelled.
         """
-        return await awaited_in_loop(work, self.fs().loop, limit_s=self.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
+        fs, loop = self.fs(), asyncio.get_running_loop()
+        limit_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
+        if self.protocols not in _WEB:
+            return await awaited_in_loop(lambda: work(fs), fs.loop, limit_s=limit_s)
+        if loop not in self._in_loops:
+            for closed in [other for other in list(self._in_loops) if other.is_closed()]:
+                self._in_loops.pop(closed, None)
+            kept = self._kept(loop)
+            self._in_loops[loop] = (await anext(kept), kept)  # without a wait: no other task runs in between
+        own, _ = self._in_loops[loop]
+        return await within(lambda: work(own), limit_s)
+
+    async def _kept(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[FileSystem]:
+        """The file system of the running loop, until the loop shuts down its generators: connections do not outlive it."""
+        fs = self._open(fresh=True, loop=loop)
+        try:
+            yield fs
+        finally:
+            self._in_loops.pop(loop, None)
+            session = await cast("_WebFileSystem", fs).set_session()
+            await session.close()
 
     def redact(self, text: str) -> str:
         """`text` without any of the options' values and without what URLs may carry."""

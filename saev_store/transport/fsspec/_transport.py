@@ -122,15 +122,16 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         return parts
 
     async def get_range_async(self, path: str, *, start: int, end: int) -> Buffer:
-        """As `get_ranges` of one range, awaited; where the file system is not asynchronous, in a thread."""
+        """As `get_ranges` of one range, awaited in any event loop; where the file system is not asynchronous, in a thread."""
         below = self.below(path)
         check_ranges(self.where(below), [start], [end])
         if not self.client.is_async or start == end:
             return (await asyncio.to_thread(self.get_ranges, path, starts=[start], ends=[end]))[0]
         try:
             with self.client.errors("read", self.where(below)):
-                work = partial(self._answers, below, [start], [end])
-                answers = await self.client.awaited(work, nbytes=end - start)
+                answers = await self.client.awaited(
+                    lambda fs: self._answers(fs, below, [start], [end]), nbytes=end - start
+                )
                 return self._checked(below, [start], [end], answers)[0]
         except DeadlineError:
             raise
@@ -146,7 +147,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         client, full = self.client, self.key(below)
         with client.errors("read", self.where(below)):
             if client.is_async:
-                work = partial(self._answers, below, starts, ends)
+                work = partial(self._answers, client.fs(), below, starts, ends)
                 answers = client.run(work, nbytes=sum(ends) - sum(starts))
             else:
                 fs = client.fs()
@@ -158,9 +159,11 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 answers = [(part, version) for part in found]
             return self._checked(below, starts, ends, answers)
 
-    async def _answers(self, below: str, starts: list[int], ends: list[int]) -> Sequence[tuple[bytes, Version | None]]:
+    async def _answers(
+        self, fs: FileSystem, below: str, starts: list[int], ends: list[int]
+    ) -> Sequence[tuple[bytes, Version | None]]:
         """Each range, in the loop of an asynchronous file system, with the version of the object where it can be told."""
-        fs, full = self.client.fs(), self.key(below)
+        full = self.key(below)
         get = getter(self.client.protocols, fs)
         if get is not None:
             return await ranges(get, fs, full, starts, ends, where=self.where(below))
