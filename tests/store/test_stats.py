@@ -533,6 +533,16 @@ def test_statistics_of_a_copy_are_kept_with_digests(tmp_path: Path, monkeypatch:
     assert not calls
 
 
+def test_a_sample_of_a_store_with_digests_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the versions of the files, which a sample is not compared with digests for."""
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=64)
+    ShardStore.open(plain.path).stats(sample=6)
+    calls = computed(monkeypatch)
+    assert ShardStore.open(plain.path).stats(sample=6).is_sample
+    assert not calls
+
+
 def test_a_sample_never_replaces_statistics_of_all_examples(tmp_path: Path):
     plain = plain_store(tmp_path)
     store = ShardStore.open(plain.path)

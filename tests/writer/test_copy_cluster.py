@@ -12,6 +12,7 @@ from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
 
 from saev_store import ShardStore
+from saev_store._runtime import progress
 from saev_store.cli import main
 from saev_store.errors import (
     AccessError,
@@ -69,6 +70,18 @@ def test_workers_copy_what_one_process_copies_also_when_some_are_killed(
         copy_store(plain.path, tmp_path / "many", client=noting(client, tmp_path / "again"), progress=False) == copied
     )
     assert begun(tmp_path / "again") == {}
+
+
+@pytest.mark.parametrize("shown", [False, None])
+def test_the_bar_counts_the_examples_of_all_workers(
+    shown: bool | None, client, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+):
+    monkeypatch.setattr(progress, "shows_lines_anew", lambda: True)
+    with progress.counting():
+        copy_store(plain.path, tmp_path, layers=[5], client=client, progress=shown)
+        copying = [bar for bar in progress.counted_so_far() if bar.title == "copying"]
+    assert [(bar.unit, bar.n) for bar in copying] == [("examples", 25)]
+    assert ("%|" in capfd.readouterr().err) is (shown is None)
 
 
 def test_a_killed_worker_costs_its_file_only(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
