@@ -87,7 +87,7 @@ def function_digest(function: object, known: Collection[object] = (), *, where: 
     """xxh3_128, in hexadecimal digits, over a function or an object, and over all that it computes with.
 
     That is the code of a function, its defaults, what it encloses, and the numbers, texts, tensors, lists and dicts among the global
-    variables that it names; of an object the class and the attributes; of a module the weights, too. Functions of torch, NumPy and
+    variables that it names, with the functions of its own package among them; of an object the class and the attributes; of a module the weights, too. Functions of torch, NumPy and
     transformers are told by their names.
 
     Args:
@@ -187,7 +187,8 @@ class _Description:
             except ValueError:  # the enclosing function has not set it yet
                 self._say("empty")
         named = function.__globals__
-        self._add_all(named[name] for name in _names(function.__code__) if name in named and _is_data(named[name]))
+        found = [named[name] for name in _names(function.__code__) if name in named]
+        self._add_all(value for value in found if _is_data(value) or _is_helper(value, function))
 
     def _add_all(self, values: Iterable[object]) -> None:
         for value in values:
@@ -211,6 +212,11 @@ def _is_data(value: object) -> bool:
     import torch
 
     return _is_plain(value) or isinstance(value, (torch.Tensor, np.ndarray, Mapping, Sequence, AbstractSet))
+
+
+def _is_helper(value: object, function: FunctionType) -> bool:
+    """Whether a global variable is a function of the same package: the versions of other packages tell theirs."""
+    return isinstance(value, FunctionType) and _package(value) == _package(function)
 
 
 def _names(code: CodeType) -> list[str]:

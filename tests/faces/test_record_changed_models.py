@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -154,6 +155,37 @@ def test_global_variables_that_a_hook_names_count(tmp_path: Path, monkeypatch: p
     second = recorded(model, tmp_path / "second")
     check_told_apart(first, second)
     monkeypatch.setitem(globals(), "WEIGHTS", torch.zeros(32))
+    check_told_apart(second, recorded(model, tmp_path / "third"))
+
+
+def double(values: torch.Tensor) -> torch.Tensor:
+    return _times(values, 2.0)
+
+
+def triple(values: torch.Tensor) -> torch.Tensor:
+    return _times(values, 3.0)
+
+
+def _times(values: torch.Tensor, factor: float) -> torch.Tensor:
+    with _LOCK:
+        return values * factor
+
+
+helper, _LOCK = double, threading.Lock()
+
+
+def test_functions_that_a_hook_calls_count_but_no_other_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a lock, of which nothing can be told and nothing is computed."""
+    model = tiny_language("LlamaModel")
+    model.layers[0].mlp.register_forward_hook(lambda _module, _args, out: helper(out))
+    first = recorded(model, tmp_path / "first")
+    assert recorded(model, tmp_path / "again").name == first.name
+    monkeypatch.setitem(globals(), "helper", triple)
+    second = recorded(model, tmp_path / "second")
+    check_told_apart(first, second)
+    monkeypatch.setitem(globals(), "_times", lambda values, factor: values + factor)
     check_told_apart(second, recorded(model, tmp_path / "third"))
 
 
