@@ -168,9 +168,16 @@ def triple(values: torch.Tensor) -> torch.Tensor:
 
 def _times(values: torch.Tensor, factor: float) -> torch.Tensor:
     with _LOCK:
-        return values * factor
+        return _of_a_library(values) * factor
 
 
+def _of_a_library(values: torch.Tensor, state: object = iter(())) -> torch.Tensor:
+    """Its version tells its code; what it keeps cannot be told."""
+    del state
+    return values
+
+
+_of_a_library.__module__ = "library.part"
 helper, _LOCK = double, threading.Lock()
 
 

@@ -259,6 +259,7 @@ def test_a_state_of_something_else_is_refused(change):
         {"rank": 1},
         {"rank": -1},
         {"world_size": 0},
+        {"world_size": 2**32},
         {"output": "list"},
     ],
 )

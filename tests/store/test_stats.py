@@ -533,6 +533,14 @@ def test_statistics_of_a_copy_are_kept_with_digests(tmp_path: Path, monkeypatch:
     assert not calls
 
 
+def test_statistics_are_compared_as_objects(tmp_path: Path):
+    """Not by their arrays, whose comparison has no truth value."""
+    store = ShardStore.open(plain_store(tmp_path).path)
+    one, other = (store.stats(refresh=True, save=False) for _ in range(2))
+    assert one != other
+    assert len({one, other, one}) == 2
+
+
 def test_a_sample_of_a_store_with_digests_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With the versions of the files, which a sample is not compared with digests for."""
     plain = plain_store(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from plain_stores import Plain, plain_store
 from saev_store import ShardStore
 from saev_store._runtime import progress as progress_module
 from saev_store._runtime.progress import counted_so_far, counting
+from saev_store.loaders import stage
 from saev_store.writer.copying import copy_store
 from saev_store.writer.repair import open_repair
 
@@ -81,3 +83,17 @@ def test_no_bar_where_progress_is_false_and_one_to_the_end_on_a_terminal(
         assert expected.items() <= counted.items()
         assert np.array_equal(ShardStore.open(plain.path)[:], plain.acts)
         assert ("%|" in capfd.readouterr().err) is (shown is None)
+
+
+def test_staging_shows_no_bar(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a finished copy is compared with its digests again: every process of a machine stages."""
+    monkeypatch.setattr(progress_module, "shows_lines_anew", lambda: True)
+    plain = plain_store(tmp_path / "source", n=EXAMPLES)
+    plain.write_digests(block_bytes=64)
+    copy = stage(plain.path, tmp_path / "near")
+    for file in Path(copy).iterdir():
+        os.utime(file, ns=(1, 1))
+    assert stage(plain.path, tmp_path / "near") == copy
+    assert capfd.readouterr().err == ""
