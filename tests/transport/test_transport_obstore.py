@@ -294,6 +294,21 @@ def test_parts_leave_while_the_next_are_written(s3_bucket):
     assert transport.counters.bytes_written == len(truth) + 1000
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (2, 1, 0, 3), (3, 0, 2, 1)])
+def test_whole_parts_may_come_in_any_order(s3_bucket, order):
+    """Each is given back once, and only the next one is sent from where it lies."""
+    n = part_bytes(0)
+    transport, truth = open_s3(s3_bucket), np.random.default_rng(0).bytes(3 * n + 1000)
+    sink = transport.open_sink("big.bin", used_nbytes=len(truth), file_nbytes=len(truth))
+    given_back = []
+    for part in order:
+        buffer = memoryview(truth)[part * n : (part + 1) * n]
+        sink.write(part * n, [buffer], lambda part=part: given_back.append(part))
+    sink.commit()
+    assert transport.read("big.bin") == truth
+    assert sorted(given_back) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("most", "n_parts"), [(9_000, 3), (2, 2)])
 def test_a_long_file_has_longer_parts_rather_than_more_than_a_service_takes(s3_bucket, monkeypatch, most, n_parts):
     monkeypatch.setattr("saev_store.transport.obstore._sink._MOST_PARTS", most)
