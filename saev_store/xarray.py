@@ -13,7 +13,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,9 @@ import numpy.typing as npt
 from saev_store._runtime.optional import need
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.dtypes import FLOAT32
-from saev_store.core.indexing import outer_block
+from saev_store.core.indexing import Item, outer_block
 from saev_store.core.layout import DIMS
+from saev_store.dask import read_into_result, sliced
 from saev_store.errors import (
     ArgumentError,
     MissingDependencyError,
@@ -49,6 +50,8 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    import dask.array
+
     from saev_store.store.store import TaskSizes
 
 #: Options of xarray that every back end must accept.
@@ -119,6 +122,52 @@ class LazyArray(indexing.LazilyIndexedArray):
             slice(0, 0) if _selects_nothing(item, size) else item for item, size in zip(items, self.shape, strict=True)
         )
         return super()._updated_key(type(new_key)(key))
+
+
+class StoreVariable(xarray.Variable):
+    """The tensor as a variable: once chunked, it and what is selected of it are computed without a second copy."""
+
+    __slots__ = ()
+
+    def chunk(self, *args: object, **options: object) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]  # handed on
+        """As `xarray.Variable.chunk`."""
+        chunked = super().chunk(*args, **options)  # pyright: ignore[reportArgumentType]  # handed on
+        lazy, array = _data_of(self), _dask_array(chunked)
+        while isinstance(lazy, (indexing.CopyOnWriteArray, indexing.MemoryCachedArray)):
+            lazy = cast("object", lazy.array)
+        if array is None or not isinstance(lazy, LazyArray) or type(lazy.array) is not StoreArray:
+            return chunked
+        block = outer_block(cast("tuple[Item, ...]", lazy.key.tuple), lazy.array.shape)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+        return _with_data(chunked, read_into_result(array, lazy.array.store, block))
+
+    def __getitem__(self, key: object) -> Self:
+        """As `xarray.Variable[key]`."""
+        found = super().__getitem__(key)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+        array, part = _dask_array(self), _dask_array(found)
+        if array is None or part is None:
+            return found
+        _, indexer, _ = self._broadcast_indexes(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # partly annotated
+        if isinstance(indexer, indexing.VectorizedIndexer):
+            return found
+        return _with_data(found, sliced(array, part, outer_block(indexer.tuple, self.shape)))
+
+
+_AnyVariable = TypeVar("_AnyVariable", bound=xarray.Variable)
+
+
+def _with_data(variable: _AnyVariable, data: dask.array.Array) -> _AnyVariable:
+    return variable._replace(data=data)  # pyright: ignore[reportPrivateUsage, reportArgumentType]  # keeps the class
+
+
+def _data_of(variable: xarray.Variable) -> object:
+    """Its data as they are; `variable.data` would read what is lazy."""
+    return cast("object", variable._data)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]  # xarray has no public way
+
+
+def _dask_array(variable: xarray.Variable) -> dask.array.Array | None:
+    """Its data if they are a dask array: not lazy, in memory, or of another library of chunks."""
+    data = _data_of(variable)
+    return cast("dask.array.Array", data) if type(data).__module__.startswith("dask.array.") else None
 
 
 class SaevBackend(BackendEntrypoint):
@@ -262,7 +311,7 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
     store.check_wide()
     layout = store.layout
     variables = {
-        ARRAY: xarray.Variable(DIMS, LazyArray(StoreArray(store))),
+        ARRAY: StoreVariable(DIMS, LazyArray(StoreArray(store))),
         "example": xarray.Variable("example", pd.RangeIndex(layout.n_examples)),  # of constant size
     }
     arrays = token_variables(store.token_arrays.described())

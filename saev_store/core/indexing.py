@@ -49,6 +49,8 @@ class Progression:
 
     def positions(self) -> IntArray:
         """All of them, int64; `ArgumentError` where there is no memory for so many."""
+        if self.count < 2:  # the step may be any integer, also one of more than 64 bits
+            return np.full(self.count, self.start, dtype=np.int64)
         try:
             return self.start + self.step * np.arange(self.count)
         except (MemoryError, ValueError) as error:  # NumPy's error for a length beyond its limit is a ValueError
@@ -87,6 +89,19 @@ class Block:
     def shape(self) -> tuple[int, ...]:
         return tuple(n for n, gone in zip(self.full_shape, self.dropped, strict=True) if not gone)
 
+    def narrowed(self, inner: Block) -> Block:
+        """What `inner` selects of the result of this block: `array[self][inner]` is `array[self.narrowed(inner)]`.
+
+        >>> every_second = outer_block((slice(1, None, 2), 0), (10, 3))
+        >>> every_second.narrowed(outer_block((slice(1, 3),), every_second.shape)).axes[0]
+        Progression(start=3, step=2, count=2)
+        """
+        axes, dropped = list(self.axes), list(self.dropped)
+        left = [number for number, gone in enumerate(self.dropped) if not gone]
+        for number, choice, gone in zip(left, inner.axes, inner.dropped, strict=True):
+            axes[number], dropped[number] = _chosen(axes[number], choice), gone
+        return Block(tuple(axes), tuple(dropped))
+
 
 @dataclass(frozen=True, slots=True)
 class Points:
@@ -104,6 +119,15 @@ class Points:
 def length(axis: Axis) -> int:
     """How many positions a choice along one axis has."""
     return axis.count if isinstance(axis, Progression) else len(axis)
+
+
+def _chosen(axis: Axis, of_these: Axis) -> Axis:
+    """The positions at `of_these` places of a choice along one axis."""
+    if not isinstance(axis, Progression):
+        return axis[of_these.positions() if isinstance(of_these, Progression) else of_these]
+    if isinstance(of_these, Progression):
+        return Progression(axis.start + axis.step * of_these.start, axis.step * of_these.step, of_these.count)
+    return axis.start + axis.step * of_these
 
 
 def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:

@@ -77,3 +77,15 @@ def plain_store(
         files["labels.bin"] = labels.tobytes()
     name = hashlib.sha256(json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return PlainStore(files, name, dense, labels, layout)
+
+
+def plain_documents(layout: Layout) -> dict[str, bytes]:
+    from saev_store import new_metadata
+    from saev_store.documents import shards_bytes
+
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=layout.layers, content_tokens_per_example=layout.content_tokens_per_example,
+        cls_token=layout.cls_token, d_model=layout.d_model, n_examples=layout.n_examples,
+        max_tokens_per_shard=layout.examples_per_shard * layout.vectors_per_example,
+    )  # fmt: skip
+    return {"metadata.json": metadata.raw, "shards.json": shards_bytes(layout, metadata.count_key)}

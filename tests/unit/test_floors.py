@@ -77,7 +77,7 @@ HEAVY = {
     "boto3": (),
     "botocore": ("transport/fsspec/",),
     "dask": (
-        "dask.py",
+        "dask/",
         "xarray.py",
         "zarr/",
         "testing/",
@@ -125,7 +125,7 @@ HEAVY = {
     "uvicorn": ("serve/",),
     "virtualizarr": ("export/",),
     "xarray": ("xarray.py", "zarr/", "export/", "testing/"),
-    "zarr": ("zarr/", "xarray.py", "dask.py", "export/", "serve/", "testing/"),
+    "zarr": ("zarr/", "xarray.py", "dask/", "export/", "serve/", "testing/"),
 }
 
 #: What floor 0 may not import although it is in the standard library: anything that opens, starts or waits for something.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import component
 
-from saev_store.core.indexing import Block, Points, Progression, parse_axis, parse_key
+from saev_store.core.indexing import Block, Points, Progression, outer_block, parse_axis, parse_key
 from saev_store.errors import SelectionError
 
 SHAPE = (6, 3, 4, 5)
@@ -55,6 +55,36 @@ def test_any_key_means_what_numpy_means(key: object) -> None:
     else:
         assert np.shape(found) == np.shape(expected)
         np.testing.assert_array_equal(found, expected)
+
+
+@st.composite
+def outer_keys(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[object, ...]:
+    """An integer, a slice or a list for each axis."""
+
+    def item(n: int) -> st.SearchStrategy[object]:
+        listed = st.lists(st.integers(-n, n - 1), max_size=4).map(lambda values: np.array(values, np.int64))
+        return st.one_of(st.slices(n), st.integers(-n, n - 1), listed) if n else st.slices(n)
+
+    return tuple(draw(item(n)) for n in shape)
+
+
+def taken(dense: np.ndarray, key: tuple[object, ...]) -> np.ndarray:
+    """The outer product of a key in NumPy, one axis after the other, last axis first."""
+    for axis in reversed(range(len(key))):
+        dense = dense[(slice(None),) * axis + (key[axis],)]
+    return dense
+
+
+@given(st.data())
+def test_a_part_of_a_part_is_a_part(data: st.DataObject) -> None:
+    """Three selections, each of the result of the one before."""
+    dense, block = DENSE, outer_block((slice(None),) * 4, SHAPE)
+    for _ in range(3):
+        key = data.draw(outer_keys(dense.shape))
+        block, dense = block.narrowed(outer_block(key, dense.shape)), taken(dense, key)
+    axes = [axis.positions() if isinstance(axis, Progression) else axis for axis in block.axes]
+    assert block.shape == dense.shape
+    np.testing.assert_array_equal(DENSE[np.ix_(*axes)].reshape(block.shape), dense)
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1, 2), (0, 1, 2), (2, 3), (0, 1, 2, 3)])
@@ -221,6 +251,15 @@ def test_the_ends_of_a_progression(progression: Progression) -> None:
     assert progression.positions().tolist() == positions
     assert (progression.lowest, progression.highest) == (min(positions), max(positions))
     assert parse_axis(progression, 6, "example") is progression
+
+
+@pytest.mark.parametrize("step", [2**63, -(2**64), 3 - 2**63])
+@pytest.mark.parametrize("count", [0, 1])
+def test_steps_of_any_size(step: int, count: int) -> None:
+    """Python's slices take them; the step of fewer than two positions says nothing."""
+    assert Progression(4, step, count).positions().tolist() == [4][:count]
+    assert Progression(4, step, count).positions().dtype == np.int64
+    assert parse_axis(slice(5, None, step), 6, "example").positions().tolist() == list(range(6))[5::step]
 
 
 def test_blocks_and_points_pass_as_they_are() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dense_stores import PlainStore, plain_store
+from dense_stores import PlainStore, plain_documents, plain_store
 from transports import CountingTransport, LatencyTransport
 from waiting import HANG_S
 
@@ -243,43 +243,19 @@ def test_loading_without_waiting_in_the_loop(folder: Path, plain: PlainStore):
     assert one.values.tobytes() == plain.dense[:, 1].tobytes()
 
 
-@pytest.mark.parametrize("chunks", [None, {"example": 20}], ids=["lazy", "tasks"])
-def test_opening_and_loading_takes_the_output_and_no_more(chunks: object, tmp_path: Path):
-    """Into memory of the caller where there are tasks: dask's `compute` keeps all blocks and copies them."""
+def test_opening_and_loading_takes_the_output_and_no_more(tmp_path: Path):
+    """With tasks: test_dask_result.py."""
     plain = plain_store(Layout(550, tuple(range(3)), 15, True, 320, 100))
     folder = plain.write(tmp_path)
-    xr.open_dataset(folder, engine=SaevBackend, chunks={}).activations[:1].values  # noqa: B018  # imports
+    xr.open_dataset(folder, engine=SaevBackend).activations[:1].values  # noqa: B018  # imports
     tracemalloc.start()
     try:
-        opened = xr.open_dataset(folder, engine=SaevBackend).activations
-        if chunks is None:
-            found = opened.values
-        else:
-            found = np.empty(opened.shape, np.float32)
-            ShardStore.open(folder).as_xarray(chunks=chunks).activations.data.store(found, scheduler="synchronous")
+        found = xr.open_dataset(folder, engine=SaevBackend).activations.values
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert found.tobytes() == plain.dense.tobytes()
     assert peak <= 1.1 * found.nbytes
-
-
-def test_dask_alone_copies_what_it_computes(tmp_path: Path):
-    """`.values` of tasks takes what dask takes for blocks of NumPy: `compute` keeps all blocks while it joins them."""
-    plain = plain_store(Layout(550, tuple(range(3)), 15, True, 320, 100))
-    dataset = ShardStore.open(plain.write(tmp_path)).as_xarray(chunks={"example": 20})
-    ones = dask.array.ones(dataset.activations.shape, chunks=dataset.activations.chunks, dtype=np.float32) * 2
-    peaks: list[int] = []
-    with dask.config.set(scheduler="synchronous"):
-        dataset.activations[:1].values  # noqa: B018  # imports
-        for read in (ones.compute, lambda: dataset.activations.values):
-            tracemalloc.start()
-            try:
-                read()
-                peaks.append(tracemalloc.get_traced_memory()[1])
-            finally:
-                tracemalloc.stop()
-    assert peaks[1] <= peaks[0] + 0.1 * plain.dense.nbytes
 
 
 @pytest.mark.parametrize("chunks", [None, {}], ids=["lazy", "tasks"])
@@ -341,18 +317,6 @@ def test_tasks_are_few_and_follow_the_shards():
         assert set(range(2_000, 40_001, 2_000)) <= set(ends.tolist())
         assert max(lengths) * layout.example_nbytes <= 160 << 20
     assert store.as_dask().numblocks[0] < 1_700
-
-
-def plain_documents(layout: Layout) -> dict[str, bytes]:
-    from saev_store import new_metadata
-    from saev_store.documents import shards_bytes
-
-    metadata = new_metadata(
-        family="clip", ckpt="x", layers=layout.layers, content_tokens_per_example=layout.content_tokens_per_example,
-        cls_token=layout.cls_token, d_model=layout.d_model, n_examples=layout.n_examples,
-        max_tokens_per_shard=layout.examples_per_shard * layout.vectors_per_example,
-    )  # fmt: skip
-    return {"metadata.json": metadata.raw, "shards.json": shards_bytes(layout, metadata.count_key)}
 
 
 def test_datasets_pickle(folder: Path, plain: PlainStore):

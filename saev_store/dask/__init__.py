@@ -9,6 +9,7 @@ import numpy as np
 
 from saev_store._runtime.optional import need
 from saev_store.core.chunk_grid import task_lengths
+from saev_store.core.indexing import Block, outer_block
 from saev_store.errors import ArgumentError, brief
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] = "auto") -> dask.array.Array:
     """The tensor as a lazy dask array, whose tasks read through the store; slices read only what they keep.
 
-    Blocks are copies, also of mapped files: a view would end the worker if the file were cut while a task computes.
+    `compute` of the array, and of slices of it, reads into the result: it takes no more memory than that. Blocks are copies,
+    also of mapped files: a view would end the worker if the file were cut while a task computes.
 
     Args:
         store: The opened store.
@@ -43,7 +45,7 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     layout = store.layout
     sizes = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
     try:
-        return dask.array.from_array(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # dask is not annotated
+        array = dask.array.from_array(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # dask is not annotated
             store,
             chunks=cast("str", sizes),  # dask takes more than its annotation says
             asarray=False,
@@ -54,3 +56,25 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
         raise ArgumentError(
             f"{brief(chunks)} cannot be laid over a tensor of shape {layout.shape}: {brief(str(error))}", where="chunks"
         ) from error
+    return read_into_result(cast("dask.array.Array", array), store, outer_block([slice(None)] * 4, layout.shape))
+
+
+def read_into_result(array: dask.array.Array, store: ShardStore, block: Block) -> dask.array.Array:
+    """The same dask array, but `compute` reads its blocks straight into the result, without a second copy.
+
+    Args:
+        array: An array of float32; its tasks read `block` of `store`.
+        store: The opened store.
+        block: The vectors, in the shape of the array.
+    """
+    from saev_store.dask._result import with_source
+
+    return with_source(array, store, block)
+
+
+def sliced(array: dask.array.Array, part: dask.array.Array, inner: Block) -> dask.array.Array:
+    """`read_into_result` of `part`, which is what `inner` selects of such an array; any other is returned as it is."""
+    from saev_store.dask._result import source_of, with_source
+
+    source = source_of(array)
+    return part if source is None else with_source(part, source.store, source.block.narrowed(inner))

@@ -1,0 +1,157 @@
+"""Read the blocks of a dask array straight into the result of `compute`.
+
+dask keeps all blocks of an array until the last one is there and then copies them into the result, which takes twice the
+memory of the result. Here the task that joins the blocks is replaced, when the graph is optimized, by a task that allocates
+the result and one for each block that reads into its place. Blocks that are persisted, needed by other tasks or computed on
+a cluster are left to dask.
+"""
+
+# dask is not annotated.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+import dask.array as da
+import numpy as np
+from dask._task_spec import List, Task, TaskRef  # the tasks of the public documentation have no other module
+from dask.array.core import finalize
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+from saev_store.core.indexing import Block, parse_key
+from saev_store.store.selection import FloatArray, prepared
+from saev_store.store.store import ShardStore
+
+Place: TypeAlias = tuple[slice, ...]
+_ATTRIBUTE = "_saev_store_source"
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a dask array of this name reads: these vectors of a store, in the shape of the array.
+
+    The name tells whether the array still is the one: an assignment to a part of a dask array changes it in place.
+    """
+
+    store: ShardStore
+    block: Block
+    name: str
+
+    def parts(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], Place, Block]]:
+        """For each block: its position among the blocks, its place in the result, and the vectors that it has."""
+        ends = [list(itertools.accumulate(lengths)) for lengths in chunks]
+        for position in itertools.product(*(range(len(lengths)) for lengths in chunks)):
+            place = tuple(slice(ends[axis][n] - chunks[axis][n], ends[axis][n]) for axis, n in enumerate(position))
+            yield position, place, self.block.narrowed(cast("Block", parse_key(place, self.block.shape)))
+
+
+def with_source(array: da.Array, store: ShardStore, block: Block) -> da.Array:
+    """The same dask array, read into its result by `compute`; as it is if its shape is not that of the vectors.
+
+    A class of its own would not do: xarray refuses to compute dask arrays of two classes together. dask looks the methods up
+    on the object.
+    """
+    if array.shape != block.shape:
+        return array
+    made = cast("da.Array", array.copy())  # pyright: ignore[reportAttributeAccessIssue]  # not annotated
+    source = Source(store, block, made.name)
+    joined = cast("object", (_join, (source, made.chunks)))
+    vars(made).update({_ATTRIBUTE: source, "__dask_postcompute__": lambda: joined, "__dask_optimize__": OPTIMIZER})
+    return made
+
+
+def source_of(array: object) -> Source | None:
+    """What an array reads, if it was made by `with_source` and not changed since."""
+    source = cast("Source | None", getattr(array, _ATTRIBUTE, None))
+    return source if source is not None and source.name == cast("da.Array", array).name else None
+
+
+class _Result:
+    """Memory for a result; without memory in another process, where blocks are returned instead."""
+
+    def __init__(self, shape: tuple[int, ...] | None) -> None:
+        self.memory = None if shape is None else prepared(None, shape, np.dtype(np.float32))
+
+    def __reduce__(self) -> tuple[type[_Result], tuple[None]]:
+        return _Result, (None,)
+
+
+def _join(blocks: object, _source: Source, _chunks: object) -> object:
+    """Join blocks as dask does, wherever the optimizer has not replaced this."""
+    return finalize(blocks)
+
+
+def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> FloatArray | None:
+    """Read a block into its place, or return it where there is no memory for the result."""
+    if result.memory is None:
+        return np.asarray(store.read(block))
+    target = result.memory[place]
+    if target.flags.c_contiguous:
+        store.read(block, out=target)
+    else:
+        target[...] = store.read(block)
+    return None
+
+
+def _take(result: _Result, blocks: object) -> object:
+    """The result, once its blocks have been read."""
+    return finalize(blocks) if result.memory is None else result.memory
+
+
+class _Optimizer:
+    """dask's optimizer of arrays behind the replacement; in another process, such as a cluster's scheduler, dask's alone."""
+
+    def __call__(self, graph: object, keys: object, **options: object) -> object:
+        if isinstance(graph, HighLevelGraph):
+            graph = _replaced(graph)
+        return da.Array.__dask_optimize__(graph, keys, **options)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, str]]:
+        return getattr, (da.Array, "__dask_optimize__")
+
+
+#: One object, because dask optimizes arrays together that have one optimizer.
+OPTIMIZER = _Optimizer()
+
+
+def _replaced(graph: HighLevelGraph) -> HighLevelGraph:
+    """The graph with other tasks for the results that are joined of blocks of one store, each needed once."""
+    joins = {
+        layer_name: task
+        for layer_name, layer in graph.layers.items()
+        if isinstance(layer, MaterializedLayer) and len(layer) == 1
+        for task in layer.values()
+        if isinstance(task, Task) and task.func is _join
+    }
+    stores = [cast("Source", task.args[1]).store for task in joins.values()]
+    layers, dependencies = dict(graph.layers), dict(graph.dependencies)
+    for layer_name, task in joins.items():
+        refs, source, chunks = cast("tuple[object, Source, Sequence[Sequence[int]]]", task.args)
+        if refs == _nested(source.name, chunks) and sum(store is source.store for store in stores) == 1:
+            layers[layer_name], dependencies[layer_name] = MaterializedLayer(_tasks(task, source, chunks)), set()
+    return HighLevelGraph(layers, dependencies)
+
+
+def _tasks(task: Task, source: Source, chunks: Sequence[Sequence[int]]) -> dict[object, Task]:
+    """Allocate the result, read each block into it, return it: under keys that no other graph has."""
+    token = uuid.uuid4().hex
+    allocated, read = f"result-{token}", f"read-{token}"
+    tasks: dict[object, Task] = {allocated: Task(allocated, _Result, source.block.shape)}
+    for position, place, block in source.parts(chunks):
+        key = (read, *position)
+        tasks[key] = Task(key, _read, TaskRef(allocated), source.store, block, place)
+    tasks[task.key] = Task(task.key, _take, TaskRef(allocated), _nested(read, chunks))
+    return tasks
+
+
+def _nested(name: str, chunks: Sequence[Sequence[int]], position: tuple[int, ...] = ()) -> object:
+    """References to all blocks as nested lists, one level for each dimension."""
+    if len(position) == len(chunks):
+        return TaskRef((name, *position))
+    return List(*(_nested(name, chunks, (*position, n)) for n in range(len(chunks[len(position)]))))

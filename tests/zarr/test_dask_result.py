@@ -1,0 +1,263 @@
+"""What `compute` of a store's dask array takes of memory and reads, and that it is dask's in everything else."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_stores import PlainStore, plain_documents, plain_store
+from transports import CountingTransport, LatencyTransport
+
+from saev_store import ShardStore
+from saev_store.core.layout import Layout
+from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning
+from saev_store.transport import MemoryTransport
+
+dask = pytest.importorskip("dask")
+da = pytest.importorskip("dask.array")
+xr = pytest.importorskip("xarray")
+
+#: 34 MB, so that what Python takes beside the arrays does not count.
+LARGE = Layout(550, tuple(range(3)), 15, True, 320, 100)
+SMALL = Layout(7, (2, 5, 11), 4, True, 8, 3)
+
+
+@pytest.fixture(autouse=True)
+def chunks_that_cut_shards() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The specified chunks separate", UserWarning)
+        yield
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlainStore, Path]:
+    plain = plain_store(LARGE)
+    folder = plain.write(tmp_path_factory.mktemp("large"))
+    opened(folder)[:1].values  # noqa: B018  # imports
+    return plain, folder
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[PlainStore, ShardStore]:
+    plain = plain_store(SMALL, labelled=True)
+    return plain, ShardStore.open(plain.write(tmp_path))
+
+
+def opened(folder: Path, **lengths: int) -> xr.DataArray:
+    return xr.open_dataset(folder, engine="saev", chunks=lengths).activations
+
+
+READS: dict[str, tuple[Callable[[Path], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
+    "values": (lambda p: opened(p).values, lambda dense: dense),
+    "load": (lambda p: opened(p, example=20).load().values, lambda dense: dense),
+    "compute": (lambda p: opened(p, example=33).compute().values, lambda dense: dense),
+    "dataset": (
+        lambda p: xr.open_dataset(p, engine="saev", chunks={"example": 20}).load().activations.values,
+        lambda dense: dense,
+    ),
+    "one block": (lambda p: opened(p, example=-1).values, lambda dense: dense),
+    "blocks of every axis": (
+        lambda p: opened(p, example=77, layer=1, token=4, d_model=100).values,
+        lambda dense: dense,
+    ),
+    "layer": (lambda p: opened(p, example=20).sel(layer=1).values, lambda dense: dense[:, 1]),
+    "layer and token": (
+        lambda p: opened(p, example=20).sel(layer=[2, 0], token=slice(None, 13)).values,
+        lambda dense: dense[:, [2, 0], :15],
+    ),
+    "one after the other": (
+        lambda p: opened(p, example=20)[::-1][3:, 1:][:, :, 2:].values,
+        lambda dense: dense[::-1][3:, 1:][:, :, 2:],
+    ),
+    "examples": (
+        lambda p: opened(p, example=20).isel(example=[*range(400), 7, 7]).values,
+        lambda dense: dense[[*range(400), 7, 7]],
+    ),
+    "selected, then chunked": (
+        lambda p: xr.open_dataset(p, engine="saev").activations.isel(layer=[0, 2]).chunk(example=20).values,
+        lambda dense: dense[:, [0, 2]],
+    ),
+    "as_xarray": (
+        lambda p: ShardStore.open(p).as_xarray(chunks={"example": 20}).activations.values,
+        lambda dense: dense,
+    ),
+    "as_dask": (lambda p: ShardStore.open(p).as_dask(chunks=(30, -1, -1, -1)).compute(), lambda dense: dense),
+}
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+@pytest.mark.parametrize("name", READS)
+def test_the_result_and_no_more_is_allocated(name: str, scheduler: str, large: tuple[PlainStore, Path]):
+    plain, folder = large
+    read, expected = READS[name]
+    with dask.config.set(scheduler=scheduler, num_workers=2):
+        tracemalloc.start()
+        try:
+            found = read(folder)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found.view(np.uint32), expected(plain.dense.view(np.uint32)))
+    assert peak <= 1.1 * found.nbytes
+
+
+def _computed(array: da.Array) -> np.ndarray:
+    return array.compute(scheduler="synchronous")
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda array: array.compute(scheduler="synchronous", optimize_graph=False),
+        lambda array: array.persist(scheduler="synchronous").compute(scheduler="synchronous"),
+        lambda array: _computed(dask.optimize(array)[0]),
+        lambda array: _computed(pickle.loads(pickle.dumps(array))),  # its own
+        lambda array: _computed(array.rechunk((2, 1, 5, 3))),
+        lambda array: _computed(array.map_blocks(np.copy)),
+        lambda array: _computed(da.concatenate([array[:3], array[3:]])),
+        np.asarray,
+    ],
+    ids=["as it is", "persisted", "optimized", "pickled", "rechunked", "mapped", "joined", "NumPy"],
+)
+@pytest.mark.parametrize("chunks", [(2, -1, -1, -1), -1, (3, 2, 4, 5)], ids=["examples", "one", "all axes"])
+def test_other_ways_to_compute(
+    chunks: object, compute: Callable[[da.Array], np.ndarray], small: tuple[PlainStore, ShardStore]
+):
+    plain, store = small
+    found = compute(store.as_dask(chunks=chunks))
+    assert (found.shape, found.tobytes()) == (plain.dense.shape, plain.dense.tobytes())
+
+
+def test_in_processes(small: tuple[PlainStore, ShardStore], tmp_path: Path):
+    """Memory is not shared with them."""
+    plain, store = small
+    array = store.as_dask(chunks=(2, -1, 4, -1))
+    with dask.config.set(scheduler="processes", num_workers=2):
+        whole, layer = dask.compute(array, store.as_dask(chunks=-1)[:, 1])
+        assert whole.tobytes() == plain.dense.tobytes()
+        assert layer.tobytes() == plain.dense[:, 1].tobytes()
+        (folder,) = (path.parent for path in tmp_path.rglob("metadata.json"))
+        os.truncate(folder / "acts000001.bin", 100)
+        with pytest.raises(CorruptShardError, match="acts000001"):
+            array.compute()
+
+
+def test_with_optimizations_of_the_caller(small: tuple[PlainStore, ShardStore]):
+    plain, store = small
+    array = store.as_dask(chunks=(2, -1, -1, -1))
+    seen: list[int] = []
+
+    def optimize(graph: object, keys: object, **options: object) -> object:
+        seen.append(1)
+        return da.optimization.optimize(graph, keys, **options)
+
+    for options in ({"array_optimize": optimize}, {"array_optimize": False}, {"optimization.fuse.active": False}):
+        with dask.config.set(options):
+            assert _computed(array).tobytes() == plain.dense.tobytes()
+    assert seen
+
+
+def test_on_a_cluster(small: tuple[PlainStore, ShardStore]):
+    distributed = pytest.importorskip("distributed")
+    plain, store = small
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=":0") as cluster,
+        distributed.Client(cluster),
+    ):
+        array = store.as_dask(chunks=(2, -1, -1, -1))
+        assert array.compute().tobytes() == plain.dense.tobytes()
+        assert array[:, 1].compute().tobytes() == plain.dense[:, 1].tobytes()
+        kept = array.persist()
+        kept.compute()[:] = 0
+        assert kept.compute().tobytes() == plain.dense.tobytes()
+
+
+def test_every_result_is_the_callers_own(small: tuple[PlainStore, ShardStore]):
+    plain, store = small
+    for array in (store.as_dask(chunks=(2, -1, -1, -1)), store.as_dask(chunks=-1)):
+        kept = array.persist(scheduler="synchronous")
+        for which in (array, array, kept, kept):
+            found = _computed(which)
+            assert found.tobytes() == plain.dense.tobytes()
+            assert found.flags.writeable
+            found[:] = 0
+
+
+def test_an_assignment_counts(small: tuple[PlainStore, ShardStore]):
+    """dask changes the array in place."""
+    plain, store = small
+    array = store.as_dask(chunks=(2, -1, -1, -1))
+    array[1, 0] = 7
+    expected = plain.dense.copy()
+    expected[1, 0] = 7
+    assert _computed(array).tobytes() == expected.tobytes()
+    assert _computed(array[1:3]).tobytes() == expected[1:3].tobytes()
+    activations = store.as_xarray(chunks={"example": 2}).activations
+    activations[1, 0] = 7
+    assert activations.values.tobytes() == expected.tobytes()
+    assert activations[:, 0].values.tobytes() == expected[:, 0].tobytes()
+    assert activations.isel(example=1).values.tobytes() == expected[1].tobytes()
+
+
+def test_together_with_other_arrays(small: tuple[PlainStore, ShardStore]):
+    """xarray refuses to compute dask arrays of several classes together."""
+    plain, store = small
+    dataset = store.as_xarray(chunks={"example": 2})
+    dataset["first"] = dataset.activations[0] * 1
+    dataset["ones"] = ("example", da.ones(7, chunks=2))
+    loaded = dataset.load()
+    assert loaded.activations.values.tobytes() == plain.dense.tobytes()
+    assert loaded["first"].values.tobytes() == plain.dense[0].tobytes()
+    np.testing.assert_array_equal(loaded.labels.values, plain.labels)
+
+
+def test_blocks_that_several_results_need_are_read_once():
+    plain = plain_store(SMALL)
+    transport = CountingTransport(MemoryTransport(plain.files, label=plain.name))
+    store = ShardStore.open(transport)
+    array = store.as_dask(chunks=(3, -1, -1, -1))
+    store[0]
+    transport.reset()
+    with dask.config.set(scheduler="synchronous"):
+        whole, layer = dask.compute(array, array[:, 1])
+    assert whole.tobytes() == plain.dense.tobytes()
+    assert layer.tobytes() == plain.dense[:, 1].tobytes()
+    assert transport.counters.bytes_read <= plain.dense.nbytes
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+def test_a_shard_that_is_cut_is_an_error(scheduler: str, small: tuple[PlainStore, ShardStore], tmp_path: Path):
+    _, store = small
+    array = store.as_dask(chunks=(2, -1, -1, -1))
+    _computed(array)
+    (folder,) = (path.parent for path in tmp_path.rglob("metadata.json"))
+    os.truncate(folder / "acts000001.bin", 100)
+    with pytest.raises(CorruptShardError, match="acts000001"):
+        array.compute(scheduler=scheduler)
+
+
+def test_more_than_the_machine_has_is_refused():
+    """The shape of a store is a number from a file."""
+    files = plain_documents(Layout(10**9, (2, 5, 11), 4, True, 8_000, 10**8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)
+        store = ShardStore.open(LatencyTransport(MemoryTransport(files), 0.0, 1e12))
+    with pytest.raises((ArgumentError, CorruptShardError)):
+        _computed(store.as_dask(chunks=-1))
+
+
+def test_the_graph_and_names_are_dasks(small: tuple[PlainStore, ShardStore]):
+    _, store = small
+    array = store.as_dask(chunks=(2, -1, -1, -1))
+    assert type(array) is da.Array
+    assert array.__dask_keys__()[0][0][0][0] == (array.name, 0, 0, 0, 0)
+    dataset = store.as_xarray(chunks={"example": 2})
+    assert type(dataset.activations.data) is da.Array
+    assert type(dataset.activations.isel(layer=0).data) is da.Array
