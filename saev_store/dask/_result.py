@@ -62,7 +62,7 @@ def with_source(array: da.Array, store: ShardStore, block: Block) -> da.Array:
     made = cast("da.Array", array.copy())  # pyright: ignore[reportAttributeAccessIssue]  # not annotated
     source = Source(store, block, made.name)
     joined = cast("object", (_join, (source, made.chunks)))
-    vars(made).update({_ATTRIBUTE: source, "__dask_postcompute__": lambda: joined, "__dask_optimize__": OPTIMIZER})
+    vars(made).update({_ATTRIBUTE: source, "__dask_postcompute__": lambda: joined, "__dask_optimize__": _OPTIMIZER})
     return made
 
 
@@ -105,19 +105,28 @@ def _take(result: _Result, blocks: object) -> object:
 
 
 class _Optimizer:
-    """dask's optimizer of arrays behind the replacement; in another process, such as a cluster's scheduler, dask's alone."""
+    """dask's optimizer of arrays behind the replacement; in another process, such as a cluster's scheduler, dask's alone.
+
+    It equals dask's: `dask.compute` optimizes collections in groups of equal optimizers, and dask 2026.8 returns the results in
+    the order of the groups, not in that of the arguments. The first of a group does the work, for arrays of any origin.
+    """
 
     def __call__(self, graph: object, keys: object, **options: object) -> object:
         if isinstance(graph, HighLevelGraph):
             graph = _replaced(graph)
         return da.Array.__dask_optimize__(graph, keys, **options)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Optimizer) or other == da.Array.__dask_optimize__
+
+    def __hash__(self) -> int:
+        return hash(da.Array.__dask_optimize__)
+
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, str]]:
         return getattr, (da.Array, "__dask_optimize__")
 
 
-#: One object, because dask optimizes arrays together that have one optimizer.
-OPTIMIZER = _Optimizer()
+_OPTIMIZER = _Optimizer()
 
 
 def _replaced(graph: HighLevelGraph) -> HighLevelGraph:

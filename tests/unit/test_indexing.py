@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import component
 
 from saev_store.core.indexing import Block, Points, Progression, outer_block, parse_axis, parse_key
-from saev_store.errors import SelectionError
+from saev_store.errors import ArgumentError, SelectionError
 
 SHAPE = (6, 3, 4, 5)
 DENSE = np.arange(np.prod(SHAPE)).reshape(SHAPE)
@@ -260,6 +260,13 @@ def test_steps_of_any_size(step: int, count: int) -> None:
     assert Progression(4, step, count).positions().tolist() == [4][:count]
     assert Progression(4, step, count).positions().dtype == np.int64
     assert parse_axis(slice(5, None, step), 6, "example").positions().tolist() == list(range(6))[5::step]
+
+
+@pytest.mark.parametrize("count", [2**58, 2**62])
+def test_more_positions_than_memory_holds(count: int) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Progression(0, 1, count).positions()
+    assert caught.value.where == "index"
 
 
 def test_blocks_and_points_pass_as_they_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import tracemalloc
@@ -216,6 +217,37 @@ def test_together_with_other_arrays(small: tuple[PlainStore, ShardStore]):
     assert loaded.activations.values.tobytes() == plain.dense.tobytes()
     assert loaded["first"].values.tobytes() == plain.dense[0].tobytes()
     np.testing.assert_array_equal(loaded.labels.values, plain.labels)
+
+
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations("oopp"))), ids="".join)
+def test_results_come_in_the_order_of_the_arguments(order: tuple[str, ...], small: tuple[PlainStore, ShardStore]):
+    """dask 2026.8 returns results in the order of groups of equal optimizers: ours, plain arrays, delayed functions."""
+    plain, store = small
+    array = store.as_dask(chunks=(2, -1, -1, -1))
+    made = {
+        "o": [(array, plain.dense), (store.as_dask(chunks=-1), plain.dense)],
+        "p": [(abs(array), abs(plain.dense)), (da.zeros(7, chunks=2), np.zeros(7))],
+    }
+    left = {kind: iter(values) for kind, values in made.items()}
+    chosen = [next(left[kind]) for kind in order if kind in left]
+    with dask.config.set(scheduler="synchronous"):
+        found = dask.compute(*(lazy for lazy, _ in chosen))
+        last = dask.compute(*(lazy for lazy, _ in chosen), dask.delayed(lambda: 5)())
+    for result in (found, last):
+        for one, (_, expected) in zip(result, chosen, strict=False):
+            np.testing.assert_array_equal(one, expected)
+    assert last[-1] == 5
+
+
+def test_variables_of_one_shape_are_not_exchanged(small: tuple[PlainStore, ShardStore]):
+    plain, store = small
+    dataset = store.as_xarray(chunks={"example": 2})
+    dataset = dataset.assign(a=abs(dataset.activations), b=dataset.activations[::-1].variable, c=-dataset.activations)
+    for loaded in (dataset.load(), dataset[["a", "b", "c", "activations"]].compute()):
+        np.testing.assert_array_equal(loaded["a"], abs(plain.dense))
+        np.testing.assert_array_equal(loaded["b"], plain.dense[::-1])
+        np.testing.assert_array_equal(loaded["c"], -plain.dense)
+        assert loaded.activations.values.tobytes() == plain.dense.tobytes()
 
 
 def test_blocks_that_several_results_need_are_read_once():
