@@ -190,10 +190,12 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         if get_spawning_popen() is not None and self._loader.world > 1:
             # For a worker of PyTorch's DataLoader, where torch.distributed is not initialised.
             cfg = replace(cfg, rank=self._loader.rank, world=self._loader.world)
-        return (type(self), (cfg,), {"state": self.state_dict()})
+        return (type(self), (cfg,), (self.state_dict(), self.place[1] > 0 or self._loader.is_bound))
 
-    def __setstate__(self, state: Mapping[str, Mapping[str, object]]) -> None:
-        self.load_state_dict(state["state"])
+    def __setstate__(self, place: tuple[Mapping[str, object], bool]) -> None:
+        state, is_bound = place
+        self._loader.stand_as(state, is_bound=is_bound)
+        self._at = None
 
 
 class _Batches(Iterator[ExampleBatch]):
