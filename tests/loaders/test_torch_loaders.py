@@ -322,6 +322,27 @@ def test_as_a_dataset_of_batches(plain, kind, monkeypatch):
         iter(dataset)
 
 
+def test_a_new_loader_begins_with_the_epoch_that_its_sampler_is_told(plain):
+    """Lightning tells it a number before each epoch, and loads no state from a checkpoint of an epoch's end."""
+    config = ShuffledConfig(shards=plain.path, layer=5, batch_size=64)
+    loader, again = ShuffledDataLoader(config), ShuffledDataLoader(config)
+    orders = [[batch["example_idx"].tolist() for batch in loader] for _ in range(3)]
+    batches = iter(again)
+    again.sampler.set_epoch(1)
+    assert [batch["example_idx"].tolist() for batch in batches] == orders[1]
+    for told in (0, 2, 9):
+        again.sampler.set_epoch(told)
+        assert again.epoch == 2
+    batches = iter(again)
+    next(batches)
+    resumed = ShuffledDataLoader(config)
+    resumed.load_state_dict(again.state_dict())
+    again.sampler.set_epoch(9)
+    assert [batch["example_idx"].tolist() for batch in batches] == orders[2][1:]
+    resumed.sampler.set_epoch(9)
+    assert [batch["example_idx"].tolist() for batch in resumed] == orders[2][1:]
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
 @pytest.mark.parametrize("method", ["spawn"])
