@@ -158,6 +158,34 @@ def test_indexed_rows(plain):
     assert dataset.transform(plain.acts[0, 0, 0]).shape == (16,)
 
 
+def test_indices_that_are_no_integers(plain):
+    """A mask is not taken for the numbers 0 and 1, nor is a fraction cut."""
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer=5))
+    mask = np.zeros(len(dataset), bool)
+    mask[3] = True
+    for bad in (
+        mask,
+        torch.from_numpy(mask),
+        [1.5],
+        np.array([1.0]),
+        ["1"],
+        [None],
+        [[1, 2], [3]],
+        slice(0, 2),
+        [2**70],
+    ):
+        with pytest.raises(SelectionError, match="must be integers"):
+            dataset.batch(bad)
+    with pytest.raises(SelectionError, match="of a dataset of"):
+        dataset.batch(np.array([2**63], np.uint64))
+    for bad in (1.5, "1", None, True, slice(0, 2), [1], np.array([1, 2])):
+        with pytest.raises(SelectionError, match="must be an integer"):
+            dataset[bad]
+    assert len(dataset.batch([])["act"]) == 0
+    for number in (3, np.int8(3), torch.tensor(3)):
+        assert torch.equal(dataset[number]["act"], dataset.batch(torch.tensor([3]))["act"][0])
+
+
 def test_indexed_batches_are_gathered_by_threads(plain):
     dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer="all", tokens="all"))
     dataset._n_threads = 4
