@@ -22,7 +22,7 @@ from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
 from saev_store.loaders._columns import TokenColumns, layer_columns
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
-from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale
+from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale, same_value, whole_number
 from saev_store.loaders._iteration import Batch, BatchIterator, Iteration, Metrics, Totals
 from saev_store.loaders._medium import TAKES_ADVICE, WAITING, Advice, layers_of, medium_of
 from saev_store.loaders._pickled import pickled
@@ -114,8 +114,14 @@ class Loader(ABC):
         self._world: int = 0  # until the ranks were looked at
         self._look_at_ranks()
 
-    def _look_at_ranks(self) -> None:
-        """Cut the rows anew where rank or world are other ones by now, such as after torch.distributed was initialised."""
+    def _look_at_ranks(self, *, begins: bool = False) -> None:
+        """Cut the rows anew where rank or world are other ones by now, such as after torch.distributed was initialised.
+
+        Args:
+            begins: Whether an iteration begins here. Within an epoch the ranks are those that its batches are of.
+        """
+        if self._world and not begins and (self._batch != self._resume_at or self.is_iterating):
+            return
         ranks = rank_and_world(self._options.rank, self._options.world)
         if ranks == (self._rank, self._world):
             return
@@ -144,13 +150,13 @@ class Loader(ABC):
 
     @property
     def rank(self) -> int:
-        """This process among `world`, as it is now."""
+        """This process among `world`, as it is now; within an epoch, as it was when that began."""
         self._look_at_ranks()
         return self._rank
 
     @property
     def world(self) -> int:
-        """How many ranks share the work, as it is now."""
+        """How many ranks share the work, as it is now; within an epoch, as it was when that began."""
         self._look_at_ranks()
         return self._world
 
@@ -194,7 +200,7 @@ class Loader(ABC):
         """
         with self._lock:
             self._end_iteration()
-            self._look_at_ranks()
+            self._look_at_ranks(begins=True)
             if self._iteration is not None and self._iteration.has_strays:
                 # A read that hangs in the system may still be writing there.
                 self._forget_memory()
@@ -359,7 +365,7 @@ class Loader(ABC):
         Raises:
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
         """
-        self._look_at_ranks()
+        self._look_at_ranks(begins=True)
         epoch, batch, scale = self._check(state)
         self._adopt(state)
         self._end_iteration()
@@ -367,6 +373,26 @@ class Loader(ABC):
         # An epoch is over with its last batch.
         self._epoch, self._batch = (epoch + 1, 0) if batch == self._batching.n_batches > 0 else (epoch, batch)
         self._resume_at = self._batch
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether only as many ranks can go on from here: within an epoch, or where a state was loaded."""
+        return self._batch > 0 or self._loaded is not None
+
+    def stand_as(self, state: Mapping[str, object], *, is_bound: bool) -> None:
+        """Stand where the loader stood that a pickle was made of.
+
+        Args:
+            state: Its state.
+            is_bound: Its `is_bound`; else other ranks begin its epoch.
+        """
+        self._look_at_ranks()
+        if is_bound or same_value(state.get("global_batch_size"), self._batching.batch_size):
+            self.load_state_dict(state)
+        else:
+            self.set_epoch(whole_number(state, "epoch", 0))
+        if not is_bound:
+            self._loaded = None
 
     def _given(self) -> dict[str, object]:
         """What the loader was made with beside rows and options."""

@@ -19,7 +19,9 @@ class _Stateful(Protocol):
     @property
     def world(self) -> int: ...
     def state_dict(self) -> dict[str, object]: ...
-    def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
+    @property
+    def is_bound(self) -> bool: ...
+    def stand_as(self, state: Mapping[str, object], *, is_bound: bool) -> None: ...
 
 
 def pickled(loader: _Stateful, rows: object, options: ReadOptions, given: Mapping[str, object]) -> tuple[object, ...]:
@@ -34,7 +36,7 @@ def pickled(loader: _Stateful, rows: object, options: ReadOptions, given: Mappin
     if get_spawning_popen() is not None and loader.world > 1:
         # In a process that is started now, torch.distributed is not initialised.
         options = replace(options, rank=loader.rank, world=loader.world)
-    return _again, (type(loader), rows, options, dict(given), loader.state_dict())
+    return _again, (type(loader), rows, options, dict(given), loader.state_dict(), loader.is_bound)
 
 
 def _again(
@@ -43,8 +45,9 @@ def _again(
     options: ReadOptions,
     given: Mapping[str, object],
     state: Mapping[str, object],
+    is_bound: bool,
 ) -> _Stateful:
     """The loader that was pickled, at its place."""
     loader = make(rows, options, **given)
-    loader.load_state_dict(state)
+    loader.stand_as(state, is_bound=is_bound)
     return loader

@@ -90,12 +90,12 @@ class PairLoader:
 
     @property
     def rank(self) -> int:
-        """This process among `world`, as it is now."""
+        """This process among `world`, as it is now; within an epoch, as it was when that began."""
         return self.a.rank
 
     @property
     def world(self) -> int:
-        """How many ranks share the work, as it is now."""
+        """How many ranks share the work, as it is now; within an epoch, as it was when that began."""
         return self.a.world
 
     @property
@@ -198,6 +198,16 @@ class PairLoader:
         except BaseException:
             self.a.load_state_dict(before)
             raise
+
+    @property
+    def is_bound(self) -> bool:
+        """See `Loader`."""
+        return self.a.is_bound or self.b.is_bound
+
+    def stand_as(self, state: Mapping[str, object], *, is_bound: bool) -> None:
+        """See `Loader`."""
+        for loader, name in ((self.a, "a"), (self.b, "b")):
+            loader.stand_as(cast("Mapping[str, object]", state[name]), is_bound=is_bound)
 
 
 class OrderedPairLoader(PairLoader):

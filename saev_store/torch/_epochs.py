@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -50,6 +51,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         self._loader = loader
         #: Epoch and number of the batch that comes next, where the loader below is ahead of what was handed out.
         self._at: tuple[int, int] | None = None
+        #: The latest iterator.
+        self._batches: weakref.ref[_Batches] | None = None
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -85,7 +88,9 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         batches = iter(self._loader)
         self._at = None
         at, n_batches = (epoch, self._loader.next_batch), len(self._loader)
-        return _Batches(batches, self._copies, at, n_batches, self._advance, self._normalizer)
+        found = _Batches(batches, self._copies, at, n_batches, self._advance, self._normalizer)
+        self._batches = weakref.ref(found)
+        return found
 
     def _advance(self, at: tuple[int, int]) -> None:
         """Note the epoch and the number of the batch that comes next."""
@@ -100,6 +105,20 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         """Choose the epoch of the next iteration, from its beginning."""
         self._loader.set_epoch(epoch)
         self._at = None
+
+    @property
+    def sampler(self) -> EpochSampler:
+        """What Lightning tells the number of its epoch: out of a checkpoint of an epoch's end it loads no state of a loader."""
+        return EpochSampler(self)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go on to an epoch, unless a batch was handed out or a state was loaded, or this epoch is behind."""
+        if self._at is not None or self._loader.is_bound or epoch <= self.epoch:
+            return
+        self.set_epoch(epoch)
+        batches = None if self._batches is None else self._batches()
+        if batches is not None:
+            batches.start(iter(self._loader), (epoch, 0))
 
     def state_dict(self) -> dict[str, object]:
         """Where the loader stands: JSON, below 2 kB. Counts batches that were handed out, not those made ahead."""
@@ -190,10 +209,23 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         if get_spawning_popen() is not None and self._loader.world > 1:
             # For a worker of PyTorch's DataLoader, where torch.distributed is not initialised.
             cfg = replace(cfg, rank=self._loader.rank, world=self._loader.world)
-        return (type(self), (cfg,), {"state": self.state_dict()})
+        return (type(self), (cfg,), (self.state_dict(), self.place[1] > 0 or self._loader.is_bound))
 
-    def __setstate__(self, state: Mapping[str, Mapping[str, object]]) -> None:
-        self.load_state_dict(state["state"])
+    def __setstate__(self, place: tuple[Mapping[str, object], bool]) -> None:
+        state, is_bound = place
+        self._loader.stand_as(state, is_bound=is_bound)
+        self._at = None
+
+
+class EpochSampler:
+    """Samples nothing: takes the number of an epoch, which a new loader begins with."""
+
+    def __init__(self, loader: EpochLoader[AnyConfig, Inner]) -> None:
+        self._begin = loader.begin_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `EpochLoader.begin_epoch`."""
+        self._begin(epoch)
 
 
 class _Batches(Iterator[ExampleBatch]):
@@ -219,11 +251,16 @@ class _Batches(Iterator[ExampleBatch]):
         advance: Callable[[tuple[int, int]], None],
         normalizer: Normalizer | None,
     ) -> None:
-        self._batches, self._at, self._n_batches, self._advance = batches, at, n_batches, advance
-        found = map(tensors, batches)
-        found = found if copies is None else moved(found, copies)
-        self._found: Iterator[ExampleBatch] = found if normalizer is None else map(normalizer, found)
+        self._copies, self._n_batches, self._advance, self._normalizer = copies, n_batches, advance, normalizer
         self._has_ended = False
+        self.start(batches, at)
+
+    def start(self, batches: BatchIterator | PairBatches, at: tuple[int, int]) -> None:
+        """Hand out these batches, of which the first has the number `at`."""
+        self._batches, self._at = batches, at
+        found = map(tensors, batches)
+        found = found if self._copies is None else moved(found, self._copies)
+        self._found: Iterator[ExampleBatch] = found if self._normalizer is None else map(self._normalizer, found)
 
     def __iter__(self) -> _Batches:
         return self

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import Dataset, default_collate  # pyright: ignore[reportUnknownVariableType]  # of any lists
 
 from saev_store._runtime.threads import n_cores
+from saev_store.core.arguments import check_count
 from saev_store.core.layout import LayerKey
 from saev_store.documents import Metadata
-from saev_store.errors import SelectionError
+from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.loaders import WAITING, BufferPool, ScatteredReads, TokenColumns, filtered, layer_columns, medium_of
 from saev_store.store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensor_of, tensors
@@ -106,9 +107,13 @@ class IndexedDataset(Dataset[ExampleBatch]):
 
     def __getitem__(self, i: int) -> ExampleBatch:
         """One example; like every dataset of PyTorch it ends with an IndexError, and takes no negative numbers."""
-        if not 0 <= i < len(self):
-            raise SelectionError(f"example {i} of a dataset of {len(self)}", where="index")
-        return example_of(self.batch([i]), 0)
+        try:
+            number = check_count(i, name="index", least=-(2**63))
+        except ArgumentError as error:
+            raise SelectionError(error.message, where="index") from None
+        if not 0 <= number < len(self):
+            raise SelectionError(f"example {number} of a dataset of {len(self)}", where="index")
+        return example_of(self.batch([number]), 0)
 
     def __getitems__(self, indices: list[int]) -> Examples:
         """Many examples, gathered at once; what `DataLoader` calls for each batch."""
@@ -118,9 +123,17 @@ class IndexedDataset(Dataset[ExampleBatch]):
         """Many examples as one batch: `act` (n, d_model), or (n, layers, d_model), and so on, in the order asked for.
 
         Raises:
-            SelectionError: an index is out of range.
+            SelectionError: an index is out of range, or no integer, such as those of a mask.
         """
-        picked = np.asarray(indices, dtype=np.int64).reshape(-1)
+        try:
+            given = np.asarray(indices).reshape(-1)
+        except ValueError:  # lists of different lengths
+            given = np.empty(1, np.object_)
+        if len(given) and given.dtype.kind not in "iu":
+            raise SelectionError(f"indices are {brief(indices)}; they must be integers", where="index")
+        if len(given) and int(given.max()) >= len(self):  # before it is cut to 64 bits with a sign
+            raise SelectionError(f"examples {given.min()} to {given.max()} of a dataset of {len(self)}", where="index")
+        picked = given.astype(np.int64)
         if len(picked) and not 0 <= int(picked.min()) <= int(picked.max()) < len(self):
             raise SelectionError(
                 f"examples {picked.min()} to {picked.max()} of a dataset of {len(self)}", where="index"

@@ -74,6 +74,9 @@ def test_configs_keep_what_they_are_given():
             saev.ShuffledConfig(**bad)
     with pytest.raises(ArgumentError, match="s3://bucket/store"):
         saev.IndexedConfig("s3://bucket/store")
+    for bad in (None, 5, b"/data/x"):
+        with pytest.raises(ArgumentError, match="which is no path"):
+            saev.OrderedConfig(bad)
 
 
 def test_an_ordered_config_is_made_of_a_shuffled_one():
@@ -118,6 +121,10 @@ def test_metadata_that_the_reference_project_wrote():
             dataclasses.replace(md, data=data).make_data_cfg()
     with pytest.raises(ArgumentError, match="max_tokens_per_shard"):
         dataclasses.replace(md, max_tokens_per_shard=3)
+    assert dataclasses.replace(md, pixel_agg="prefer-fg").pixel_agg is saev.PixelAgg.PREFER_FG
+    for name, bad in (("pixel_agg", None), ("pixel_agg", "most"), ("dtype", "float16")):
+        with pytest.raises(ArgumentError, match=name):
+            dataclasses.replace(md, **{name: bad})
 
 
 def test_shards_of_a_store(plain: Plain, tmp_path: Path):
@@ -148,6 +155,9 @@ def test_where_rows_lie(plain: Plain, tokens: str, layer: int | str):
         )  # fmt: skip
     for bad in (-1, len(rows)):
         with pytest.raises(IndexError):
+            index_map.from_global(bad)
+    for bad in (1.5, "1", True, None):
+        with pytest.raises(ArgumentError, match="idx"):
             index_map.from_global(bad)
 
 
@@ -285,6 +295,40 @@ def test_outputs_of_blocks(cls_token: bool):
         _ = saev.RecordedTransformer(Blocks(), 4, cls_token, [1]).activations
 
 
+class WritingBlocks(Blocks):
+    """The same numbers, added in place: each block's output is written to after the block has run."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = batch.clone()
+        for power, block in enumerate(self.blocks):
+            batch = block(batch.add_(10**power))
+        return batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_that_the_model_writes_to_later(dtype: torch.dtype):
+    batch = torch.arange(2.0 * 5 * 3).reshape(2, 5, 3).to(dtype)
+    _, acts = saev.RecordedTransformer(WritingBlocks(), 4, True, [0, 1, 2])(batch)
+    assert acts.dtype == torch.float32
+    assert torch.equal(acts, torch.stack([batch + 1, batch + 11, batch + 111], dim=1).float())
+
+
+def test_blocks_without_a_tensor_of_tokens():
+    class Pair(torch.nn.Module):
+        def forward(self, batch: torch.Tensor) -> tuple[torch.Tensor]:
+            return (batch,)
+
+    model = Blocks()
+    model.blocks[1] = Pair()
+    with pytest.raises(ArgumentError, match="block 1 gives a tuple"):
+        saev.RecordedTransformer(model, 4, True, [1])(torch.zeros(2, 5, 3))
+    with pytest.raises(ArgumentError, match=r"block 0 gives a Tensor of shape \(5, 3\)"):
+        saev.RecordedTransformer(Blocks(), 4, True, [0])(torch.zeros(5, 3))
+    for layer in (3, -4):
+        with pytest.raises(ArgumentError, match=f"block {layer} of a model of 3 blocks"):
+            saev.RecordedTransformer(Blocks(), 4, True, [layer])
+
+
 def metadata_of(n_examples: int = 7) -> saev.Metadata:
     return saev.Metadata(
         family="clip", ckpt="mine", layers=(2, 5), content_tokens_per_example=4, cls_token=True, d_model=8,
@@ -316,6 +360,18 @@ def test_a_store_is_written(tmp_path: Path):
         saev.ShardWriter(tmp_path, md)
 
 
+def test_places_that_are_no_folders(tmp_path: Path):
+    md, file = metadata_of(), tmp_path / "file"
+    file.touch()
+    for call in (md.dump, lambda place: saev.ShardWriter(place, md)):
+        with pytest.raises(NotFoundError, match="file"):
+            call(file)
+        with pytest.raises(ArgumentError, match="shards_root is None"):
+            call(None)
+    with pytest.raises(ArgumentError, match="shards_dir is None"):
+        saev.LabelsWriter(None, md)
+
+
 def test_labels_of_a_store_that_has_none(tmp_path: Path):
     md = metadata_of()
     with saev.ShardWriter(tmp_path, md) as writer:
@@ -332,9 +388,14 @@ def test_labels_of_a_store_that_has_none(tmp_path: Path):
         (np.zeros((1, 5), np.uint8), 0),
         (np.zeros((1, 4), np.int64), 0),
         (np.zeros((2, 4), np.uint8), 6),
+        (np.uint8(3), 0),
+        (None, 0),
     ):
         with pytest.raises(ArgumentError, match="labels of shape"):
             labels.write_batch(wrong, start)
+    for start in (-1, 1.5, "a", True):
+        with pytest.raises(ArgumentError, match="start_idx"):
+            labels.write_batch(np.zeros((1, 4), np.uint8), start)
     labels.write_batch(np.full((1, 4), 1, dtype=np.uint8), 0)
     with pytest.raises(StoreExistsError):
         labels.flush()
@@ -360,3 +421,23 @@ def test_labels_of_pixels(pixel_agg: saev.PixelAgg, background: int):
             saev.pixel_to_patch_labels(*bad)
     with pytest.raises(ArgumentError, match="below 2"):
         saev.pixel_to_patch_labels(seg, 12, 2, max_classes=2)
+    assert torch.equal(saev.pixel_to_patch_labels(seg, 12, 2, pixel_agg.value, background), found)
+    assert torch.equal(saev.pixel_to_patch_labels(seg.astype(np.float64), 12, 2, pixel_agg, background), found)
+
+
+@pytest.mark.parametrize("label", [256, -1, 1.5, np.nan, np.inf])
+def test_labels_of_pixels_that_no_byte_holds(label: float):
+    seg = np.zeros((4, 4), np.float64 if isinstance(label, float) else np.int32)
+    seg[3, 1] = label
+    for given in (seg, torch.from_numpy(seg)):
+        with pytest.raises(ArgumentError, match=f"a label is {label}"):
+            saev.pixel_to_patch_labels(given, 4, 2)
+
+
+def test_bad_arguments_of_labels_of_pixels():
+    seg = np.zeros((4, 4), np.uint8)
+    bad = ({"patch_size": 0}, {"patch_size": -2}, {"patch_size": 2.0}, {"n_patches": "4"}, {"bg_label": 256}, {"bg_label": -1},
+           {"pixel_agg": "most"}, {"seg": "seg"}, {"seg": None})  # fmt: skip
+    for arguments in bad:
+        with pytest.raises(ArgumentError, match=next(iter(arguments))):
+            saev.pixel_to_patch_labels(**{"seg": seg, "n_patches": 4, "patch_size": 2} | arguments)

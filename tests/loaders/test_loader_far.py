@@ -18,7 +18,7 @@ from waiting import HANG_S, soon
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import DeadlineError, TransportError
-from saev_store.loaders import ShuffledLoader
+from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.transport import open_transport
 
 pytest.importorskip("obstore")
@@ -151,6 +151,23 @@ def test_a_time_out_names_what_is_being_read(url, plain, s3_bucket):
             pytest.raises(DeadlineError, match=r"acts00000\d\.bin"),
         ):
             next(iter(loader))
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_slow_line_is_not_taken_for_a_dead_one(url, plain, s3_bucket, engine):
+    """A request takes longer than the loader waits, and more comes of it all the time."""
+    if engine == "fsspec":
+        pytest.importorskip("s3fs")
+    with Proxy(s3_bucket.options["endpoint_url"]) as proxy:
+        options = {**s3_bucket.options, "endpoint_url": proxy.url}
+        store = ShardStore.open(url, options, engine=engine)
+        examples = store.sel(examples=range(32))
+        proxy.faults[:] = [Fault(method="GET", path="acts", bytes_per_s=300_000, times=-1)]
+        with OrderedLoader(examples, batch_size=4096, n_threads=1, read_bytes=1 << 20, batch_timeout_s=1.0) as loader:
+            assert sum(len(batch["act"]) for batch in loader) == 32 * 41 * 2
+            metrics = loader.metrics()
+        assert metrics.n_requests == 2  # each longer than a second
+        assert metrics.bytes_read == 32 * 41 * 2 * 512
 
 
 def rows_in_a_child(loader: ShuffledLoader, queue: object) -> None:

@@ -158,6 +158,34 @@ def test_indexed_rows(plain):
     assert dataset.transform(plain.acts[0, 0, 0]).shape == (16,)
 
 
+def test_indices_that_are_no_integers(plain):
+    """A mask is not taken for the numbers 0 and 1, nor is a fraction cut."""
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer=5))
+    mask = np.zeros(len(dataset), bool)
+    mask[3] = True
+    for bad in (
+        mask,
+        torch.from_numpy(mask),
+        [1.5],
+        np.array([1.0]),
+        ["1"],
+        [None],
+        [[1, 2], [3]],
+        slice(0, 2),
+        [2**70],
+    ):
+        with pytest.raises(SelectionError, match="must be integers"):
+            dataset.batch(bad)
+    with pytest.raises(SelectionError, match="of a dataset of"):
+        dataset.batch(np.array([2**63], np.uint64))
+    for bad in (1.5, "1", None, True, slice(0, 2), [1], np.array([1, 2])):
+        with pytest.raises(SelectionError, match="must be an integer"):
+            dataset[bad]
+    assert len(dataset.batch([])["act"]) == 0
+    for number in (3, np.int8(3), torch.tensor(3)):
+        assert torch.equal(dataset[number]["act"], dataset.batch(torch.tensor([3]))["act"][0])
+
+
 def test_indexed_batches_are_gathered_by_threads(plain):
     dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer="all", tokens="all"))
     dataset._n_threads = 4
@@ -320,6 +348,27 @@ def test_as_a_dataset_of_batches(plain, kind, monkeypatch):
     monkeypatch.setattr("saev_store.torch._epochs.get_worker_info", lambda: SimpleNamespace(num_workers=2))
     with pytest.raises(ArgumentError, match="num_workers is 2"):
         iter(dataset)
+
+
+def test_a_new_loader_begins_with_the_epoch_that_its_sampler_is_told(plain):
+    """Lightning tells it a number before each epoch, and loads no state from a checkpoint of an epoch's end."""
+    config = ShuffledConfig(shards=plain.path, layer=5, batch_size=64)
+    loader, again = ShuffledDataLoader(config), ShuffledDataLoader(config)
+    orders = [[batch["example_idx"].tolist() for batch in loader] for _ in range(3)]
+    batches = iter(again)
+    again.sampler.set_epoch(1)
+    assert [batch["example_idx"].tolist() for batch in batches] == orders[1]
+    for told in (0, 2, 9):
+        again.sampler.set_epoch(told)
+        assert again.epoch == 2
+    batches = iter(again)
+    next(batches)
+    resumed = ShuffledDataLoader(config)
+    resumed.load_state_dict(again.state_dict())
+    again.sampler.set_epoch(9)
+    assert [batch["example_idx"].tolist() for batch in batches] == orders[2][1:]
+    resumed.sampler.set_epoch(9)
+    assert [batch["example_idx"].tolist() for batch in resumed] == orders[2][1:]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -153,3 +153,40 @@ def test_a_script_trains_and_goes_on(heading: str, store: Path, expected: list[l
 def test_every_script_of_the_page_is_run():
     headings = re.findall(r"^## (.*)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
     assert headings == list(SCRIPTS)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("when", [{}, {"every_n_train_steps": 7}, {"every_n_train_steps": 41}])
+def test_lightning_goes_on_from_any_checkpoint(when: dict[str, int], store: Path, tmp_path: Path):
+    """Also from one at the end of an epoch, which is where Lightning writes them unless it is told otherwise."""
+    lightning = pytest.importorskip("lightning")
+
+    class Seen(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rows = torch.nn.Linear(8, 8), []
+
+        def training_step(self, batch: dict[str, torch.Tensor], _number: int) -> torch.Tensor:
+            self.rows.append(torch.stack([batch["example_idx"], batch["token_idx"]], dim=1).tolist())
+            return self.layer(batch["act"]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def train(n_epochs: int, checkpoint: Path | None) -> list[list[list[int]]]:
+        model = Seen()
+        loader = ShuffledDataLoader(ShuffledConfig(store, layer=11, batch_size=8))
+        keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **when)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        trainer = lightning.Trainer(max_epochs=n_epochs, callbacks=[keep], **quiet)
+        trainer.fit(model, loader, ckpt_path=checkpoint)
+        return model.rows
+
+    n_batches = -(-N_EXAMPLES * N_TOKENS // 8)
+    whole = train(3, None)
+    assert len(whole) == 3 * n_batches
+    assert whole[:n_batches] != whole[n_batches : 2 * n_batches]
+    for checkpoint in list(tmp_path.iterdir()):
+        step = int(checkpoint.stem.removeprefix("step="))
+        if step < 2 * n_batches + 5:
+            assert train(3, checkpoint) == whole[step:]

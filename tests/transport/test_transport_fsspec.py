@@ -240,11 +240,14 @@ def test_a_document_is_one_request_and_no_longer_than_allowed(fake):
 def test_a_range_that_says_to_be_another_one_is_not_taken(said, size):
     """A cache between us and the server may mix up answers; the length alone does not tell."""
 
-    async def get(fs, path, start, end):
+    async def get(fs, path, start, end, arrived):
+        arrived(end - start)
         return bytes(range(start, end)), {"Content-Range": said, "ETag": "v1"}
 
+    arrived = []
+
     def found():
-        return asyncio.run(ranges(get, None, "a.bin", [3], [9], where="there/a.bin"))
+        return asyncio.run(ranges(get, None, "a.bin", [3], [9], where="there/a.bin", arrived=arrived.append))
 
     if size == "other":
         with pytest.raises(TransportError, match=r"there/a\.bin: .* but bytes 3 to 9 were asked for") as caught:
@@ -252,6 +255,7 @@ def test_a_range_that_says_to_be_another_one_is_not_taken(said, size):
         assert caught.value.transient
     else:
         assert found() == [(bytes(range(3, 9)), ("v1", size))]
+    assert arrived == [6]
 
 
 def test_unfinished_uploads_are_listed_to_the_last_page():

@@ -13,8 +13,9 @@ from typing import Literal, Self, cast
 import numpy as np
 
 from saev_store import ShardStore, documents, new_metadata
+from saev_store.core.arguments import check_choice, check_count
 from saev_store.core.rows import Tokens, row_space
-from saev_store.errors import SelectionError, StoreExistsError, UnsafeContentError
+from saev_store.errors import ArgumentError, SelectionError, StoreExistsError, UnsafeContentError, brief
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Writes, open_transport
 
@@ -24,6 +25,19 @@ class PixelAgg(Enum):
 
     MAJORITY = "majority"
     PREFER_FG = "prefer-fg"
+
+
+def agg_of(value: object) -> PixelAgg:
+    """One of the two ways, also by its value, as documents have it.
+
+    Raises:
+        ArgumentError: there is no such way.
+    """
+    if isinstance(value, PixelAgg):
+        return value
+    ways = {way.value: way for way in PixelAgg}
+    check_choice(value, list(ways), name="pixel_agg")
+    return ways[cast("str", value)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +65,8 @@ class Metadata:
     protocol: str = "2.1"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pixel_agg", agg_of(self.pixel_agg))
+        check_choice(self.dtype, ["float32"], name="dtype")
         _ = self.document
 
     @cached_property
@@ -84,7 +100,7 @@ class Metadata:
         Raises:
             StoreExistsError: another metadata.json is there.
         """
-        folder = Path(shards_root) / self.hash
+        folder = path_of(shards_root, "shards_root") / self.hash
         if not (folder / WORK_FOLDER).exists():  # else a writer is at work, and will publish it
             create(folder / METADATA_NAME, self.document.raw)
 
@@ -128,13 +144,23 @@ class Metadata:
         return SimpleNamespace(**cast("dict[str, object]", described))
 
 
+def path_of(value: object, name: str) -> Path:
+    """An argument that is a path.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if isinstance(value, (str, Path)):
+        return Path(value)
+    raise ArgumentError(f"{name} is {brief(value)}, which is no path", where=name)
+
+
 def create(path: Path, data: bytes) -> None:
     """Create a small file; one with the same bytes may be there already.
 
     Raises:
         StoreExistsError: another one is there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         cast("Writes", open_transport(path.parent)).create(path.name, data)
     except StoreExistsError:
@@ -211,12 +237,13 @@ class IndexMap:
         Raises:
             SelectionError: there is no such row. It is an IndexError, too.
         """
-        if not 0 <= idx < len(self):
-            raise SelectionError(f"row {idx} of {len(self)}", where="idx")
-        example, layer_idx, token = (int(position) for position in self._rows.locate(int(idx)))
+        number = check_count(idx, name="idx", least=-(2**63))
+        if not 0 <= number < len(self):
+            raise SelectionError(f"row {number} of {len(self)}", where="idx")
+        example, layer_idx, token = (int(position) for position in self._rows.locate(number))
         shard_idx, in_shard = divmod(example, self.md.examples_per_shard)
         return Index(
-            idx=int(idx),
+            idx=number,
             example_idx=example,
             content_token_idx=max(token - self.md.cls_token, -1),
             shard_idx=shard_idx,

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 
 from saev_store import torch as ours
-from saev_store.compat.saev._documents import IndexMap, Metadata
+from saev_store.compat.saev._documents import IndexMap, Metadata, path_of
 from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError
 
@@ -28,17 +28,18 @@ class _Config:
 
     Raises:
         ConfigError: an option makes no sense.
-        ArgumentError: `shards` is a URL.
+        ArgumentError: `shards` is a URL, or no path.
     """
 
     shards: Path
 
     def check(self, make: type[Ours]) -> Ours:
         """The same as a config of `saev_store.torch`, which checks it."""
+        path = path_of(self.shards, "shards")
         if "://" in str(self.shards):
             remedy = "Use a path, or saev_store.torch, which takes URLs."
             raise ArgumentError(f"shards is {str(self.shards)!r}, which is no path", where="shards", remedy=remedy)
-        object.__setattr__(self, "shards", Path(self.shards))
+        object.__setattr__(self, "shards", path)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if values.get("n_threads") == _N_THREADS:
             del values["n_threads"]

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from saev_store import ShardStore
-from saev_store.compat.saev._documents import Metadata, PixelAgg, create
+from saev_store.compat.saev._documents import Metadata, PixelAgg, agg_of, create, path_of
+from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError
 from saev_store.names import LABELS_NAME, METADATA_NAME
 
@@ -45,9 +46,17 @@ class RecordedTransformer(torch.nn.Module):
         self._outputs: dict[int, torch.Tensor] = {}
         blocks = model.get_residuals()
         for position, layer in enumerate(layers):
+            if not -len(blocks) <= layer < len(blocks):
+                raise ArgumentError(f"block {layer} of a model of {len(blocks)} blocks", where="layers")
             blocks[layer].register_forward_hook(partial(self._keep, position))
 
-    def _keep(self, position: int, _block: torch.nn.Module, _args: object, output: torch.Tensor) -> None:
+    def _keep(self, position: int, _block: torch.nn.Module, _args: object, output: object) -> None:
+        if not isinstance(output, torch.Tensor) or output.ndim != 3:
+            shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+            raise ArgumentError(
+                f"block {self.layers[position]} gives a {type(output).__name__}{shape}, no tensor (batch, tokens, d_model)",
+                where="model",
+            )
         found = output[:, self.token_i, :].detach()
         if not self.cls_token and found.shape[1] == self.tokens_per_example + 1:
             found = found[:, 1:]
@@ -56,7 +65,8 @@ class RecordedTransformer(torch.nn.Module):
                 f"block {self.layers[position]} gives {found.shape[1]} tokens; {self.tokens_per_example} are expected",
                 where="content_tokens_per_example",
             )
-        self._outputs[position] = found
+        # A copy: what runs after the block may write to its output.
+        self._outputs[position] = found.to(torch.float32, copy=True)
 
     def reset(self) -> None:
         """Drop what was recorded."""
@@ -64,7 +74,7 @@ class RecordedTransformer(torch.nn.Module):
 
     @property
     def activations(self) -> torch.Tensor:
-        """What the latest forward pass recorded, on the CPU: (batch, layers, tokens, d_model).
+        """What the latest forward pass recorded, float32 on the CPU: (batch, layers, tokens, d_model).
 
         Raises:
             ArgumentError: a block did not run.
@@ -86,7 +96,7 @@ class LabelsWriter:
     def __init__(self, shards_dir: Path, md: Metadata) -> None:
         self.md = md
         self.logger = logging.getLogger("labels-writer")
-        self.labels_path = Path(shards_dir) / LABELS_NAME
+        self.labels_path = path_of(shards_dir, "shards_dir") / LABELS_NAME
         self.labels = np.zeros((md.n_examples, md.content_tokens_per_example), dtype=np.uint8)
         self.has_written = False
 
@@ -97,8 +107,9 @@ class LabelsWriter:
             ArgumentError: they have another shape or dtype, or go beyond the last example.
         """
         labels = np.asarray(batch_labels.cpu() if isinstance(batch_labels, torch.Tensor) else batch_labels)
-        end = start_idx + len(labels)
-        fits = labels.shape[1:] == self.labels.shape[1:] and 0 <= start_idx <= end <= self.md.n_examples
+        start_idx = check_count(start_idx, name="start_idx", least=0)
+        end = start_idx + (len(labels) if labels.ndim else 0)
+        fits = labels.shape == (end - start_idx, *self.labels.shape[1:]) and end <= self.md.n_examples
         if not fits or labels.dtype != np.uint8:
             raise ArgumentError(
                 f"labels of shape {labels.shape} and dtype {labels.dtype} for examples {start_idx} to {end}; the store has "
@@ -130,7 +141,7 @@ class ShardWriter:
     def __init__(self, shards_root: Path, md: Metadata) -> None:
         self.md = md
         self.logger = logging.getLogger("shard-writer")
-        self.shards_dir = Path(shards_root) / md.hash
+        self.shards_dir = path_of(shards_root, "shards_root") / md.hash
         if self.shards_dir.is_dir() and [path.name for path in self.shards_dir.iterdir()] == [METADATA_NAME]:
             (self.shards_dir / METADATA_NAME).unlink()  # of `Metadata.dump`: a part of a store must not open
         self._writer = ShardStore.create(shards_root, md.document, progress=False)
@@ -182,11 +193,21 @@ def pixel_to_patch_labels(
         max_classes: Labels are below this.
 
     Raises:
-        ArgumentError: the image is no grid of so many patches, or a label is too large.
+        ArgumentError: the image is no grid of so many patches, or a label is no integer from 0 to `max_classes` - 1.
     """
-    pixels = np.asarray(seg, dtype=np.uint8)
+    bg_label = check_count(bg_label, name="bg_label", least=0, most=255)
+    patch_size, n_patches = check_count(patch_size, name="patch_size"), check_count(n_patches, name="n_patches")
+    given = np.asarray(seg)
+    if given.dtype.kind not in "biuf":
+        raise ArgumentError(f"seg is a {type(seg).__name__} of dtype {given.dtype}, no labels", where="seg")
+    with np.errstate(invalid="ignore"):
+        pixels = given.astype(np.uint8)
+    if not np.array_equal(pixels, given):
+        raise ArgumentError(
+            f"a label is {given[pixels != given].flat[0]}; it must be an integer from 0 to 255", where="seg"
+        )
     rows, columns = (side // patch_size for side in pixels.shape) if pixels.ndim == 2 else (0, 0)
-    if pixels.shape != (rows * patch_size, columns * patch_size) or not rows * columns == n_patches > 0:
+    if pixels.shape != (rows * patch_size, columns * patch_size) or rows * columns != n_patches:
         raise ArgumentError(
             f"pixels of shape {pixels.shape} are not {n_patches} patches of {patch_size} x {patch_size}", where="seg"
         )
@@ -194,7 +215,7 @@ def pixel_to_patch_labels(
         raise ArgumentError(f"label {pixels.max()} is not below {max_classes}", where="seg")
     patches = pixels.reshape(rows, patch_size, columns, patch_size).swapaxes(1, 2).reshape(n_patches, -1)
     counts = np.stack([np.bincount(patch, minlength=256) for patch in patches])
-    if pixel_agg is PixelAgg.PREFER_FG:
+    if agg_of(pixel_agg) is PixelAgg.PREFER_FG:
         has_foreground = counts[:, bg_label] < patch_size**2
         counts[has_foreground, bg_label] = 0
     return torch.as_tensor(counts.argmax(axis=1), dtype=torch.uint8)

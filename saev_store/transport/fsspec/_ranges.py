@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,30 +20,41 @@ _WAITS_S = (0.1, 0.2, 0.4, 0.8)
 _PASSING = {"ClientPayloadError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError", "ReadTimeoutError"}
 #: Sizes of a read buffer: aiohttp's own, which answers with errors need, and the largest, for its parser counts with 32 bits.
 _LEAST_BUFFER_BYTES, _MOST_BUFFER_BYTES = 64 << 10, 64 << 20
+#: A part of an answer at most.
+_PART_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 Answer = tuple[bytes, Version]
 #: fsspec and its file systems have no types.
 _FileSystem = Any
-_Get = Callable[[_FileSystem, str, int, int], Awaitable[tuple[bytes, Mapping[str, str]]]]
+#: Told how many bytes have arrived, while they do.
+_Arrived = Callable[[int], None]
+_Get = Callable[[_FileSystem, str, int, int, _Arrived], Awaitable[tuple[bytes, Mapping[str, str]]]]
+#: Requests under way at once, in each loop: what is under way shares the line, and more of it would only end later.
+_SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
-async def _s3(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+async def _s3(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived) -> tuple[bytes, Mapping[str, str]]:
     bucket, key, version = fs.split_path(path)
     chosen = {"VersionId": version} if version else {}
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **chosen)
+    body, parts = answer["Body"], list[bytes]()
     try:
-        return await answer["Body"].read(), answer["ResponseMetadata"]["HTTPHeaders"]
+        while part := await body.read(_PART_BYTES):  # what is there already, up to this
+            arrived(len(part))
+            parts.append(part)
+        return b"".join(parts), answer["ResponseMetadata"]["HTTPHeaders"]
     finally:
-        answer["Body"].close()
+        body.close()
 
 
-async def _gs(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+async def _gs(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived) -> tuple[bytes, Mapping[str, str]]:
     headers, data = await fs._call("GET", fs.url(path), headers={"Range": f"bytes={start}-{end - 1}"})
+    arrived(len(data))
     return data, headers
 
 
-async def _http(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived) -> tuple[bytes, Mapping[str, str]]:
     options = dict(fs.kwargs)
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
     # With less it stops and resumes the socket several times for each answer, which is kept whole anyway.
@@ -50,7 +62,11 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int) -> tuple[bytes
     session = await fs.set_session()
     async with session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
-        return await answer.read(), answer.headers
+        parts = list[bytes]()
+        async for part in answer.content.iter_any():
+            arrived(len(part))
+            parts.append(part)
+        return b"".join(parts), answer.headers
 
 
 _GET: dict[str, tuple[_Get, str]] = {
@@ -67,20 +83,27 @@ def getter(protocols: Sequence[str], fs: _FileSystem) -> _Get | None:
 
 
 async def ranges(
-    get: _Get, fs: _FileSystem, path: str, starts: Sequence[int], ends: Sequence[int], *, where: str
+    get: _Get,
+    fs: _FileSystem,
+    path: str,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    *,
+    where: str,
+    arrived: _Arrived,
 ) -> list[Answer]:
-    """The ranges of one object, concurrently, each with the version of the object that it is of.
+    """The ranges of one object, concurrently, each with the version of the object that it is of. `arrived` is told of each part.
 
     Raises:
         TransportError: an answer is of another range than the one requested.
         Exception: whatever the file system raises.
     """
-    slots = asyncio.Semaphore(IN_FLIGHT)
+    slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(IN_FLIGHT))
 
     async def one(start: int, end: int) -> Answer:
         async with slots:
             return await again(
-                lambda: _checked(get, fs, path, start, end, where=where),
+                lambda: _checked(get, fs, path, start, end, where=where, arrived=arrived),
                 _WAITS_S,
                 lambda error: type(error).__name__ in _PASSING,
             )
@@ -106,8 +129,10 @@ async def cat_ranges(fs: _FileSystem, path: str, starts: Sequence[int], ends: Se
     return found
 
 
-async def _checked(get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str) -> Answer:
-    data, headers = await get(fs, path, start, end)
+async def _checked(
+    get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str, arrived: _Arrived
+) -> Answer:
+    data, headers = await get(fs, path, start, end, arrived)
     names = {name.lower(): value for name, value in headers.items()}
     said = _RANGE.fullmatch(names.get("content-range", ""))
     size = None if said is None or said[3] == "*" else int(said[3])

@@ -157,6 +157,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                     version = _version(fs.info(full)) if is_told else None
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
                 answers = [(part, version) for part in found]
+                self._count(_nbytes(found))
             return self._checked(below, starts, ends, answers)
 
     async def _answers(
@@ -166,8 +167,14 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         full = self.key(below)
         get = getter(self.client.protocols, fs)
         if get is not None:
-            return await ranges(get, fs, full, starts, ends, where=self.where(below))
-        return [(part, None) for part in await cat_ranges(fs, full, starts, ends)]
+            return await ranges(get, fs, full, starts, ends, where=self.where(below), arrived=self._count)
+        found = await cat_ranges(fs, full, starts, ends)
+        self._count(_nbytes(found))
+        return [(part, None) for part in found]
+
+    def _count(self, nbytes: int) -> None:
+        """Count bytes that have come, of requests that are counted when they end."""
+        self.client.requests.add("get_ranges", read=nbytes, requests=0)
 
     def _checked(
         self, below: str, starts: list[int], ends: list[int], answers: Sequence[tuple[bytes, Version | None]]
@@ -180,7 +187,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 raise TransportError(
                     f"{got} came for the range {start:,}:{end:,}", where=self.where(below), transient=True
                 )
-            self.client.requests.add("get_ranges", read=len(part))
+            self.client.requests.add("get_ranges")
             if version is not None:
                 self.pins.check(below, version, where=self.where(below))
         return [part for part, _ in answers]
@@ -335,6 +342,11 @@ def _modified_s(info: Mapping[str, object]) -> float | None:
     if isinstance(found, datetime):
         return found.timestamp()
     return float(found) if isinstance(found, (int, float)) else None
+
+
+def _nbytes(parts: Sequence[object]) -> int:
+    """The bytes among what a file system gave, which may be something else."""
+    return sum(len(part) for part in parts if isinstance(part, bytes))
 
 
 def _read_ranges(fs: FileSystem, path: str, starts: list[int], ends: list[int], *, by_range: bool) -> list[bytes]:

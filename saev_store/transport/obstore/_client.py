@@ -137,8 +137,8 @@ class ObstoreClient:
         self.url, self.options, self.timeout_s = url, options, timeout_s
         self.safe_url = url.rstrip("/")  # an address with credentials is refused
         self.requests = RequestCounter()
-        #: Seconds that the last long piece of a range took; none did yet.
-        self.last_piece_s = math.inf
+        #: Seconds that a byte of the last long piece of a range took; none came yet.
+        self.s_per_byte = math.inf
         #: Memory for parts of uploads: fresh memory costs more than filling it.
         self.idle_parts: deque[bytearray] = deque(maxlen=PARTS_IN_FLIGHT + 2)
         self._lock = ForkSafeLock()

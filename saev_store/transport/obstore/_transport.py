@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._remote import RemoteTransport, again, task_group
-from saev_store.transport.base import Buffer, Entry, Transport, far_cost
+from saev_store.transport.base import IN_FLIGHT, Buffer, Entry, Transport, far_cost
 from saev_store.transport.checks import Run, check_ranges, copy_into, cut_runs, joined_runs, run_end, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.obstore._client import ObstoreClient, fork_error, is_forked, running_loop, status_of
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 #: Longer ranges are fetched in pieces of this size, side by side.
 PIECE_BYTES = 8 << 20
-#: Where pieces take longer than this, what has arrived of one is counted in steps, so that slow is told from stalled. It costs
-#: another copy, which does not matter where the line is the limit.
-_SLOW_S, _STEP_BYTES = 1.0, 1 << 20
+#: Where as many pieces as may be under way would take longer than this, one after the other, what has arrived of a piece is counted
+#: in steps, so that slow is told from stalled: they share the line, and all of them may end late. It costs another copy, which does
+#: not matter where the line is the limit.
+_SLOW_S, _STEP_BYTES = 10.0, 64 << 10
 #: A longer document is sent in parts: two requests more, but what is lost on the way is less.
 _MOST_PUT_AT_ONCE = 32 << 20
 #: S3 copies larger objects in parts only.
@@ -156,7 +157,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             began = time.monotonic()
             answer = await obstore.get_async(client.store, self.key(below), options={"range": (start, end)})
             self._check(below, answer.meta, needed=needed)
-            if end - start <= _STEP_BYTES or client.last_piece_s < _SLOW_S:
+            if end - start <= _STEP_BYTES or (end - start) * client.s_per_byte * IN_FLIGHT < _SLOW_S:
                 parts: list[Buffer] = [memoryview(await answer.bytes_async())]
                 client.requests.add("get_ranges", read=len(parts[0]))
             else:
@@ -165,7 +166,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
                     client.requests.add("get_ranges", read=len(part), requests=not parts)
                     parts.append(part)
             if end - start > _STEP_BYTES:
-                client.last_piece_s = time.monotonic() - began
+                client.s_per_byte = (time.monotonic() - began) / (end - start)
             return parts
 
         try:
