@@ -22,7 +22,7 @@ from saev_store.errors import (
 )
 from saev_store.transport import open_transport
 from saev_store.writer import create_store, finalize_store
-from saev_store.writer.folder import part_shards
+from saev_store.writer.folder import Folder, part_shards
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 
@@ -143,6 +143,15 @@ def test_empty_documents_of_a_kill_are_written_anew(tmp_path):
     with create_store(open_transport(tmp_path), this.metadata, resume=True, **OPTIONS) as writer:
         this.append(writer, writer.next_example, this.n)
     this.check({path.name: path.read_bytes() for path in folder.iterdir()})
+
+
+@pytest.mark.parametrize(("posix", "found"), [(True, "ours"), (False, "taken")])
+def test_an_empty_document_in_a_bucket_is_of_somebody_else(posix, found):
+    """There a document has its name and its bytes at once; only on a disk a kill leaves an empty one."""
+    disk = Disk(posix=posix)
+    disk.put("store/a.json", b"")
+    assert Folder(disk, "store").create("a.json", b"ours") == found
+    assert disk.read("store/a.json") == (b"ours" if posix else b"")
 
 
 def test_who_begins_just_after_another_process_has_published_overwrites_nothing():
