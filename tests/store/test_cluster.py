@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from clusters import begun, n_processes, noting, receiving, two_workers
 from plain_stores import Plain, plain_store
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store._runtime import cluster as _cluster
@@ -335,3 +337,34 @@ def test_how_long_tasks_wait_for_workers(said: object, seconds: float):
     assert error.message == f"the cluster had no worker for {seconds:,g} s, so nothing was done"
     assert error.where == "client"
     assert "NO_WORKERS_TIMEOUT='12 hours'" in error.remedy
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_wait_for_workers_begins_anew_with_each_that_comes(monkeypatch: pytest.MonkeyPatch, broken: bool):
+    """By a clock that goes on by 0.03 s at each look, and a patience of 0.04 s; a scheduler that does not answer says nothing of workers."""
+    cancelled, looks, now = threading.Event(), list[int | None](), iter(np.arange(100) * 0.03)
+    answers = iter([2, 1, 1, 0, None if broken else 1, 0, 0, 1, 1])
+
+    class Client:
+        def scheduler_info(self, *, n_workers: int) -> dict[str, object]:
+            assert n_workers
+            looks.append(next(answers))
+            if looks[-1] is None:
+                raise OSError
+            return {"workers": {number: {} for number in range(looks[-1])}}
+
+        def cancel(self, futures: list[object]) -> None:
+            assert futures == [future]
+            cancelled.set()
+
+    class Future:
+        client = Client()
+
+    future = Future()
+    monkeypatch.setattr(_cluster, "_no_workers_timeout_s", lambda: 0.04)
+    monkeypatch.setattr(_cluster, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    watch = _cluster._NoWorkers({future: 0})
+    assert cancelled.wait(HANG_S)
+    watch.close()
+    assert watch.gave_up
+    assert looks == [2, 1, 1, 0, None if broken else 1, 0, 0]
