@@ -23,6 +23,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
+from saev_store.transport._remote import Pins
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
@@ -415,3 +416,18 @@ def test_a_folder_that_is_listed_as_empty_is_looked_at(monkeypatch: pytest.Monke
     assert transport.list() == []
     with pytest.raises(NotFoundError, match="could not list"):
         transport.list("gone")
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_changed_here_is_unpinned_with_all_that_is_below() -> None:
+    pins = Pins()
+    for path in ("a", "a/b", "a/b/c", "ab", "b/a"):
+        pins.check(path, ("1", 5), where=path)
+    pins.forget("a")
+    assert set(pins) == {"ab", "b/a"}
+    pins.check("a/b", ("2", 6), where="a/b")
+    for version in (("2", 5), ("1", 6), (None, 5)):
+        with pytest.raises(TransportError, match="was replaced while it was being read"):
+            pins.check("ab", version, where="ab")
