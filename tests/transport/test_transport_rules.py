@@ -27,7 +27,7 @@ from saev_store.transport._remote import Pins
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
-from saev_store.transport.fsspec._ranges import ranges
+from saev_store.transport.fsspec._ranges import cat_ranges, ranges
 from saev_store.transport.fsspec._sink import list_uploads
 from saev_store.transport.fsspec._transport import FsspecTransport
 from saev_store.transport.fsspec._transport import _modified_s as modified_s
@@ -416,6 +416,22 @@ def test_a_folder_that_is_listed_as_empty_is_looked_at(monkeypatch: pytest.Monke
     assert transport.list() == []
     with pytest.raises(NotFoundError, match="could not list"):
         transport.list("gone")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), PermissionError("no"), TimeoutError()])
+def test_an_error_among_ranges_is_raised_and_not_handed_out(error: OSError) -> None:
+    """Older releases of fsspec return it in the place of its range, whatever they were asked for."""
+
+    class FileSystem:
+        async def _cat_ranges(
+            self, paths: list[str], starts: list[int], ends: list[int], on_error: str
+        ) -> list[object]:
+            assert (paths, starts, ends, on_error) == (["a"] * 3, [0, 5, 9], [1, 6, 10], "raise")
+            return [b"x", error, b"y"]
+
+    with pytest.raises(type(error)) as caught:
+        asyncio.run(cat_ranges(FileSystem(), "a", (0, 5, 9), (1, 6, 10)))
+    assert caught.value is error
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------------
