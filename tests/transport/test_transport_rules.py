@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
+from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport
 from saev_store.transport._remote import Pins
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.credentials import StorageOptions
@@ -434,6 +436,22 @@ def test_an_error_among_ranges_is_raised_and_not_handed_out(error: OSError) -> N
     assert caught.value is error
 
 
+def test_the_links_of_a_chain_are_tuned_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+
+    def url_to_fs(url: str, **options: object) -> None:
+        seen.update(options, url=url)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", url_to_fs)
+    given = {"s3": {"anon": True}, "simplecache": {"cache_storage": "/tmp/x"}}
+    with pytest.raises(ArgumentError, match="enough"):
+        FsspecClient("simplecache::s3://lab/x", StorageOptions(given), 60).fs()
+    assert seen.pop("url") == "simplecache::s3://lab/x"
+    assert seen == {"s3": tuned("s3", {"anon": True}), "simplecache": {"cache_storage": "/tmp/x"}}
+    assert seen["s3"]["use_listings_cache"] is False
+
+
 # -- versions ----------------------------------------------------------------------------------------------------------------
 
 
@@ -447,3 +465,19 @@ def test_what_was_changed_here_is_unpinned_with_all_that_is_below() -> None:
     for version in (("2", 5), ("1", 6), (None, 5)):
         with pytest.raises(TransportError, match="was replaced while it was being read"):
             pins.check("ab", version, where="ab")
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [-1, -2, -(2**40)])
+def test_a_place_before_a_file_is_none(start: int, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    for transport in (MmapTransport(tmp_path), PreadTransport(tmp_path), MemoryTransport({"a.bin": b"0123456789"})):
+        for starts in ([start], [3, start], [start, start + 2]):
+            memory = [bytearray(2) for _ in starts]
+            with pytest.raises(ArgumentError, match="negative or backwards"):
+                transport.readinto("a.bin", starts=starts, buffers=[memoryview(piece) for piece in memory])
+            with pytest.raises(ArgumentError, match="negative or backwards"):
+                transport.get_ranges("a.bin", starts=starts, ends=[at + 2 for at in starts])
+            assert memory == [bytearray(2) for _ in starts]

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import xxhash
-from kill_harness_disk import Disk, DiskSink
+from kill_harness_disk import Disk, DiskSink, Upload
 from kill_harness_oracle import Case, case
 
 from saev_store.errors import (
@@ -67,6 +67,18 @@ def test_labels_are_collected_after_they_are_recorded():
         this.append(writer, 0, 6)
     assert asked.is_set()
     this.check(disk.content(this.name))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_uploads_of_labels_that_are_gone_are_given_up(monkeypatch, lost):
+    """They would cost money until somebody looks for them."""
+    this, disk, given_up = case(n=6, per_shard=2, pad=False), Disk(posix=False), []
+    parts_written(disk, this, range(2), 2)
+    del disk.files[f"{this.name}/.saev_store/tokens/acts{lost:06}.bin"]
+    monkeypatch.setattr(Upload, "abort", lambda self: given_up.append(self.path))
+    with pytest.raises(CorruptShardError, match=rf"acts{lost:06}\.bin: what was recorded of the tokens"):
+        finalize_store(disk, this.metadata)
+    assert given_up == [f"{this.name}/labels.bin"]
 
 
 @pytest.mark.parametrize(("n_missing", "more"), [(5, ""), (6, ", and 1 more parts"), (7, ", and 2 more parts")])
