@@ -368,3 +368,48 @@ def test_the_wait_for_workers_begins_anew_with_each_that_comes(monkeypatch: pyte
     watch.close()
     assert watch.gave_up
     assert looks == [2, 1, 1, 0, None if broken else 1, 0, 0]
+
+
+@pytest.mark.parametrize("ends_with", ["an error", "being closed"])
+def test_tasks_that_are_left_are_cancelled(monkeypatch: pytest.MonkeyPatch, ends_with: str):
+    """Whoever keeps the error keeps them alive; they would go on with what nobody wants."""
+    import distributed
+
+    cancelled, futures = list[int](), list[object]()
+
+    class Client:
+        loop = None
+
+        def submit(self, call: object, task: int, *, pure: bool) -> object:
+            assert not pure
+            future = SimpleFuture(task)
+            futures.append(future)
+            return future
+
+        def scheduler_info(self, *, n_workers: int) -> dict[str, object]:
+            return {"workers": {n_workers: {}}}
+
+    class SimpleFuture:
+        def __init__(self, task: int) -> None:
+            self.task, self.client = task, client
+
+        def cancelled(self) -> bool:
+            return False
+
+        def cancel(self) -> None:
+            cancelled.append(self.task)
+
+    def as_completed(some: list[SimpleFuture], loop: object, *, with_results: bool):
+        assert with_results
+        yield some[0], "first"
+        raise ValueError("of the second task")
+
+    client = Client()
+    monkeypatch.setattr(distributed, "as_completed", as_completed)
+    found = _cluster.results(client, print, range(4))
+    assert next(found) == "first"
+    if ends_with == "an error":
+        with pytest.raises(ValueError, match="of the second task"):
+            next(found)
+    found.close()
+    assert (cancelled, len(futures)) == ([1, 2, 3], 4)

@@ -81,6 +81,25 @@ def test_uploads_of_labels_that_are_gone_are_given_up(monkeypatch, lost):
     assert given_up == [f"{this.name}/labels.bin"]
 
 
+@pytest.mark.parametrize("change", [-1, 1, -48])
+@pytest.mark.parametrize("posix", [True, False])
+def test_a_shard_without_padding_has_the_length_of_its_receipt(posix, change):
+    """Sending a shard to a bucket compares no size: publishing does."""
+    this, disk = case(n=6, per_shard=2, pad=False), Disk(posix=posix)
+    parts_written(disk, this, range(2), 2)
+    for number in (1, 2):
+        path = f"{this.name}/acts{number:06}.bin"
+        data = bytes(disk.files[path].seen)
+        disk._set(path, data[:change] if change < 0 else data + bytes(change))
+        with pytest.raises(
+            CorruptShardError, match=rf"acts{number:06}\.bin: it has {len(data) + change} bytes; .* says {len(data)}"
+        ):
+            finalize_store(disk, this.metadata)
+        disk._set(path, data)
+    assert finalize_store(disk, this.metadata)
+    this.check(disk.content(this.name))
+
+
 @pytest.mark.parametrize(("n_missing", "more"), [(5, ""), (6, ", and 1 more parts"), (7, ", and 2 more parts")])
 def test_five_missing_parts_are_named_and_the_others_counted(n_missing, more):
     this, disk = case(n=8, per_shard=1), Disk()
