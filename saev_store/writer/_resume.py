@@ -103,9 +103,10 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
             return None
     if plan.folder.is_far:  # a whole file or none
         return None
+    size = plan.folder.size(shard_name(shard_idx)) or 0  # before the file is opened, which gives it its full size
     sink = plan.open_sink(shard_idx, resume=True)
     try:
-        digester = _kept_digests(plan, sink, receipt, verify, bar)
+        digester = _kept_digests(plan, sink, receipt, verify, size, bar)
         if digester.nbytes == 0:
             sink.abort()
             return None
@@ -122,12 +123,16 @@ def _continued(plan: ShardPlan, shard_idx: int, receipt: Receipt, verify: str, b
     return file
 
 
-def _kept_digests(plan: ShardPlan, sink: Sink, receipt: Receipt, verify: str, bar: Progress) -> BlockDigester:
-    """The digests of the whole, undamaged examples at the start of a file."""
+def _kept_digests(
+    plan: ShardPlan, sink: Sink, receipt: Receipt, verify: str, size: int, bar: Progress
+) -> BlockDigester:
+    """The digests of the whole, undamaged examples at the start of a file that was found with `size` bytes."""
     good = 0
     blocks = list(block_ranges(receipt.used_nbytes, plan.block_bytes))
     last = len(blocks) - 1
     for i, (start, end) in enumerate(blocks):
+        if verify == "sizes" and end > size:
+            break
         # Where only sizes are to be checked, the last block is read all the same: its digest has to go on growing.
         if verify == "digests" or i == last:
             block = sink.read_back(start, end)

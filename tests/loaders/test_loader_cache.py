@@ -8,6 +8,8 @@ import pickle
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,6 +238,29 @@ def test_what_another_user_has_kept_is_not_handed_out(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ArgumentError, match=r"belongs to user .*a folder of your own"):
         CachedTransport(far, tmp_path / "cache", 100)
+
+
+@pytest.mark.parametrize(
+    ("me", "owner", "is_taken"), [(7, 7, True), (7, 0, True), (0, 0, True), (0, 7, False), (7, 8, False)]
+)
+def test_a_folder_is_ones_own_or_the_administrators(tmp_path, monkeypatch, me, owner, is_taken):
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    monkeypatch.setattr(os, "lstat", lambda path: SimpleNamespace(st_uid=owner))
+    with nullcontext() if is_taken else pytest.raises(ArgumentError, match=f"belongs to user {owner}"):
+        CachedTransport(MemoryTransport({NAME: b"a" * 64}), tmp_path / "cache", 100)
+
+
+def test_extents_of_the_version_that_is_read_stay(tmp_path):
+    """Where there is no more room, what comes next is not kept."""
+    file = tmp_path / "far" / NAME
+    file.parent.mkdir()
+    file.write_bytes(bytes(range(192)))
+    for hits, misses in ((0, 3), (2, 1), (2, 1)):
+        near = CachedTransport(PreadTransport(file.parent), tmp_path / "cache", 2 * 80)
+        for start in (0, 64, 128):
+            (found,) = near.get_ranges(NAME, starts=[start], ends=[start + 64])
+            assert bytes(found) == bytes(range(start, start + 64))
+        assert (near.hits, near.misses, near.kept_bytes) == (hits, misses, 160)
 
 
 def test_extents_of_another_version_make_room(tmp_path):

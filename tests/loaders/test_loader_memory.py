@@ -7,6 +7,8 @@ import gc
 import itertools
 import mmap
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from collections import deque
@@ -245,3 +247,21 @@ def test_a_closed_loader_holds_none_without_the_garbage_collector(
             assert maps.alive_nbytes in ([[], [SCRATCH_NBYTES]] if end == "a damaged shard" else [[]])
         finally:
             gc.enable()
+
+
+def test_a_forked_child_has_memory_of_its_own():
+    script = """
+import os
+from saev_store.loaders._ring import allocate
+
+memory = allocate((3, 4))
+memory[:] = 1
+child = os.fork()
+if not child:
+    memory[:] = 9
+    os._exit(0)
+os.waitpid(child, 0)
+print(memory.tolist() == [[1.0] * 4] * 3)
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert told.stdout == "True\n"

@@ -32,7 +32,7 @@ from saev_store.loaders import (
     ShuffleOptions,
 )
 from saev_store.loaders._base import Loader
-from saev_store.loaders._ring import BatchRing, BufferPool, HostMemory, allocate
+from saev_store.loaders._ring import TABLE_BYTES, BatchRing, BufferPool, HostMemory, allocate
 from saev_store.loaders.quality import batch_entropy, shuffle_quality
 from saev_store.order import Blocks, Partition, ShuffledOrder
 from saev_store.store.reader import Reader
@@ -426,6 +426,30 @@ def test_only_rows_of_the_window_are_in_memory(tmp_path):
     assert loader.explain().window_bytes <= 1.1 * budget
     assert most - before < 1.1 * (budget + buffers) + (8 << 20)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
+
+
+def test_memory_grows_where_another_epoch_needs_more(tmp_path):
+    """Long and short examples follow each other as the epoch will have it."""
+    plain = plain_store(tmp_path, n=60, layers=(1,), tokens=8, per_shard=25, labels=True)
+    store = ShardStore.open(plain.path)
+    tokens = np.ones((60, 8), dtype=np.bool_)
+    tokens[:30, 1:] = False
+    loader = ShuffledLoader(
+        store.sel(layer=1, tokens="content").only(tokens), batch_size=12, window_blocks=2, n_partitions=2
+    )
+
+    def needed(epoch: int) -> int:
+        loader.set_epoch(epoch)
+        return loader.explain().window_bytes
+
+    least, most = min(range(20), key=needed), max(range(20), key=needed)
+    assert needed(least) < needed(most)
+    nbytes = []
+    for epoch in (least, most, least):
+        loader.set_epoch(epoch)
+        assert sum(len(batch["act"]) for batch in loader) == 30 + 30 * 8
+        nbytes.append(loader._ring.n_slots * 12 * (store.layout.vector_nbytes + TABLE_BYTES))
+    assert nbytes[0] < needed(most) <= nbytes[1] == nbytes[2]
 
 
 def test_labels_only_cost_what_is_kept(plain, store):

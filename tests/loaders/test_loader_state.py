@@ -323,3 +323,26 @@ def test_the_same_rows_elsewhere_continue(tmp_path):
     for rows in (ShardStore.open(other.path).sel(layer=5), ShardStore.open(two.path).sel(layer=2)):
         with pytest.raises(ArgumentError, match="rows"):
             ShuffledLoader(rows, batch_size=4).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("batch_size", "n_partitions"), [(10, 2), (30, 2), (150, 2), (20, 4)])
+def test_a_last_batch_of_repeated_rows_alone_is_continued_with(tmp_path, batch_size, n_partitions):
+    """A rank whose rows end with a full batch repeats its last one, where the other rank has one more: also without that batch."""
+    plain = plain_store(tmp_path, n=43, layers=(1,), tokens=7, per_shard=9)
+    rows = ShardStore.open(plain.path).sel(layer=1, tokens="content")
+    assert len(rows) == 2 * 150 + 1
+    for rank in (0, 1):
+        options = {
+            "batch_size": batch_size, "window_blocks": 2, "n_partitions": n_partitions, "rank": rank, "world": 2, "n_threads": 2,
+        }  # fmt: skip
+        loader = ShuffledLoader(rows, **options)
+        whole = [(batch["act"].copy(), batch["example_idx"].copy()) for batch in loader]
+        assert [len(act) for act, _ in whole[:-1]] == [batch_size] * (150 // batch_size)
+        for stop_at in range(len(whole)):
+            loader.set_epoch(0)
+            state = {**loader.state_dict(), "batch": stop_at}
+            fresh = ShuffledLoader(rows, **options)
+            fresh.load_state_dict(state)
+            found = [(batch["act"].copy(), batch["example_idx"].copy()) for batch in fresh]
+            assert same([act for act, _ in found], [act for act, _ in whole[stop_at:]])
+            assert same([example for _, example in found], [example for _, example in whole[stop_at:]])

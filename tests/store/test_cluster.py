@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from clusters import begun, n_processes, noting, receiving, two_workers
 from plain_stores import Plain, plain_store
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store._runtime import cluster as _cluster
@@ -335,3 +337,79 @@ def test_how_long_tasks_wait_for_workers(said: object, seconds: float):
     assert error.message == f"the cluster had no worker for {seconds:,g} s, so nothing was done"
     assert error.where == "client"
     assert "NO_WORKERS_TIMEOUT='12 hours'" in error.remedy
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_wait_for_workers_begins_anew_with_each_that_comes(monkeypatch: pytest.MonkeyPatch, broken: bool):
+    """By a clock that goes on by 0.03 s at each look, and a patience of 0.04 s; a scheduler that does not answer says nothing of workers."""
+    cancelled, looks, now = threading.Event(), list[int | None](), iter(np.arange(100) * 0.03)
+    answers = iter([2, 1, 1, 0, None if broken else 1, 0, 0, 1, 1])
+
+    class Client:
+        def scheduler_info(self, *, n_workers: int) -> dict[str, object]:
+            assert n_workers
+            looks.append(next(answers))
+            if looks[-1] is None:
+                raise OSError
+            return {"workers": {number: {} for number in range(looks[-1])}}
+
+        def cancel(self, futures: list[object]) -> None:
+            assert futures == [future]
+            cancelled.set()
+
+    class Future:
+        client = Client()
+
+    future = Future()
+    monkeypatch.setattr(_cluster, "_no_workers_timeout_s", lambda: 0.04)
+    monkeypatch.setattr(_cluster, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    watch = _cluster._NoWorkers({future: 0})
+    assert cancelled.wait(HANG_S)
+    watch.close()
+    assert watch.gave_up
+    assert looks == [2, 1, 1, 0, None if broken else 1, 0, 0]
+
+
+@pytest.mark.parametrize("ends_with", ["an error", "being closed"])
+def test_tasks_that_are_left_are_cancelled(monkeypatch: pytest.MonkeyPatch, ends_with: str):
+    """Whoever keeps the error keeps them alive; they would go on with what nobody wants."""
+    import distributed
+
+    cancelled, futures = list[int](), list[object]()
+
+    class Client:
+        loop = None
+
+        def submit(self, call: object, task: int, *, pure: bool) -> object:
+            assert not pure
+            future = SimpleFuture(task)
+            futures.append(future)
+            return future
+
+        def scheduler_info(self, *, n_workers: int) -> dict[str, object]:
+            return {"workers": {n_workers: {}}}
+
+    class SimpleFuture:
+        def __init__(self, task: int) -> None:
+            self.task, self.client = task, client
+
+        def cancelled(self) -> bool:
+            return False
+
+        def cancel(self) -> None:
+            cancelled.append(self.task)
+
+    def as_completed(some: list[SimpleFuture], loop: object, *, with_results: bool):
+        assert with_results
+        yield some[0], "first"
+        raise ValueError("of the second task")
+
+    client = Client()
+    monkeypatch.setattr(distributed, "as_completed", as_completed)
+    found = _cluster.results(client, print, range(4))
+    assert next(found) == "first"
+    if ends_with == "an error":
+        with pytest.raises(ValueError, match="of the second task"):
+            next(found)
+    found.close()
+    assert (cancelled, len(futures)) == ([1, 2, 3], 4)

@@ -90,6 +90,31 @@ def test_files_without_versions_are_told_apart_by_some_of_their_bytes(tmp_path: 
     assert seen[0] != seen[1]
 
 
+@pytest.mark.parametrize(("size", "seen", "unseen"), [
+    (100_000, [0, 4095, 48_000, 50_000, 52_000, 95_904, 99_999], [4096, 40_000, 60_000, 95_000]),
+    (9000, [0, 2500, 4500, 6500, 8999], []),
+    (3000, [0, 1500, 2999], []),
+])  # fmt: skip
+def test_what_is_looked_at_of_a_file_without_a_version(
+    monkeypatch: pytest.MonkeyPatch, size: int, seen: list[int], unseen: list[int]
+):
+    """4 KiB at its start, in its middle and at its end."""
+    monkeypatch.setattr(_transport, "_version", lambda info: None)
+    layout, transport = Layout(7, (2,), 4, True, 8, 7), open_transport(f"memory://sampled-{size}")
+
+    def identity_with(changed: int | None) -> RecordingIdentity:
+        content = bytearray(size)
+        if changed is not None:
+            content[changed] = 1
+        transport.put("acts000000.bin", bytes(content))
+        return recording_identity(open_transport(transport.url), layout, files=["acts000000.bin"])
+
+    same = identity_with(None)
+    assert same.kind == "sizes"
+    assert [at for at in seen if identity_with(at) == same] == []
+    assert [at for at in unseen if identity_with(at) != same] == []
+
+
 def test_digests_do_not_depend_on_the_place(tmp_path: Path):
     first, second = plain_store(tmp_path / "a"), plain_store(tmp_path / "b")
     assert identity(first.path) != identity(second.path)

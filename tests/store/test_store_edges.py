@@ -30,13 +30,14 @@ from saev_store.errors import (
     SelectionError,
     TokenArrayNotFoundError,
 )
-from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders import OrderedLoader, ShuffledLoader, stage
 from saev_store.names import CLAIM_PATH
 from saev_store.problems import Problem
 from saev_store.store import card
 from saev_store.store import identity as _identity
 from saev_store.store.identity import recording_identity
 from saev_store.transport import MemoryTransport, ReadCost, Transport
+from saev_store.transport.local.transport import LocalTransport
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
 
@@ -635,3 +636,38 @@ def test_room_for_many_more_examples_costs_nothing(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_no_document_is_read_without_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that has taken the place of a document, whatever its length, never fills the memory."""
+    real, bounds = LocalTransport.read, dict[str, set[int | None]]()
+
+    def read(self: LocalTransport, path: str, *, max_bytes: int | None = None) -> bytes:
+        bounds.setdefault(path.rsplit("/", 1)[-1], set()).add(max_bytes)
+        return real(self, path, max_bytes=max_bytes)
+
+    monkeypatch.setattr(LocalTransport, "read", read)
+    metadata = new_metadata(
+        family="vit", ckpt="tiny", layers=[2, 5], content_tokens_per_example=4, cls_token=False, d_model=8, n_examples=6,
+        max_tokens_per_shard=24,
+    )  # fmt: skip
+    acts, labels = np.ones((6, 2, 4, 8), np.float32), np.zeros((6, 4), np.uint8)
+    with pytest.raises(IncompleteStoreError), ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts[:4], labels[:4])
+    assert [entry.state for entry in ShardStore.list(tmp_path)] == ["unfinished"]
+    with ShardStore.create(tmp_path, metadata, resume=True, progress=False) as writer:
+        writer.append(acts[4:], labels[4:])
+    path = tmp_path / metadata.hash
+    stage(path, tmp_path / "near")
+    stage(path, tmp_path / "near", layers=[5])
+    assert len(ShardStore.list(tmp_path)) == 1
+    (path / "acts000001.bin").write_bytes(b"")
+    with ShardStore.open(path, damaged_ok=True) as store, store.repair() as repair:
+        repair.append(acts[3:6])
+    store = ShardStore.open(path)
+    assert store.validate(deep=True).ok
+    assert store.stats().n_examples == store.stats().n_examples == 6
+    names = {"metadata.json", "shards.json", "digests.json", "stats.json", "claim.json", "acts000000.json"}
+    assert names <= bounds.keys()
+    assert [name for name, found in bounds.items() if None in found] == []
+    assert max(max(found) for found in bounds.values()) <= 512 << 20

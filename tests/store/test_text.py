@@ -260,3 +260,21 @@ def test_a_store_without_token_arrays_says_so(tmp_path):
     store = ShardStore.open(memory.at(metadata.hash))
     with pytest.raises(SelectionError, match=r"document_ids: .*it has \[\]"):
         store.document(0)
+
+
+def test_a_store_that_is_opened_again_has_its_own_documents(tmp_path: Path):
+    """Recorded anew, the same documents are cut otherwise; a closed store reads what is there now."""
+    first = recorded(
+        tmp_path / "a", {1: [5, 6, 7], 2: [8, 9, 4]}, stream({1: [5, 6, 7], 2: [8, 9, 4]}, 3), layout="stream"
+    )
+    other = {1: [5], 2: [6, 7, 8, 9, 4]}
+    second = recorded(tmp_path / "b", other, stream(other, 3), layout="stream")
+    assert Path(str(first.url)).name == Path(str(second.url)).name
+    store = first.open()
+    check_document(first, store, 1, masked=True)
+    for file in Path(str(second.url)).glob("*.bin"):
+        file.replace(Path(str(first.url)) / file.name)
+    store.close()
+    for key in other:
+        check_document(second, store, key, masked=True)
+    assert store.context(0, 1, before=2, after=2).document_id == 2

@@ -726,3 +726,13 @@ def test_the_first_error_of_a_group_keeps_its_cause_and_is_in_no_circle():
     assert caught.value is error
     assert error.__cause__ is reason
     assert error.__context__ is None
+
+
+def test_an_old_file_that_is_read_while_the_new_one_is_written_is_forgotten(tmp_path):
+    transport = FsspecTransport(f"memory://{tmp_path.name}-pins")
+    transport.put("a.bin", b"old")
+    sink = transport.open_sink("a.bin", used_nbytes=4, file_nbytes=4, resume=True)
+    assert transport.get_ranges("a.bin", starts=[0], ends=[3]) == [b"old"]
+    sink.write(0, [memoryview(b"anew")])
+    sink.commit()
+    assert transport.get_ranges("a.bin", starts=[0], ends=[4]) == [b"anew"]

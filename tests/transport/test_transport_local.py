@@ -1092,6 +1092,35 @@ def test_a_shard_is_refused_where_the_last_one_has_the_inode_number_of_the_old_o
         transport.get_ranges("acts000001.bin", starts=[0], ends=[3])
 
 
+@pytest.mark.parametrize("replaced", ["mask.bin", "token_ids.bin", "acts000000.bin"])
+@pytest.mark.parametrize("kind", [MmapTransport, PreadTransport])
+def test_a_shard_is_refused_where_any_file_that_was_read_before_is_another_one(tmp_path, kind, replaced):
+    """Whatever was read in between: a shard belongs to each of the token arrays and to the shard before it."""
+    names = ["token_ids.bin", "mask.bin", "acts000000.bin", "acts000001.bin"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"old")
+    transport = kind(tmp_path)
+    for name in names[:-1]:
+        transport.get_ranges(name, starts=[0], ends=[3])
+    (tmp_path / "new").write_bytes(b"new")
+    (tmp_path / "new").replace(tmp_path / replaced)
+    with pytest.raises(CorruptShardError, match="others may be of another recording too") as caught:
+        transport.get_ranges("acts000001.bin", starts=[0], ends=[3])
+    assert str(caught.value.where).endswith(replaced)
+
+
+@pytest.mark.parametrize("kind", [MmapTransport, PreadTransport])
+def test_a_token_array_is_refused_where_the_shard_that_was_read_is_another_one(tmp_path, kind):
+    for name in ("acts000000.bin", "mask.bin"):
+        (tmp_path / name).write_bytes(b"old")
+    transport = kind(tmp_path)
+    transport.get_ranges("acts000000.bin", starts=[0], ends=[3])
+    (tmp_path / "new").write_bytes(b"new")
+    (tmp_path / "new").replace(tmp_path / "acts000000.bin")
+    with pytest.raises(CorruptShardError, match=r"acts000000\.bin: .*others may be of another recording too"):
+        transport.get_ranges("mask.bin", starts=[0], ends=[3])
+
+
 @pytest.mark.parametrize("kind", [MmapTransport, PreadTransport])
 def test_other_permissions_of_an_open_shard_are_no_other_shard(tmp_path, kind):
     for name in ("acts000000.bin", "acts000001.bin"):

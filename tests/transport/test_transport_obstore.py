@@ -7,6 +7,7 @@ import gc
 import http.server
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -404,6 +405,30 @@ def test_more_bytes_may_take_more_time(s3_bucket, monkeypatch, engine):
     limits_s.clear()
     assert transport.size("a.bin") == 3 << 20
     assert limits_s == [60]
+
+
+def test_ctrl_c_cancels_what_is_waited_for():
+    """A request that went on could change the object after another writer has."""
+    loop, cancelled = asyncio.new_event_loop(), threading.Event()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def work():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_loop(work, loop, limit_s=60)
+        assert cancelled.wait(20)  # it takes no time
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(HANG_S)
+        loop.close()
 
 
 def test_waits_before_other_tries_are_kept(monkeypatch):

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +24,12 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
+from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport
+from saev_store.transport._remote import Pins
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
-from saev_store.transport.fsspec._ranges import ranges
+from saev_store.transport.fsspec._ranges import cat_ranges, ranges
 from saev_store.transport.fsspec._sink import list_uploads
 from saev_store.transport.fsspec._transport import FsspecTransport
 from saev_store.transport.fsspec._transport import _modified_s as modified_s
@@ -415,3 +418,66 @@ def test_a_folder_that_is_listed_as_empty_is_looked_at(monkeypatch: pytest.Monke
     assert transport.list() == []
     with pytest.raises(NotFoundError, match="could not list"):
         transport.list("gone")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), PermissionError("no"), TimeoutError()])
+def test_an_error_among_ranges_is_raised_and_not_handed_out(error: OSError) -> None:
+    """Older releases of fsspec return it in the place of its range, whatever they were asked for."""
+
+    class FileSystem:
+        async def _cat_ranges(
+            self, paths: list[str], starts: list[int], ends: list[int], on_error: str
+        ) -> list[object]:
+            assert (paths, starts, ends, on_error) == (["a"] * 3, [0, 5, 9], [1, 6, 10], "raise")
+            return [b"x", error, b"y"]
+
+    with pytest.raises(type(error)) as caught:
+        asyncio.run(cat_ranges(FileSystem(), "a", (0, 5, 9), (1, 6, 10)))
+    assert caught.value is error
+
+
+def test_the_links_of_a_chain_are_tuned_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+
+    def url_to_fs(url: str, **options: object) -> None:
+        seen.update(options, url=url)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", url_to_fs)
+    given = {"s3": {"anon": True}, "simplecache": {"cache_storage": "/tmp/x"}}
+    with pytest.raises(ArgumentError, match="enough"):
+        FsspecClient("simplecache::s3://lab/x", StorageOptions(given), 60).fs()
+    assert seen.pop("url") == "simplecache::s3://lab/x"
+    assert seen == {"s3": tuned("s3", {"anon": True}), "simplecache": {"cache_storage": "/tmp/x"}}
+    assert seen["s3"]["use_listings_cache"] is False
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_changed_here_is_unpinned_with_all_that_is_below() -> None:
+    pins = Pins()
+    for path in ("a", "a/b", "a/b/c", "ab", "b/a"):
+        pins.check(path, ("1", 5), where=path)
+    pins.forget("a")
+    assert set(pins) == {"ab", "b/a"}
+    pins.check("a/b", ("2", 6), where="a/b")
+    for version in (("2", 5), ("1", 6), (None, 5)):
+        with pytest.raises(TransportError, match="was replaced while it was being read"):
+            pins.check("ab", version, where="ab")
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [-1, -2, -(2**40)])
+def test_a_place_before_a_file_is_none(start: int, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    for transport in (MmapTransport(tmp_path), PreadTransport(tmp_path), MemoryTransport({"a.bin": b"0123456789"})):
+        for starts in ([start], [3, start], [start, start + 2]):
+            memory = [bytearray(2) for _ in starts]
+            with pytest.raises(ArgumentError, match="negative or backwards"):
+                transport.readinto("a.bin", starts=starts, buffers=[memoryview(piece) for piece in memory])
+            with pytest.raises(ArgumentError, match="negative or backwards"):
+                transport.get_ranges("a.bin", starts=starts, ends=[at + 2 for at in starts])
+            assert memory == [bytearray(2) for _ in starts]

@@ -156,6 +156,23 @@ def test_a_file_system_that_cannot_tell_what_is_in_memory(spread, n_told, monkey
     assert read(spread, 5, [50_000]) == FILE[5:50_005]
 
 
+@pytest.mark.parametrize("every", [1, 3, 7, 1000])
+def test_short_places_of_which_some_are_not_in_memory(spread, every, monkeypatch):
+    """Many places are one part, and a place that waits for the disk is followed by others, which must not be left out."""
+    real, starts = os.preadv, list(range(40, 90_000, 300))
+
+    def preadv(fd, views, offset, flags=0):
+        if flags and (offset - 40) // 300 % every == every - 1:
+            raise BlockingIOError(errno.EAGAIN, "")
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    for _ in range(3):  # also after reads that had to wait
+        memory = [bytearray(100) for _ in starts]
+        spread.readinto("acts000000.bin", starts=starts, buffers=[memoryview(piece) for piece in memory])
+        assert memory == [FILE[start : start + 100] for start in starts]
+
+
 def test_a_system_without_threads_to_spare(spread, monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")

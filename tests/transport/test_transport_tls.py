@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 import pytest
 from range_server import serving
 from servers import Bucket, s3_bucket  # noqa: F401 (the second is a fixture)
@@ -9,7 +11,7 @@ from tls import Certificates, TlsFront, certificates, no_authorities  # noqa: F4
 
 from saev_store.errors import ArgumentError, TransportError
 from saev_store.transport import open_transport
-from saev_store.transport._tls import authorities, refused_certificate
+from saev_store.transport._tls import authorities, context_of, refused_certificate
 
 pytestmark = pytest.mark.usefixtures("no_authorities")
 engines = pytest.mark.parametrize("engine", ["obstore", "fsspec"])
@@ -139,3 +141,10 @@ def test_a_refused_certificate_is_told_without_secrets(text, reason):
         assert "pass-word" not in str(found)
         assert (found.where, found.transient) == ("w", False)
         assert "verify" in str(found.remedy) and "SSL_CERT_FILE" in str(found.remedy)
+
+
+def test_nothing_is_checked_only_where_that_was_asked_for():
+    for authority, mode, checks in ((True, ssl.CERT_REQUIRED, True), (False, ssl.CERT_NONE, False)):
+        context = context_of(authority)
+        assert (context.verify_mode, context.check_hostname) == (mode, checks)
+        assert context_of(authority) is context

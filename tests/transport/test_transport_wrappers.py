@@ -214,6 +214,15 @@ def test_a_limit_counts_bytes_or_requests_whichever_takes_longer(naps, monkeypat
         assert sum(naps) - before_s == pytest.approx(cost_s), name
 
 
+def test_what_waits_takes_its_share_before_what_comes_next(naps, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: sum(naps))
+    rate, begun = Rate(requests_per_s=10), list[float]()
+    for _ in range(5):
+        rate.take(0, 1)
+        begun.append(sum(naps))
+    assert begun == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+
+
 def test_pieces_of_a_long_range_are_requests_each(naps, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: sum(naps))
     rate = Rate(requests_per_s=1)

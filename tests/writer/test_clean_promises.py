@@ -13,7 +13,7 @@ from kill_harness_oracle import Case, case
 from saev_store.errors import IncompleteStoreError, WriterConflictError
 from saev_store.transport import MemoryTransport, open_transport
 from saev_store.writer import _leftovers, clean_leftovers, create_store, discard_unfinished, unfinished
-from saev_store.writer.folder import Folder
+from saev_store.writer.folder import TEMPORARY, Folder
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 
@@ -124,4 +124,11 @@ def test_a_published_store_with_hidden_files_is_not_unfinished(tmp_path):
     begun(root, this)
     assert [found.name for found in unfinished(root)] == [this.name]
     (tmp_path / this.name / "metadata.json").write_bytes(this.metadata.raw)
+    assert unfinished(root) == ()
+
+
+def test_what_was_moved_aside_to_be_deleted_is_not_unfinished(tmp_path):
+    this, root = case(), open_transport(tmp_path)
+    begun(root, this)
+    (tmp_path / this.name).rename(tmp_path / f"{TEMPORARY}1-abc")
     assert unfinished(root) == ()

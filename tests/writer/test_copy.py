@@ -19,7 +19,7 @@ from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
 from token_stores import token_store
 
-from saev_store import SaevStoreError, ShardStore
+from saev_store import SaevStoreError, ShardStore, new_metadata
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -245,6 +245,20 @@ def test_bytes_that_are_not_what_the_digests_say_are_not_copied(store, tmp_path)
         ShardStore.open(tmp_path / "to" / store.path.name)
 
 
+def test_digests_of_a_file_of_another_length_say_nothing_about_it(store, tmp_path):
+    """The file is read, and gets digests of its own."""
+    store.write_digests(256)
+    path = store.path / "digests.json"
+    right = json.loads(path.read_text())
+    wrong = json.loads(path.read_text())
+    wrong["files"]["acts000000.bin"] = {"nbytes": 100, "digests": ["0" * 32]}
+    wrong["files"]["acts000001.bin"] = {"nbytes": 100_000, "digests": ["0" * 32] * 391}
+    path.write_text(json.dumps(wrong))
+    url = copy_store(store.path, tmp_path / "to")
+    assert json.loads((Path(url) / "digests.json").read_text()) == right
+    assert np.array_equal(ShardStore.open(url)[...], store.acts)
+
+
 def test_bytes_that_change_on_the_way_are_noticed(store, tmp_path, monkeypatch):
     open_sink = Folder.open_sink
 
@@ -432,6 +446,24 @@ def test_the_bits_of_odd_numbers_survive(tmp_path):
         store.shard(shard_idx).write_bytes(data.ljust(store.shard_nbytes, b"\0"))
     url = copy_store(store.path, tmp_path / "to", layers=[2])
     assert np.array_equal(ShardStore.open(url)[...].view("<u4"), bits[:, :1])
+
+
+@pytest.mark.parametrize("chosen", [[1], [0, 3], [2]])
+def test_hook_points_of_one_layer_are_copied_each_by_itself(tmp_path, chosen):
+    """Also where the copy has one of them only, of which nothing needs to say where it is from."""
+    pairs = [(5, "resid_pre"), (5, "resid_post"), (9, "resid_post"), (5, "attn_out")]
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[label for label, _ in pairs], hook_points=[point for _, point in pairs],
+        content_tokens_per_example=3, cls_token=True, d_model=4, n_examples=13, max_tokens_per_shard=64,
+    )  # fmt: skip
+    acts = np.random.default_rng(0).standard_normal((13, 4, 4, 4), dtype=np.float32)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts)
+    copied = ShardStore.open(
+        copy_store(tmp_path / metadata.hash, tmp_path / "to", layers=[pairs[position] for position in chosen])
+    )
+    assert np.array_equal(copied[...], acts[:, chosen])
+    assert copied.layout.layer_keys in {tuple(pairs[i] for i in chosen), tuple(pairs[i][0] for i in chosen)}
 
 
 def test_only_the_bytes_of_the_layers_are_read(store, tmp_path):

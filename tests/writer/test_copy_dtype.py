@@ -270,6 +270,10 @@ def test_unknown_keys_and_what_is_said_of_texts_are_kept(tmp_path, dtype):
     metadata = ShardStore.open(copy_store(path, tmp_path, dtype=dtype, progress=False)).metadata
     assert (metadata.extra, metadata.text, metadata.dtype, metadata.protocol) == (extra, text, dtype, "3.0")
     assert metadata.hook_points == tuple(META["hook_points"])
+    # Where a version is asked for, it is that version with its own keys alone.
+    url = copy_store(path, tmp_path / "asked", dtype=dtype, protocol="3.0", progress=False)
+    metadata = ShardStore.open(url).metadata
+    assert (metadata.extra, metadata.text, metadata.dtype, metadata.protocol) == ({}, text, dtype, "3.0")
 
 
 @pytest.mark.parametrize(

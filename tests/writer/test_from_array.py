@@ -13,6 +13,7 @@ import counted_arrays
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 import zarr
 from counted_arrays import OPTIONS, SHAPE, Counted, killed_import, numbers
 from waiting import HANG_S
@@ -244,6 +245,15 @@ def test_a_chunk_that_fits_is_read_once(tmp_path: Path):
     assert array.blocks == [(0, 3), (3, 6), (6, 9), (9, 11)]
 
 
+@pytest.mark.parametrize("chunks", [(5, 1, 5, 8), ((5, 5, 1), (3,), (5,), (8,))])
+def test_a_chunk_that_does_not_fit_is_read_in_pieces(tmp_path: Path, chunks: tuple[object, ...]):
+    acts = numbers()
+    array = Counted(acts, chunks=chunks)
+    store = ShardStore.from_array(array, tmp_path, **OPTIONS, max_block_bytes=2 * acts[0].nbytes)
+    assert array.blocks == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 9), (9, 11)]
+    assert_same_bits(store, acts)
+
+
 def test_every_chunk_of_dask_is_computed_once(tmp_path: Path):
     da = pytest.importorskip("dask.array")
     acts, computed = numbers(), []
@@ -441,6 +451,15 @@ def test_a_small_array_is_identified_by_all_its_numbers(tmp_path: Path, monkeypa
     second = ShardStore.from_array(acts, tmp_path, **OPTIONS)
     assert first.url != second.url
     assert_same_bits(second, acts)
+
+
+def test_a_large_array_is_identified_by_eight_of_its_examples(tmp_path: Path):
+    """The first, the last, and six that are evenly spread; an import goes on only where all releases take the same."""
+    acts = np.concatenate([numbers(), numbers(seed=1)])[:20]
+    store = ShardStore.from_array(acts, tmp_path, **OPTIONS)
+    eight = acts[[0, 2, 5, 8, 10, 13, 16, 19]]
+    found = store.metadata.data["imported"]["digest"]
+    assert found == {"algorithm": "xxh3_128", "scope": "sampled", "value": xxhash.xxh3_128_hexdigest(eight.tobytes())}
 
 
 def test_other_numbers_are_another_store(tmp_path: Path):

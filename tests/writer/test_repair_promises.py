@@ -115,3 +115,30 @@ def test_a_journal_of_another_file_is_not_carried_out(name, nbytes):
         assert repair.missing == []
     assert {path: bytes(disk.files[path].seen) for path in before} == before
     assert ".saev_store/repair/journal.json" not in disk.files
+
+
+def test_files_of_a_writer_stay():
+    """A writer that has published a moment ago still has its claim; what it holds is its own to delete."""
+    this, disk = store()
+    disk._set(".saev_store/claim.json", b"{}")
+    disk._set(".saev_store/receipts/acts000000.json", b"{}")
+    with open_repair(disk, this.metadata, lost=[(2, 3)], **OPTIONS) as repair:
+        repair.append(this.acts[2:3])
+    assert {".saev_store/claim.json", ".saev_store/receipts/acts000000.json"} <= set(disk.files)
+    disk.delete(".saev_store/claim.json")
+    open_repair(disk, this.metadata, **OPTIONS).close()
+    assert not [path for path in disk.files if path.startswith(".saev_store")]
+
+
+def test_lost_ranges_that_touch_are_one():
+    """Two blocks that end and begin with an example, and two ranges of a report."""
+    this, disk = store(block_bytes=48)
+    for at in (0, 48):
+        disk.files["acts000001.bin"].seen[at] ^= 1
+    with open_repair(disk, this.metadata, deep=True, lost=[(4, 5), (5, 6)], **OPTIONS) as repair:
+        repair.append(this.acts[2:6])
+    assert [(file.name, file.examples) for file in repair.repaired] == [
+        ("acts000001.bin", ((2, 4),)),
+        ("acts000002.bin", ((4, 6),)),
+    ]
+    this.check({path: bytes(file.seen) for path, file in disk.files.items()})

@@ -24,6 +24,7 @@ from saev_store.errors import (
     SaevStoreError,
     SaevStoreWarning,
     StoreExistsError,
+    TransportError,
     WriterConflictError,
 )
 from saev_store.store import ShardStore
@@ -561,7 +562,7 @@ def test_digests_and_receipts_cost_no_request_per_block(tmp_path: Path) -> None:
     assert sum(n for name, n in counted.items() if not name.startswith("sink.")) < 60
 
 
-def test_digests_are_loaded_and_checked(tmp_path: Path) -> None:
+def test_digests_are_loaded_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this = case()
     written(open_transport(tmp_path), this, [7])
     transport = open_transport(tmp_path / this.name)
@@ -584,6 +585,12 @@ def test_digests_are_loaded_and_checked(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps({**good, **change}))
         with pytest.raises(SaevStoreError, match="Delete it"):
+            load_digests(transport)
+    path.write_bytes(json.dumps(good).encode())
+    assert load_digests(transport) == digests
+    with monkeypatch.context() as patch:  # what is longer than any of ours is not read
+        patch.setattr("saev_store.writer._digests.MAX_DOCUMENT_BYTES", path.stat().st_size - 1)
+        with pytest.raises(TransportError, match="at most"):
             load_digests(transport)
     path.write_text("{")
     with pytest.raises(SaevStoreError, match="no JSON"):

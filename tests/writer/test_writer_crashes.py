@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from kill_harness_disk import Disk, PowerCut
 from kill_harness_oracle import Case, case
 
 from saev_store.errors import SaevStoreError, SaevStoreWarning, StoreExistsError, TransportError
+from saev_store.transport import open_transport
 from saev_store.writer import create_store, finalize_store
 
 #: 3.0 has bfloat16 and token arrays.
@@ -205,3 +208,31 @@ def test_verify_sizes_still_finds_a_short_file() -> None:
     with writer:
         this.append(writer, writer.next_example, 9)
     this.check(disk.content(this.name))
+
+
+@pytest.mark.parametrize("kept", [None, 0, 64, 100, 191, 192, 239])
+@pytest.mark.parametrize("verify", ["sizes", "digests"])
+def test_what_is_gone_of_a_checkpointed_shard_is_never_kept_as_zeros(
+    tmp_path: Path, verify: str, kept: int | None
+) -> None:
+    """A resumed file grows to its full size before it is looked at: what was cut off, or all of it, reads as zeros."""
+    this = case(n=6, per_shard=6)
+    root, path = open_transport(tmp_path), tmp_path / this.name / "acts000000.bin"
+    with (
+        contextlib.suppress(SaevStoreError),
+        create_store(root, this.metadata, block_bytes=64, on_nonfinite="allow") as writer,
+    ):
+        this.append(writer, 0, 5)
+    assert this.metadata.layout.example_nbytes * 5 == 240
+    if kept is None:
+        path.unlink()
+    else:
+        os.truncate(path, kept)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        writer = create_store(root, this.metadata, resume=True, block_bytes=64, verify=verify, on_nonfinite="allow")
+    assert "acts000000" in str(caught[0].message)
+    with writer:
+        assert writer.next_example * this.metadata.layout.example_nbytes <= (kept or 0)
+        this.append(writer, writer.next_example, this.n)
+    this.check({file.name: file.read_bytes() for file in path.parent.iterdir()})

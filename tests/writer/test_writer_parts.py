@@ -99,6 +99,21 @@ def test_parts_agree_about_labels() -> None:
     this.check(disk.content(this.name))
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_part_is_written_as_the_others_have_said(labelled: bool) -> None:
+    """Also where nothing of it is there, so that it does not say so itself."""
+    this, disk = case(n=12, per_shard=2), Disk()
+    if not labelled:
+        this = Case(this.metadata, this.acts, None, True, 64)
+    write_part(disk, this, 0, 2)
+    options = {"pad": this.pad, "block_bytes": this.block_bytes, "on_nonfinite": "allow"}
+    create_store(disk, this.metadata, part=(1, 2), **options).close()
+    with create_store(disk, this.metadata, part=(1, 2), resume=True, **options) as writer:
+        this.append(writer, 6, 12)
+    assert finalize_store(disk, this.metadata)
+    this.check(disk.content(this.name))
+
+
 def test_damage_is_found_before_publishing() -> None:
     this, disk = case(n=12, per_shard=2), Disk()
     write_part(disk, this, 0, 2)

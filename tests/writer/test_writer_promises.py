@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import xxhash
-from kill_harness_disk import Disk, DiskSink
+from kill_harness_disk import Disk, DiskSink, Upload
 from kill_harness_oracle import Case, case
 
 from saev_store.errors import (
@@ -22,7 +22,7 @@ from saev_store.errors import (
 )
 from saev_store.transport import open_transport
 from saev_store.writer import create_store, finalize_store
-from saev_store.writer.folder import part_shards
+from saev_store.writer.folder import Folder, part_shards
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 
@@ -66,6 +66,37 @@ def test_labels_are_collected_after_they_are_recorded():
     with create_store(disk, this.metadata, pad=False, **OPTIONS) as writer:
         this.append(writer, 0, 6)
     assert asked.is_set()
+    this.check(disk.content(this.name))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_uploads_of_labels_that_are_gone_are_given_up(monkeypatch, lost):
+    """They would cost money until somebody looks for them."""
+    this, disk, given_up = case(n=6, per_shard=2, pad=False), Disk(posix=False), []
+    parts_written(disk, this, range(2), 2)
+    del disk.files[f"{this.name}/.saev_store/tokens/acts{lost:06}.bin"]
+    monkeypatch.setattr(Upload, "abort", lambda self: given_up.append(self.path))
+    with pytest.raises(CorruptShardError, match=rf"acts{lost:06}\.bin: what was recorded of the tokens"):
+        finalize_store(disk, this.metadata)
+    assert given_up == [f"{this.name}/labels.bin"]
+
+
+@pytest.mark.parametrize("change", [-1, 1, -48])
+@pytest.mark.parametrize("posix", [True, False])
+def test_a_shard_without_padding_has_the_length_of_its_receipt(posix, change):
+    """Sending a shard to a bucket compares no size: publishing does."""
+    this, disk = case(n=6, per_shard=2, pad=False), Disk(posix=posix)
+    parts_written(disk, this, range(2), 2)
+    for number in (1, 2):
+        path = f"{this.name}/acts{number:06}.bin"
+        data = bytes(disk.files[path].seen)
+        disk._set(path, data[:change] if change < 0 else data + bytes(change))
+        with pytest.raises(
+            CorruptShardError, match=rf"acts{number:06}\.bin: it has {len(data) + change} bytes; .* says {len(data)}"
+        ):
+            finalize_store(disk, this.metadata)
+        disk._set(path, data)
+    assert finalize_store(disk, this.metadata)
     this.check(disk.content(this.name))
 
 
@@ -143,6 +174,15 @@ def test_empty_documents_of_a_kill_are_written_anew(tmp_path):
     with create_store(open_transport(tmp_path), this.metadata, resume=True, **OPTIONS) as writer:
         this.append(writer, writer.next_example, this.n)
     this.check({path.name: path.read_bytes() for path in folder.iterdir()})
+
+
+@pytest.mark.parametrize(("posix", "found"), [(True, "ours"), (False, "taken")])
+def test_an_empty_document_in_a_bucket_is_of_somebody_else(posix, found):
+    """There a document has its name and its bytes at once; only on a disk a kill leaves an empty one."""
+    disk = Disk(posix=posix)
+    disk.put("store/a.json", b"")
+    assert Folder(disk, "store").create("a.json", b"ours") == found
+    assert disk.read("store/a.json") == (b"ours" if posix else b"")
 
 
 def test_who_begins_just_after_another_process_has_published_overwrites_nothing():
