@@ -302,6 +302,7 @@ def test_a_store_is_written(tmp_path: Path):
         assert writer.shards_dir == tmp_path / md.hash
         writer.write_batch(acts[:4], 0, labels[:4])
         md.dump(tmp_path)  # while it is written, nothing opens
+        assert not (writer.shards_dir / "metadata.json").exists()
         with pytest.raises(IncompleteStoreError):
             ShardStore.open(writer.shards_dir)
         with pytest.raises(ArgumentError, match="start_idx"):
