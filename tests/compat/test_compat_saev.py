@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore
 from saev_store.compat import saev
+from saev_store.compat.saev._loaders import Reservoir
 from saev_store.errors import (
     ArgumentError,
     IncompleteStoreError,
@@ -217,6 +219,12 @@ def test_a_loader_shows_its_process_and_its_window(plain: Plain):
     assert 0 <= loader.reservoir.qsize() <= 96
     loader.shutdown()
     assert (loader.manager_pid, loader.manager_proc, loader.reservoir) == (-1, None, None)
+
+
+@pytest.mark.parametrize(("fill", "n"), [(0.0, 0), (0.25, 24), (0.51, 49), (1.0, 96)])
+def test_a_window_counts_rows(fill: float, n: int):
+    reservoir = Reservoir(SimpleNamespace(metrics=lambda: SimpleNamespace(window_fill=fill)), 96)
+    assert (reservoir.fill(), reservoir.qsize()) == (fill, n)
 
 
 def test_ignored_labels(plain: Plain):

@@ -151,7 +151,7 @@ def _gather(dataset: IndexedDataset, picked: np.ndarray, expected: np.ndarray) -
 
 def test_one_example_of_a_config_is_the_example_of_that_number():
     assert OrderedConfig(examples=3).examples == OrderedConfig(examples=np.int64(3)).examples == (3,)
-    for junk in (1.5, object(), ..., float("nan")):
+    for junk in (1.5, object(), ..., float("nan"), True, False, np.True_):  # a boolean is no position
         with pytest.raises(ConfigError, match="examples"):
             OrderedConfig(examples=junk)
 
