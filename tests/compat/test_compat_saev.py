@@ -341,9 +341,13 @@ def test_labels_of_a_store_that_has_none(tmp_path: Path):
         (np.zeros((1, 5), np.uint8), 0),
         (np.zeros((1, 4), np.int64), 0),
         (np.zeros((2, 4), np.uint8), 6),
+        (np.zeros((1, 4), np.uint8), -2),  # the last but one by Python's rules: no example has such a number
+        (np.zeros((8, 4), np.uint8), -1),
     ):
+        before = labels.labels.copy()
         with pytest.raises(ArgumentError, match="labels of shape"):
             labels.write_batch(wrong, start)
+        assert np.array_equal(labels.labels, before)
     labels.write_batch(np.full((1, 4), 1, dtype=np.uint8), 0)
     with pytest.raises(StoreExistsError):
         labels.flush()
