@@ -252,6 +252,12 @@ def test_bars_are_counted_shown_or_not():
             end_line("recorded", "writing", at="/x"),
         )
         assert end_line("copied", "copying", at="/x") == "copied nothing: all of it was there, at /x"
+        with Progress(500, "importing", shown=False, unit="examples", unit_nbytes=4) as bar:
+            bar.advance(2_000)
+        assert re.fullmatch(
+            r"imported 2,000 examples \(5\.0 kB\) in 0\.0 s, .+ examples/s, at /x",
+            end_line("imported", "writing importing", at="/x"),
+        )
     assert counted_so_far() == []
 
 
