@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore
 from saev_store.compat import saev
+from saev_store.compat.saev._loaders import Reservoir
 from saev_store.errors import (
     ArgumentError,
     IncompleteStoreError,
@@ -229,6 +231,12 @@ def test_a_loader_shows_its_process_and_its_window(plain: Plain):
     assert (loader.manager_pid, loader.manager_proc, loader.reservoir) == (-1, None, None)
 
 
+@pytest.mark.parametrize(("fill", "n"), [(0.0, 0), (0.25, 24), (0.51, 49), (1.0, 96)])
+def test_a_window_counts_rows(fill: float, n: int):
+    reservoir = Reservoir(SimpleNamespace(metrics=lambda: SimpleNamespace(window_fill=fill)), 96)
+    assert (reservoir.fill(), reservoir.qsize()) == (fill, n)
+
+
 def test_ignored_labels(plain: Plain):
     ignored = plain.labels[0, :2].tolist()
     loader = saev.ShuffledDataLoader(saev.ShuffledConfig(plain.path, layer=5, batch_size=32, ignore_labels=ignored))
@@ -346,6 +354,7 @@ def test_a_store_is_written(tmp_path: Path):
         assert writer.shards_dir == tmp_path / md.hash
         writer.write_batch(acts[:4], 0, labels[:4])
         md.dump(tmp_path)  # while it is written, nothing opens
+        assert not (writer.shards_dir / "metadata.json").exists()
         with pytest.raises(IncompleteStoreError):
             ShardStore.open(writer.shards_dir)
         with pytest.raises(ArgumentError, match="start_idx"):
@@ -384,6 +393,7 @@ def test_labels_of_a_store_that_has_none(tmp_path: Path):
     labels.write_batch(np.full((1, 4), 8, dtype=np.uint8), 6)
     labels.flush()
     assert ShardStore.open(writer.shards_dir).labels.tolist() == [[0] * 4] * 2 + [[9] * 4] * 3 + [[0] * 4] + [[8] * 4]
+    before = labels.labels.copy()
     for wrong, start in (
         (np.zeros((1, 5), np.uint8), 0),
         (np.zeros((1, 4), np.int64), 0),
@@ -393,9 +403,11 @@ def test_labels_of_a_store_that_has_none(tmp_path: Path):
     ):
         with pytest.raises(ArgumentError, match="labels of shape"):
             labels.write_batch(wrong, start)
-    for start in (-1, 1.5, "a", True):
+    # -2 is the last but one by Python's rules: no example has such a number.
+    for start in (-1, -2, 1.5, "a", True):
         with pytest.raises(ArgumentError, match="start_idx"):
             labels.write_batch(np.zeros((1, 4), np.uint8), start)
+    assert np.array_equal(labels.labels, before)
     labels.write_batch(np.full((1, 4), 1, dtype=np.uint8), 0)
     with pytest.raises(StoreExistsError):
         labels.flush()

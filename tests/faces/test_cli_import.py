@@ -49,6 +49,16 @@ def test_an_array_becomes_a_store_whose_address_is_printed(run, acts: np.ndarray
     assert ShardStore.open(document["url"]).layout.cls_token
 
 
+@pytest.mark.parametrize("kind", ["numbers", "dtype"])
+def test_a_file_that_cannot_be_imported_is_named(kind: str, run, acts: np.ndarray, tmp_path: Path):
+    found = {"numbers": np.where(acts > 0, acts, np.nan), "dtype": acts.astype(complex)}[kind]
+    np.save(tmp_path / "acts.npy", found)
+    arguments = ("--to", tmp_path / "out", "--family", "vit", "--ckpt", "tiny", "--layers", "2,5")
+    code, out, err = run("import", tmp_path / "acts.npy", *arguments)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"error: {tmp_path / 'acts.npy'}: ")
+
+
 def test_hidden_states_become_a_store(run, tmp_path: Path):
     acts = np.random.default_rng(0).standard_normal((5, 2, 8)).astype(np.float16)
     (tmp_path / "hs").mkdir()

@@ -116,6 +116,16 @@ def test_a_table_in_a_terminal_is_drawn_and_loses_nothing(monkeypatch, capsys, c
     assert words == ["a", "title", "state", "complete", "note", *["a", "b"] * 40]
 
 
+@pytest.mark.parametrize("columns", range(24, 60))
+def test_a_table_of_any_width_shows_every_word(monkeypatch: pytest.MonkeyPatch, columns: int):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    header = ("store", "size", "state")
+    rows = [("abcdefghijkl", "1.5 GiB", "complete: all of it is there"), ("mn", "20 B", "damaged")]
+    shown = without_styles(_tables.drawn_table(header, rows, right=["size"], whole=["store"])).replace("─", " ")
+    found = [word for word in re.split(r"[\s:]+", shown) if word not in header]
+    assert sorted(found) == sorted(word for row in rows for cell in row for word in re.split(r"[\s:]+", cell))
+
+
 @pytest.mark.parametrize("columns", [60, 140])
 @pytest.mark.parametrize("command", ["info", "ls", "stats", "validate", "clean"])
 def test_a_terminal_shows_every_word_that_a_pipe_gets(run, store, command, columns):
@@ -242,6 +252,12 @@ def test_bars_are_counted_shown_or_not():
             end_line("recorded", "writing", at="/x"),
         )
         assert end_line("copied", "copying", at="/x") == "copied nothing: all of it was there, at /x"
+        with Progress(500, "importing", shown=False, unit="examples", unit_nbytes=4) as bar:
+            bar.advance(2_000)
+        assert re.fullmatch(
+            r"imported 2,000 examples \(5\.0 kB\) in 0\.0 s, .+ examples/s, at /x",
+            end_line("imported", "writing importing", at="/x"),
+        )
     assert counted_so_far() == []
 
 

@@ -338,6 +338,32 @@ def test_a_folder_without_a_tokenizer_says_so(run, folder: Path, copied: Path, t
     assert run(*flags(copied, tmp_path / "root"), "--tokenizer", folder)[0] == 0
 
 
+def test_token_ids_need_a_tokenizer_only_for_the_token_in_front_of_rows(
+    run, folder: Path, copied: Path, tmp_path: Path
+) -> None:
+    from saev_store.sources.mmididx import IndexedDatasetBuilder
+
+    with IndexedDatasetBuilder(tmp_path / "tokens", dtype=np.uint16) as builder:
+        builder.add_document([3, 4, 5])
+
+    def options(model: Path, *changes: object) -> list[object]:
+        source = ["--tokens", tmp_path / "tokens.idx", "--context", 4, "--layers", 1]
+        return ["--model", model, *source, "--to", tmp_path / "root", *changes]
+
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    for changes in ([], ["--bos", "tokenizer"]):
+        code, out, err = run(*options(copied, *changes))
+        assert (code, out) == (1, "")
+        assert err.startswith(f"error: {copied}: it has no tokenizer. ")
+        assert not list((tmp_path / "root").rglob("*"))
+    for model, bos, has_bos in ((copied, "none", False), (copied, 7, True), (folder, "tokenizer", True)):
+        code, out, _ = run(*options(model, "--bos", bos))
+        assert code == 0
+        store = ShardStore.open(out.strip())
+        assert (store.metadata.text["bos"], store.metadata.cls_token) == (has_bos, has_bos)
+
+
 def test_weights_that_are_no_safetensors_are_named(run, copied: Path, tmp_path: Path) -> None:
     (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
     assert "Only safetensors are read: convert pytorch_model.bin" in refusal(run, copied, tmp_path)

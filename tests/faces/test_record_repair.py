@@ -279,6 +279,19 @@ def test_other_vectors_are_refused_before_anything_is_replaced(
     assert len(model.ran) <= 2
 
 
+def test_the_only_example_that_is_left_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(IN_SHARD, "window", 1)
+    for left in (0, 18):  # the first one, the last one
+        path = Path(dump(tmp_path / str(left), "window").url)
+        for number in range(19):
+            if number != left:
+                (path / shard(number)).unlink()
+        before, model = stats(path), other_bits("window", monkeypatch, 1e-3)
+        with pytest.raises(ResumeError, match=f"example {left} is not what the model gives now"):
+            mended(path, "window", model)
+        assert stats(path) == before
+
+
 @pytest.mark.parametrize("recheck", ["close", "off"])
 def test_other_bytes_are_accepted_if_asked(copied, monkeypatch: pytest.MonkeyPatch, recheck: str) -> None:
     path = copied("window")

@@ -77,6 +77,11 @@ def test_auto_is_as_the_process_was_started(
         ({"SLURM_PROCID": 0, "SLURM_NTASKS": "2(x3)"}, "SLURM_NTASKS='2"),
         (array(5, 1, 9, 3), "numbers have gaps"),  # --array=1,5,9
         (array(2, 1, 9, 3, step=4), "numbers have gaps"),
+        *(
+            (array(task, 1, 5, 3), "numbers have gaps") for task in (1, 2, 5)
+        ),  # --array=1,2,5: also those before the gap
+        (array(0, 0, 20, 2, step=4), "numbers have gaps"),
+        (array(4, 0, 4, 3, step=4), "numbers have gaps"),
         ({"SLURM_ARRAY_TASK_ID": 1, "SLURM_ARRAY_TASK_COUNT": 4}, "nothing of SLURM_ARRAY_TASK_MIN"),
     ],
 )

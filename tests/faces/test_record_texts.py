@@ -121,6 +121,24 @@ def test_windows_hold_what_the_model_gives(
         assert arrays["token_ids"] == [documents()[key][position] for key, position in row] + [0] * padding
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch_size", [1, 2, 9])
+def test_only_the_end_of_a_stream_is_padded(width: int, batch_size: int) -> None:
+    """Also where the last batch has one token."""
+    for n_tokens in range(1, 14):
+        ids = list(range(10, 10 + n_tokens))
+        source = Texts([ids], context=3, layout="stream", bos=None, batch_size=batch_size, example_tokens=width)
+        n_examples = -(-n_tokens // width)
+        computed = (
+            (batch, torch.as_tensor(batch.inputs[0])[:, None, :, None]) for batch in source.batches(0, n_examples)
+        )
+        found = list(source.assemble(computed, 0))
+        wanted = np.array(ids + [0] * (n_examples * width - n_tokens)).reshape(n_examples, width)
+        assert np.concatenate([each.token_arrays["token_ids"] for each in found]).tolist() == wanted.tolist()
+        assert torch.cat([each.acts for each in found])[:, 0, :, 0].tolist() == wanted.tolist()
+        assert [each.first for each in found] == np.cumsum([0, *(len(each.acts) for each in found)])[:-1].tolist()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("batch_size", "bos", "example_tokens"), [(1, 1, 7), (3, None, None), (4, 1, 50), (50, None, 1)]

@@ -72,9 +72,11 @@ def test_a_state_goes_on(store: Path):
         assert [next(found)[0][2].tolist() for _ in range(8)] == wanted
 
 
-def test_dtype_is_that_of_the_batches(store: Path):
-    with CrosslayerActivations(make(store, dtype="bfloat16"), source="mlp_in", target="mlp_out") as found:
+def test_dtype_and_device_are_those_of_the_batches(store: Path):
+    loader = make(store, dtype="bfloat16", device="cpu:0")
+    with CrosslayerActivations(loader, source="mlp_in", target="mlp_out") as found:
         assert found.dtype == found.get_batch()[1][0].dtype == torch.bfloat16
+        assert found.device == torch.device("cpu", 0)
 
 
 @pytest.mark.parametrize("layer", [KEYS[1::2], KEYS[:3], ((0, "mlp_in"), (1, "mlp_out"))])

@@ -115,9 +115,10 @@ def test_what_dictionary_learning_is_told(three: Path) -> None:
             "tokens": "content", "dtype": loader.cfg.dtype, "n_samples": 2 * N_EXAMPLES * N_TOKENS, "scale": loader.scale,
             "normalize": loader.cfg.normalize, "seed": 41,
         }  # fmt: skip
-    ordered = OrderedDataLoader(OrderedConfig(shards=str(three), layer=5, batch_size=9, tokens="all"))
+    ordered = OrderedDataLoader(OrderedConfig(shards=str(three), layer=5, batch_size=9, tokens="all", device="cpu:0"))
     with activation_buffer(ordered) as buffer:
         told = buffer.config
+        assert told["device"] == "cpu:0"
         assert (told["seed"], told["layers"], told["out_batch_size"]) == (None, ["5"], 9)
         assert (told["tokens"], told["n_samples"]) == ("all", N_EXAMPLES * (N_TOKENS + 1))
 

@@ -88,6 +88,19 @@ def test_so_many_batches_wait_as_have_room(tmp_path, kind, options, n_ready):
     assert found.buffer_bytes - least.buffer_bytes == (n_ready - 1) * 8 * 64
 
 
+@pytest.mark.parametrize(("buffer_size", "n_batches"), [(8, 8), (31, 31), (32, 32), (33, 32), (1000, 32)])
+def test_a_window_holds_as_many_batches_as_are_asked_for_up_to_a_limit(tmp_path, monkeypatch, buffer_size, n_batches):
+    monkeypatch.setattr("saev_store.torch.loaders.WINDOW_BYTES", 32 * 8 * 64)
+    plain = plain_store(tmp_path, n=240, tokens=4, d_model=16)
+
+    def window_bytes(**more: object) -> int:
+        options = {"layer": 5, "batch_size": 8, "prefetch_batches": 2, "buffer_size": buffer_size, **more}
+        return ShuffledDataLoader(ShuffledConfig(shards=plain.path, **options)).explain().window_bytes
+
+    assert window_bytes() == window_bytes(window_bytes=n_batches * 8 * 64)
+    assert window_bytes() < window_bytes(window_bytes=2 * n_batches * 8 * 64)
+
+
 @pytest.mark.parametrize(
     "chosen", [slice(1, 5), slice(None, None, 2), slice(-3, None), slice(4, 1, -2), slice(5, 99), slice(3, 3)], ids=str
 )
@@ -151,7 +164,7 @@ def _gather(dataset: IndexedDataset, picked: np.ndarray, expected: np.ndarray) -
 
 def test_one_example_of_a_config_is_the_example_of_that_number():
     assert OrderedConfig(examples=3).examples == OrderedConfig(examples=np.int64(3)).examples == (3,)
-    for junk in (1.5, object(), ..., float("nan")):
+    for junk in (1.5, object(), ..., float("nan"), True, False, np.True_):  # a boolean is no position
         with pytest.raises(ConfigError, match="examples"):
             OrderedConfig(examples=junk)
 

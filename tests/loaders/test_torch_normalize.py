@@ -111,6 +111,28 @@ def test_on_a_device_with_a_window_there(store: Path):
         check(loader, truth, [1, 2])
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("normalize", KINDS)
+def test_of_several_layers_with_tokens_left_out(tmp_path: Path, normalize: str, stacked: bool):
+    acts, labels = acts_of(), np.random.default_rng(1).integers(0, 4, (N, TOKENS)).astype(np.uint8)
+    metadata = new_metadata(
+        family="gpt2", ckpt="labels", layers=LAYERS, content_tokens_per_example=TOKENS, cls_token=False, d_model=D_MODEL,
+        n_examples=N,
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts, labels=labels)
+    kept = labels != 2
+    some = {"layer": (2, 9), "ignore_labels": (2,), "normalize": normalize, "stack_layers": stacked}
+    with make("ordered", tmp_path / metadata.hash, **some) as loader:
+        for at, layer in enumerate((1, 0)):
+            left = acts[:, layer][kept].astype(np.float64)
+            mean = left.mean(axis=0) if normalize.startswith("center") else np.zeros(D_MODEL)
+            scale = 1 if normalize == "center" else np.sqrt(D_MODEL) / np.linalg.norm(left - mean, axis=1).mean()
+            np.testing.assert_allclose(loader.normalization.mean[at].numpy(), mean, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(loader.normalization.scale[at].numpy(), scale, rtol=1e-5)
+        assert loader.n_samples == kept.sum() * (1 if stacked else 2)
+
+
 def test_rows_that_are_repeated_for_ranks_are_normalized_once(store: Path):
     truth = normalized(acts_of(), "center_and_scale_norm")
     some = {"examples": range(37), "layer": 2, "normalize": "center_and_scale_norm", "n_partitions": 4, "batch_size": 6}

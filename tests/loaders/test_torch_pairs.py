@@ -187,3 +187,18 @@ def test_labels_come_from_the_store_that_has_some(stores, kind):
                 assert np.array_equal(batch["token_labels"].numpy(), truth)
                 n_rows += len(truth)
         assert n_rows == loader.n_samples > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_store_is_opened_with_its_own_options(stores, kind, monkeypatch):
+    opened, real = [], ShardStore.open
+
+    def without_options(address: str, options: object) -> ShardStore:
+        opened.append((address, options))
+        return real(address)
+
+    monkeypatch.setattr("saev_store.torch.pairs.ShardStore.open", without_options)
+    options = {"storage_options_a": {"key": 1}, "storage_options_b": {"key": 2}}
+    with KINDS[kind][0](config(kind, stores, "plain", **options)) as loader:
+        assert len(next(iter(loader))["act_b"]) == 4
+    assert opened == [(str(stores[0].path), {"key": 1}), (str(stores[1].path), {"key": 2})]

@@ -99,6 +99,25 @@ def test_any_record_is_found_by_its_number(cuts, sizes, seq_len, end, pad):
     assert records.at(backwards).tolist() == wanted[::-1]
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "wanted"),
+    [
+        (2, [[1, 2], [4, 5], [9, 7]]),
+        (3, [[1, 2, 3], [4, 5, 9], [9, 7, 7]]),  # the first document fills its record, and its end has no place
+        (4, [[1, 2, 3, 9], [4, 5, 9, 7], [9, 7, 7, 7]]),
+        (5, [[1, 2, 3, 9, 7], [4, 5, 9, 7, 7], [9, 7, 7, 7, 7]]),
+    ],
+)
+def test_documents_around_the_length_of_a_record(seq_len: int, wanted: list[list[int]]):
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("tokens", transport=memory) as builder:
+        builder.add_document(np.array([1, 2, 3]), [1, 2])
+        builder.add_document(np.array([4, 5]), [2])
+        builder.add_document(np.array([], np.int32), [])
+    records = RecordsOf(IndexedDataset("tokens", transport=memory), seq_len, 9, 7)
+    assert records.at(np.arange(3)).tolist() == wanted
+
+
 @pytest.mark.slow  # workers that were killed start again
 @pytest.mark.parametrize("killed", [(), (1,)])
 @pytest.mark.parametrize("options", [{}, {"pad_token": 7, "batch_size": 1}])

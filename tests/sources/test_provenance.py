@@ -60,6 +60,23 @@ def traced(root: Path, data: dict[str, object], arrays: dict[str, list]) -> Shar
     return ShardStore.open(writer.url)
 
 
+@pytest.mark.parametrize("sample", [2, 3, 4, 2**40])
+def test_only_samples_that_the_source_has_are_opened(text: Path, tmp_path: Path, sample: int) -> None:
+    arrays = {"document_ids": [[sample] * 3] * 2, "positions": [[0, 0, 0]] * 2}
+    source = open_source(text / "data.idx")
+    assert len(source) == 3
+    by_token = traced(tmp_path / "a", recorded_from(source, by_token=True), arrays)
+    in_a_row = traced(tmp_path / "b", recorded_from(source, first=sample - 1), arrays)
+    for store, example in ((by_token, 0), (in_a_row, 1)):
+        if sample == 2:
+            assert store.origin(example).sample_idx == 2
+            continue
+        with pytest.raises(
+            DocumentError, match=f"example {example} is said to be sample {sample}, but the source has 3"
+        ):
+            store.origin(example)
+
+
 def test_tokens_are_traced_by_what_the_store_records_of_them(text: Path, tmp_path: Path) -> None:
     arrays = {"document_ids": [[1, 1, 0], [2, -1, 5]], "positions": [[2, 3, 0], [1, -1, 0]]}
     store = traced(tmp_path, recorded_from(open_source(text / "data.idx"), by_token=True), arrays)

@@ -434,9 +434,17 @@ def test_peer_files_convert_both_ways(tmp_path):
 
 def test_conversions_that_make_no_sense(tmp_path):
     source = documents_of([5, 5])
-    for options in ({"pad_token": -1}, {"pad_token": 2**32}, {"end_token": -1}, {"seq_len": 0}):
-        with pytest.raises(ArgumentError):
+    for options in (
+        {"pad_token": -1}, {"pad_token": 2**32}, {"end_token": -1}, {"end_token": 2**32}, {"seq_len": 0}, {"seq_len": 2**32}
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError) as error:
             documents_to_batches(source, tmp_path / "x.batch", **{"seq_len": 2, "batch_size": 1, **options})
+        assert [error.value.where] == list(options)
+    ids = {"seq_len": 7, "batch_size": 1, "end_token": 2**32 - 1, "pad_token": 2**32 - 2}
+    memory = MemoryTransport()
+    documents_to_batches(source, "most.batch", transport=memory, **ids)
+    found = BatchFileReader("most.batch", transport=memory).rows([0, 1])
+    assert found[:, 5:].tolist() == [[2**32 - 1, 2**32 - 2]] * 2
     with pytest.raises(ArgumentError, match="integers"):
         documents_to_batches(documents_of([5], np.float32), tmp_path / "x.batch", seq_len=2, batch_size=1)
     negative = IndexedDataset(DATA / "mmididx/core_multimodal_modes/data")

@@ -65,6 +65,29 @@ def test_a_shape_that_would_need_bytes_is_refused_with_one_that_does_not(tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "chunk", "whole"),
+    [
+        (Layout(6, (0,), 2, False, 4, 7), 4, 3),  # of the only shard, whatever it could hold
+        (Layout(6, (0,), 2, False, 4, 6), 5, 3),
+        (Layout(6, (0,), 2, False, 4, 8), 4, 3),
+        (Layout(14, (0,), 2, False, 4, 8), 4, 2),  # of all shards: 8 and 6 examples
+        (Layout(18, (0,), 2, False, 4, 12), 5, 3),
+    ],
+)
+def test_the_shape_that_is_proposed_is_the_largest_that_divides_every_shard(
+    layout: Layout, chunk: int, whole: int, tmp_path: Path
+):
+    plain = plain_store(layout, tail="cut")
+    store = ShardStore.open(plain.write(tmp_path))
+    with pytest.raises(ArgumentError) as caught:
+        store.to_virtual_dataset(chunks=(chunk, *layout.shape[1:]))
+    assert caught.value.remedy == f"Take {whole} examples."
+    found = store.to_virtual_dataset(chunks=(whole, *layout.shape[1:])).activations.data
+    assert found.chunks[0] == whole
+    assert ranges(found) == plain.dense.tobytes()
+
+
 def test_damage_is_refused(tmp_path: Path):
     _, store = made(tmp_path, "cut")
     os.remove(Path(store.url) / "acts000001.bin")

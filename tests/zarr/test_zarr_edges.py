@@ -15,7 +15,7 @@ from transports import CountingTransport, LatencyTransport
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store
 from zarr.core.sync import sync
 
-from saev_store import SaevStoreWarning, ShardStore
+from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.chunk_grid import ChunkGrid
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import LABELS
@@ -180,3 +180,37 @@ def test_what_is_below_any_prefix(sharded: bool):
         if folder:
             assert set(keys.children(folder)) == inside, folder
     assert set(keys.children("")) == {key.partition("/")[0] for key in every}
+
+
+def hooked(root: Path, points: list[str] | None) -> ShardStore:
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=(5, 6, 7), hook_points=points, content_tokens_per_example=2, cls_token=False,
+        d_model=4, n_examples=3,
+    )  # fmt: skip
+    with ShardStore.create(root, metadata, progress=False) as writer:
+        writer.append(np.ones((3, 3, 2, 4), np.float32))
+    return ShardStore.open(writer.url)
+
+
+def test_hook_points_are_told_in_every_view(tmp_path: Path):
+    points = ["mlp_out", "attn_out", "mlp_out"]
+    with hooked(tmp_path, points) as store:
+        assert zarr.open_group(store.as_zarr(), mode="r").attrs["hook_points"] == points
+        dataset = store.as_xarray()
+        assert (dataset.hook_point.dims, dataset.hook_point.values.tolist()) == (("layer",), points)
+        assert "hook_points" not in dataset.attrs
+    with hooked(tmp_path, None) as store:
+        assert "hook_points" not in zarr.open_group(store.as_zarr(), mode="r").attrs
+        assert "hook_point" not in store.as_xarray().variables
+
+
+def test_other_hook_points_do_not_continue_a_repository(tmp_path: Path):
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    first, *others = (["mlp_out"] * 3, ["mlp_out", "mlp_out", "attn_out"], None)
+    hooked(tmp_path / "a", first).to_icechunk(str(tmp_path / "r"), chunks=(1, 3, 2, 4))
+    for number, points in enumerate(others):
+        store = hooked(tmp_path / str(number), points)
+        with pytest.raises(ArgumentError, match="does not continue the repository; hook_points: ") as error:
+            store.to_icechunk(str(tmp_path / "r"), append=True)
+        assert error.value.message.endswith(f"hook_points: {first} in the repository, {points} here")

@@ -145,7 +145,7 @@ def test_ranges_of_a_value_are_slices_of_it(sharded: bool):
             assert sync(view.exists(key))
             n = len(data)
             for start, end in itertools.product([0, 1, n // 3, n - 5, n], [0, 2, n // 2, n - 1, n, n + 9]):
-                if 0 <= start <= end:
+                if start >= 0:  # a range that ends before it begins is empty
                     part = sync(view.get(key, None, RangeByteRequest(start, end)))
                     assert part is not None
                     assert part.to_bytes() == data[start:end]
@@ -167,7 +167,7 @@ def test_many_ranges_at_once_in_any_order():
         whole = view.get_sync("activations/c/2/0/0/0")
         assert whole is not None
         data = whole.to_bytes()
-        wanted = [(160, 320), (0, 160), (len(data) - 20, len(data)), (1000, 1100), (100, 200), (5, 5)]
+        wanted = [(160, 320), (0, 160), (len(data) - 20, len(data)), (1000, 1100), (100, 200), (5, 5), (9, 7)]
         requests = [RangeByteRequest(*bounds) for bounds in wanted]
 
         async def collect(view: ZarrView, requests: list[RangeByteRequest]) -> dict[int, bytes]:
