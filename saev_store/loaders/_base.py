@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.threads import n_cores
+from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray, LayerKey
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
@@ -186,10 +187,9 @@ class Loader(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning."""
-        if not isinstance(epoch, (int, np.integer)) or isinstance(epoch, bool) or epoch < 0:
-            raise ArgumentError(f"epoch is {epoch!r}; it must be an integer of at least 0", where="epoch")
+        epoch = check_count(epoch, name="epoch", least=0)
         self._end_iteration()
-        self._epoch, self._batch, self._resume_at = int(epoch), 0, 0
+        self._epoch, self._batch, self._resume_at = epoch, 0, 0
 
     def __iter__(self) -> BatchIterator:
         """The epoch's batches; after `load_state_dict`, those that had not been handed out.

@@ -8,9 +8,9 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import torch
 
@@ -413,7 +413,9 @@ def _names(names: int | Sequence[str]) -> list[str]:
     """
     if isinstance(names, int) and not isinstance(names, bool):
         return [str(number) for number in range(check_count(names, name="n"))]
-    given = [] if isinstance(names, (str, bool)) else list(names)
+    # Callers may not check types.
+    is_list = isinstance(cast("object", names), Iterable) and not isinstance(cast("object", names), (str, bytes))
+    given = list(cast("Sequence[str]", names)) if is_list else []
     if not given or not all(isinstance(name, str) for name in given) or len(set(given)) != len(given):
         raise ArgumentError(
             f"consumers are {names!r}; they must be a number, or a list of different names", where="share"

@@ -72,8 +72,13 @@ def test_an_epoch_that_is_chosen_begins_at_its_beginning(plain, kind):
     assert not loader.is_iterating
     assert (loader.epoch, loader.next_batch) == (1, 0)
     assert acts(loader) == later
-    with pytest.raises(ArgumentError, match="epoch is -1"):
-        loader.set_epoch(-1)
+    # A state that names an epoch of more than 63 bits could not be loaded again.
+    for wrong in (-1, 2**63, True, 1.0, None, "1"):
+        with pytest.raises(ArgumentError, match="epoch is"):
+            loader.set_epoch(wrong)
+    assert loader.epoch == 2
+    loader.set_epoch(np.int64(7))
+    assert loader.epoch == 7
 
 
 @every_kind

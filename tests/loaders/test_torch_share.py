@@ -392,7 +392,7 @@ def test_one_that_evaluates_in_inference_mode_does_not_keep_others_from_training
 
 
 def test_what_makes_no_sense_is_refused(store: Path):
-    for names in (0, -1, True, [], ["a", "a"], "ab", [1, 2]):
+    for names in (0, -1, True, [], ["a", "a"], "ab", b"ab", [1, 2], None, 1.5, object()):
         with pytest.raises(ArgumentError):
             make(store).share(names)
     for more in ({"max_ahead": 0}, {"timeout_s": 0}, {"timeout_s": -1.0}):
