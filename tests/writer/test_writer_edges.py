@@ -19,12 +19,14 @@ from saev_store.errors import (
     DocumentError,
     IncompleteStoreError,
     SaevStoreWarning,
+    StoreExistsError,
     TransportError,
     WriterConflictError,
 )
 from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport
-from saev_store.writer import create_store, finalize_store, load_digests, open_repair
+from saev_store.writer import _resume, create_store, finalize_store, load_digests, open_repair
+from saev_store.writer._shard_file import Receipt, leading_receipts
 from saev_store.writer.copying import _copier, _layers, _whole, copy_store
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
@@ -209,6 +211,35 @@ def test_receipts_behind_damage_go_from_the_last_one_down():
         create_store(disk, this.metadata, resume=True, **OPTIONS)
     deleted = [what.rpartition("/")[2] for what in disk.log if what.startswith("delete") and "receipts" in what]
     assert deleted == [f"acts{shard_idx:06d}.json" for shard_idx in (3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize("protocol", ["2.0", "3.0"])
+def test_what_a_publisher_has_deleted_is_not_damage(monkeypatch, protocol):
+    """A resume that finds token rows or shards missing looks first whether the store was published meanwhile."""
+    this, disk = case(n=8, per_shard=2, labelled=False, protocol=protocol), Disk(posix=True)
+    with pytest.raises(IncompleteStoreError), create_store(disk, this.metadata, **OPTIONS) as writer:
+        this.append(writer, 0, 7)
+
+    def shards() -> dict[str, bytes]:
+        return {path: bytes(file.seen) for path, file in disk.files.items() if path.startswith(f"{this.name}/acts")}
+
+    def receipts_before_it_is_published(*arguments: object) -> list[Receipt]:
+        found = leading_receipts(*arguments)
+        assert len(found) == 4
+        for name, data in (("shards.json", b"[]"), ("metadata.json", this.metadata.raw)):
+            disk._set(f"{this.name}/{name}", data)
+        # Of the hidden files that it deletes, the owner's document is not yet gone.
+        for path in [path for path in disk.files if "/.saev_store/" in path and "/tokens/" in path]:
+            del disk.files[path]
+        disk.log.clear()
+        return found
+
+    monkeypatch.setattr(_resume, "leading_receipts", receipts_before_it_is_published)
+    before = shards()
+    with pytest.raises(StoreExistsError, match="the store is complete"):
+        create_store(disk, this.metadata, resume=True, **OPTIONS)
+    assert not [what for what in disk.log if f"{this.name}/acts" in what]
+    assert shards() == before
 
 
 @pytest.mark.parametrize(
