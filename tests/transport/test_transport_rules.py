@@ -7,7 +7,7 @@ import errno
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,10 +240,12 @@ def test_uploads_of_all_pages_that_are_in_the_folder_or_are_it():
     ],
 )
 def test_the_version_of_an_answer(headers: dict[str, str], version: tuple[str | None, int]):
-    async def get(fs: object, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+    async def get(
+        fs: object, path: str, start: int, end: int, arrived: Callable[[int], object]
+    ) -> tuple[bytes, Mapping[str, str]]:
         return bytes(end - start), {"Content-Range": f"bytes {start}-{end - 1}/100", **headers}
 
-    found = asyncio.run(ranges(get, SimpleNamespace(), "a", [0, 10], [4, 11], where="x"))
+    found = asyncio.run(ranges(get, SimpleNamespace(), "a", [0, 10], [4, 11], where="x", arrived=lambda _: None))
     assert found == [(bytes(4), version), (bytes(1), version)]
 
 
@@ -259,15 +261,17 @@ def test_the_version_of_an_answer(headers: dict[str, str], version: tuple[str | 
     ],
 )
 def test_the_range_of_an_answer(said: str, nbytes: int, is_refused: bool, size: int | None):
-    async def get(fs: object, path: str, start: int, end: int) -> tuple[bytes, Mapping[str, str]]:
+    async def get(
+        fs: object, path: str, start: int, end: int, arrived: Callable[[int], object]
+    ) -> tuple[bytes, Mapping[str, str]]:
         return bytes(nbytes), {"content-range": said} if said else {}
 
     if is_refused:
         with pytest.raises(TransportError, match=r"bytes 10 to 14 were asked for") as caught:
-            asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x"))
+            asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x", arrived=lambda _: None))
         assert caught.value.transient
     else:
-        assert asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x")) == [
+        assert asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x", arrived=lambda _: None)) == [
             (bytes(nbytes), (None, size))
         ]
 
