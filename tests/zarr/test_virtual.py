@@ -84,7 +84,7 @@ def test_the_shape_that_is_proposed_is_the_largest_that_divides_every_shard(
         store.to_virtual_dataset(chunks=(chunk, *layout.shape[1:]))
     assert caught.value.remedy == f"Take {whole} examples."
     found = store.to_virtual_dataset(chunks=(whole, *layout.shape[1:])).activations.data
-    assert found.chunks[0] == whole
+    assert found.manifest.shape_chunk_grid[0] == layout.n_examples // whole
     assert ranges(found) == plain.dense.tobytes()
 
 
