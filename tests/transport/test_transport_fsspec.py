@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.server
 import os
 import sys
@@ -350,28 +351,32 @@ def test_awaited_ranges_are_of_the_version_that_was_read_first(tmp_path):
         server.shutdown()
 
 
+class Digits(http.server.BaseHTTPRequestHandler):
+    """Every file has the bytes 0 to 9."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.send_response(206)
+        self.send_header("Content-Length", str(last + 1 - first))
+        self.end_headers()
+        self.wfile.write(b"0123456789"[first : last + 1])
+
+    def log_message(self, *args):
+        pass
+
+
 def test_no_connection_outlives_the_loop_that_awaits(tmp_path):
     """Also of a loop that ended without shutting its generators down; a loop that goes on keeps its connections."""
     closed = []
 
-    class Digits(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-            self.send_response(206)
-            self.send_header("Content-Length", str(last + 1 - first))
-            self.end_headers()
-            self.wfile.write(b"0123456789"[first : last + 1])
-
+    class Watched(Digits):
         def finish(self):
             super().finish()
             closed.append(self.client_address)
 
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Digits) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Watched) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         transport = open_transport(f"http://127.0.0.1:{server.server_port}")
 
@@ -397,6 +402,33 @@ def test_no_connection_outlives_the_loop_that_awaits(tmp_path):
         loop.close()
         assert asyncio.run(several()) == expected
         assert not transport.client._in_loops
+        server.shutdown()
+
+
+def test_a_child_that_goes_on_with_the_loop_of_its_parent_makes_connections_of_its_own():
+    """What both write into one connection and read from it would be answers to each other's requests."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Digits) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        transport = open_transport(f"http://127.0.0.1:{server.server_port}")
+        loop = asyncio.new_event_loop()
+
+        def file_system():
+            assert loop.run_until_complete(transport.get_range_async("a.bin", start=3, end=7)) == b"3456"
+            return transport.client._in_loops[loop][0]
+
+        ours = file_system()
+        assert file_system() is ours
+        child = os.fork()
+        if child == 0:
+            is_new = False
+            with contextlib.suppress(BaseException):
+                is_new = file_system() is not ours
+            os._exit(0 if is_new else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert file_system() is ours
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
         server.shutdown()
 
 
@@ -591,6 +623,34 @@ def test_s3_without_the_right_to_look(s3_bucket):
         transport.read("metadata.json")
     shown = repr(transport) + str(transport.url)
     assert "very-secret-key" not in shown
+
+
+def test_only_one_service_with_the_same_credentials_copies_within():
+    """It would look for the source in the wrong place, or with rights that are not the source's."""
+    pytest.importorskip("s3fs")
+
+    def down(url="s3://bucket/from", *, key="a", port=9):
+        client_kwargs = {"endpoint_url": f"http://127.0.0.1:{port}"}
+        options = {
+            "key": key,
+            "secret": "b",
+            "client_kwargs": client_kwargs,
+            "config_kwargs": {"retries": {"max_attempts": 0}},
+        }
+        transport = open_transport(url, options, engine="fsspec")
+        transport.client.fs()
+        return transport
+
+    to = down("s3://bucket/to")
+    for other in (down(key="c"), down(port=10)):
+        assert to.copy_within(other, "acts.bin", "acts.bin") is False
+    without_options = open_transport("s3://bucket/to", engine="fsspec")
+    without_options.client.fs()
+    assert without_options.copy_within(open_transport("memory://from"), "acts.bin", "acts.bin") is False
+    for not_copying in (open_transport("memory://to"), open_transport("simplecache::s3://bucket/to")):
+        assert not_copying.copy_within(not_copying, "acts.bin", "acts.bin") is False
+    with pytest.raises(TransportError):
+        to.copy_within(down(), "acts.bin", "acts.bin")
 
 
 def test_a_server_that_is_down_is_a_transport_error():

@@ -120,16 +120,14 @@ class FsspecClient:
                 if self._pid != -1:
                     _INHERITED.extend([self._fs, self._in_loops])
                     self._in_loops = {}
-                self._fs = self._open(fresh=self._pid != -1)
+                self._fs = self._open()  # fsspec keeps no instances across a fork
                 self._pid = pid
             return self._fs
 
-    def _open(self, *, fresh: bool, loop: asyncio.AbstractEventLoop | None = None) -> FileSystem:
+    def _open(self, loop: asyncio.AbstractEventLoop | None = None) -> FileSystem:
         # By name, for these modules have no types; `FileSystem` above is what we rely on.
         core, asyn, spec = (import_module(f"fsspec.{name}") for name in ("core", "asyn", "spec"))
-        options: dict[str, object] = {"skip_instance_cache": True} if fresh else {}
-        if loop is not None:
-            options["loop"] = loop
+        options: dict[str, object] = {} if loop is None else {"loop": loop, "skip_instance_cache": True}
         if len(self.protocols) == 1:
             options |= tuned(self.protocols[0], self.options.all)
         else:
@@ -216,7 +214,7 @@ class FsspecClient:
 
     async def _kept(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[FileSystem]:
         """The file system of the running loop, until the loop shuts down its generators: connections do not outlive it."""
-        fs = self._open(fresh=True, loop=loop)
+        fs = self._open(loop)
         try:
             yield fs
         finally:
