@@ -12,6 +12,7 @@ from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from saev_store.errors import ArgumentError, brief
@@ -51,6 +52,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         self._loader = loader
         #: Epoch and number of the batch that comes next, where the loader below is ahead of what was handed out.
         self._at: tuple[int, int] | None = None
+        #: How often this process chose where the next iteration begins; workers of a DataLoader only go on from there.
+        self.n_chosen = 0
         #: The latest iterator.
         self._batches: weakref.ref[_Batches] | None = None
 
@@ -105,6 +108,7 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         """Choose the epoch of the next iteration, from its beginning."""
         self._loader.set_epoch(epoch)
         self._at = None
+        self._count_choice()
 
     @property
     def sampler(self) -> EpochSampler:
@@ -183,6 +187,11 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
             )
         self._loader.load_state_dict(state)
         self._at = None
+        self._count_choice()
+
+    def _count_choice(self) -> None:
+        if get_worker_info() is None:
+            self.n_chosen += 1
 
     def as_iterable_dataset(self) -> BatchDataset[AnyConfig, Inner]:
         """A dataset of whole batches, for `DataLoader(dataset, batch_size=None)` and for torchdata's stateful one."""
@@ -209,10 +218,10 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         if get_spawning_popen() is not None and self._loader.world > 1:
             # For a worker of PyTorch's DataLoader, where torch.distributed is not initialised.
             cfg = replace(cfg, rank=self._loader.rank, world=self._loader.world)
-        return (type(self), (cfg,), (self.state_dict(), self.place[1] > 0 or self._loader.is_bound))
+        return (type(self), (cfg,), (self.state_dict(), self.place[1] > 0 or self._loader.is_bound, self.n_chosen))
 
-    def __setstate__(self, place: tuple[Mapping[str, object], bool]) -> None:
-        state, is_bound = place
+    def __setstate__(self, place: tuple[Mapping[str, object], bool, int]) -> None:
+        state, is_bound, self.n_chosen = place
         self._loader.stand_as(state, is_bound=is_bound)
         self._at = None
 
@@ -285,23 +294,43 @@ class _Batches(Iterator[ExampleBatch]):
 
 
 class BatchDataset(IterableDataset[ExampleBatch], Generic[AnyConfig, Inner]):
-    """Whole batches of a loader as a dataset: `DataLoader(dataset, batch_size=None, num_workers=0 or 1)`."""
+    """Whole batches of a loader as a dataset: `DataLoader(dataset, batch_size=None, num_workers=0 or 1)`.
+
+    A worker has a copy of the loader. One that is started for each epoch goes on with the epoch behind the last one that a worker
+    has finished, until this process calls `set_epoch` or `load_state_dict` of the loader.
+    """
 
     def __init__(self, loader: EpochLoader[AnyConfig, Inner]) -> None:
         self.loader = loader
+        #: Written by the worker, read by the next one: the loader's `n_chosen`, and the epoch of the batch that comes next.
+        self._reached = torch.full((2,), -1, dtype=torch.int64)
+        self._reached.share_memory_()  # pyright: ignore[reportUnknownMemberType]  # not annotated
+        #: Whether a state was loaded in this worker.
+        self._is_placed = False
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[ExampleBatch]:
         worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
+        if worker is None:
+            return iter(self.loader)
+        if worker.num_workers > 1:
             raise ArgumentError(
                 f"num_workers is {worker.num_workers}: each worker would hand out every batch",
                 where="DataLoader",
                 remedy="Use num_workers=0 (the loader has threads of its own) or 1.",
             )
-        return iter(self.loader)
+        n_chosen, epoch = int(self._reached[0]), int(self._reached[1])
+        if n_chosen == self.loader.n_chosen and epoch > self.loader.epoch and not self._is_placed:
+            self.loader.set_epoch(epoch)
+        self._is_placed = False
+        return map(self._note, iter(self.loader))
+
+    def _note(self, batch: ExampleBatch) -> ExampleBatch:
+        self._reached[1] = self.loader.epoch
+        self._reached[0] = self.loader.n_chosen
+        return batch
 
     def state_dict(self) -> dict[str, object]:
         """The loader's."""
@@ -310,3 +339,4 @@ class BatchDataset(IterableDataset[ExampleBatch], Generic[AnyConfig, Inner]):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """The loader's."""
         self.loader.load_state_dict(state)
+        self._is_placed = get_worker_info() is not None

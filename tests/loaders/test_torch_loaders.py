@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -381,17 +382,65 @@ def test_in_one_worker_process(plain, method):
     assert same(acts(loader), whole)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
+@pytest.mark.parametrize("workers", ["none", "forked", "spawned", "kept"])
+def test_workers_that_are_started_for_each_epoch_go_on_with_the_next(plain, workers):
+    """A copy of a loader that stands still gave every epoch in one order."""
+    alone, loader = make(plain, "shuffled"), make(plain, "shuffled")
+    epochs = [acts(alone) for _ in range(5)]
+    assert not same(epochs[0], epochs[1])
+    options = {
+        "none": {},
+        "forked": {"multiprocessing_context": "fork"},
+        "spawned": {"multiprocessing_context": "spawn"},
+    }
+    options["kept"] = {**options["forked"], "persistent_workers": True}
+    batches = DataLoader(
+        loader.as_iterable_dataset(), batch_size=None, num_workers=int(workers != "none"), **options[workers]
+    )
+    assert same(acts(batches), epochs[0])
+    assert same(acts(batches), epochs[1])
+    if workers == "spawned":  # which takes seconds for each
+        loader.set_epoch(0)
+        assert same(acts(batches), epochs[0])
+        return
+    assert len(acts(itertools.islice(iter(batches), 2))) == 2  # an epoch that is left begins anew
+    assert same(acts(batches), epochs[2])
+    if workers == "kept":  # which is told nothing any more
+        assert same(acts(batches), epochs[3])
+        return
+    loader.set_epoch(0)
+    assert same(acts(batches), epochs[0])
+    assert same(acts(batches), epochs[1])
+    state = loader.state_at(3, 1)
+    for _ in range(2):
+        loader.load_state_dict(state)
+        assert same(acts(batches), epochs[3][1:])
+    assert same(acts(batches), epochs[4])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_torchdatas_stateful_loader(plain):
+@pytest.mark.parametrize("workers", ["none", "new", "kept"])
+def test_torchdatas_stateful_loader(plain, workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not needed by anything")
-    whole = acts(make(plain, "shuffled"))
-    loader = stateful.StatefulDataLoader(make(plain, "shuffled").as_iterable_dataset(), batch_size=None)
+    alone = make(plain, "shuffled")
+    whole, later = acts(alone), acts(alone)
+
+    def made():
+        dataset, n_workers = make(plain, "shuffled").as_iterable_dataset(), int(workers != "none")
+        return stateful.StatefulDataLoader(
+            dataset, batch_size=None, num_workers=n_workers, persistent_workers=workers == "kept"
+        )
+
+    loader = made()
     iterator = iter(loader)
     first = acts(next(iterator) for _ in range(4))
     state = loader.state_dict()
-    again = stateful.StatefulDataLoader(make(plain, "shuffled").as_iterable_dataset(), batch_size=None)
+    again = made()
     again.load_state_dict(state)
     assert same(first + acts(again), whole)
+    assert same(acts(again), later)
 
 
 def test_memory_is_held_while_it_is_copied():
