@@ -17,6 +17,7 @@ from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import CorruptShardError, SaevStoreError, TransportError
 from saev_store.transport import open_transport
+from saev_store.transport.obstore import _transport
 
 pytest.importorskip("obstore")
 
@@ -80,6 +81,51 @@ def test_what_the_service_copies_for_us_is_no_surprise(s3_bucket: Bucket, engine
         source.put("acts.bin", data)
         assert target.copy_within(source, "acts.bin", "acts.bin")
         assert bytes(target.get_ranges("acts.bin", starts=[10], ends=[100])[0]) == data[10:100]
+
+
+@pytest.mark.parametrize(("engine", "asks"), [("obstore", "call"), ("fsspec", "ask")])
+def test_a_copy_counts_as_a_request_and_has_time_for_its_size(
+    s3_bucket: Bucket, engine: str, asks: str, monkeypatch: pytest.MonkeyPatch
+):
+    source, target = (
+        open_transport(f"{s3_bucket.url}/{name}", s3_bucket.options, engine=engine) for name in ("long", "copied")
+    )
+    source.put("acts.bin", OLD)
+    sizes, real = [], getattr(target.client, asks)
+
+    def spied(*arguments: object, nbytes: int = 0) -> object:
+        sizes.append(nbytes)
+        return real(*arguments, nbytes=nbytes)
+
+    monkeypatch.setattr(target.client, asks, spied)
+    before = target.counters.operations.get("copy_within", 0)
+    assert target.copy_within(source, "acts.bin", "acts.bin")
+    assert target.counters.operations["copy_within"] == before + 1
+    assert sizes == [len(OLD) // 16]
+
+
+def test_large_objects_are_sent_in_parts_and_copied_by_this_machine(s3_bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+    """Exactly as long as a service takes in one request is not too long."""
+    import obstore
+
+    source, target = (
+        open_transport(f"{s3_bucket.url}/{name}", s3_bucket.options, engine="obstore") for name in ("large", "sent")
+    )
+    in_parts, put = [], obstore.put_async
+
+    async def spied(*arguments: object, use_multipart: bool, **options: object) -> object:
+        in_parts.append(use_multipart)
+        return await put(*arguments, use_multipart=use_multipart, **options)
+
+    monkeypatch.setattr(obstore, "put_async", spied)
+    for most in (len(OLD), len(OLD) - 1):
+        monkeypatch.setattr(_transport, "_MOST_PUT_AT_ONCE", most)
+        source.put("acts.bin", OLD)
+        assert source.read("acts.bin") == OLD
+    assert in_parts == [False, True]
+    for most in (len(OLD), len(OLD) - 1):
+        monkeypatch.setattr(_transport, "_MOST_COPIED_AT_ONCE", most)
+        assert target.copy_within(source, "acts.bin", "acts.bin") is (most == len(OLD))
 
 
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 import xxhash
 from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
 
+from saev_store import ShardStore
 from saev_store.errors import ArgumentError, DeadlineError, TransportError
+from saev_store.transport import open_transport
 from saev_store.writer import create_store, open_repair
 
 OPTIONS = {"on_nonfinite": "allow", "progress": False}
@@ -142,3 +146,20 @@ def test_lost_ranges_that_touch_are_one():
         ("acts000002.bin", ((4, 6),)),
     ]
     this.check({path: bytes(file.seen) for path, file in disk.files.items()})
+
+
+def test_a_shard_that_was_restored_since_the_store_was_read_is_looked_at_as_it_is(tmp_path):
+    """An open store keeps the vectors that it has mapped; a repair judges what is there now."""
+    this = case(n=6, per_shard=2)
+    with create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer:
+        this.append(writer, 0, 6)
+    shard = tmp_path / this.name / "acts000001.bin"
+    backup = shutil.copyfile(shard, tmp_path / "backup")
+    with shard.open("r+b") as file:
+        file.write(b"rot")
+    opened = ShardStore.open(shard.parent)
+    assert opened[2:4].tobytes() != this.acts[2:4].tobytes()
+    os.replace(backup, shard)
+    with open_repair(opened.transport, opened.metadata, deep=True, progress=False) as writer:
+        assert writer.missing == []
+    assert ShardStore.open(shard.parent)[:6].tobytes() == this.acts.tobytes()
