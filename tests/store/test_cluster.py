@@ -143,6 +143,21 @@ def test_a_call_with_a_client_inside_a_task_does_not_wait_for_its_own_thread(cal
         assert client.gather(futures, asynchronous=False) == ([12, 12] if call == "stats" else [True, True])
 
 
+def test_calls_inside_calls_leave_their_thread_once(client):
+    """Also in tasks that have no thread of their own, such as coroutines."""
+
+    def nested() -> str:
+        with _cluster._seceded(), _cluster._seceded():
+            return "done"
+
+    async def coroutine() -> str:
+        return nested()
+
+    assert client.submit(nested, pure=False).result(HANG_S) == "done"
+    assert client.submit(coroutine, pure=False).result(HANG_S) == "done"
+    assert nested() == "done"
+
+
 def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged: Plain):
     def submit(call: object, task: object, **options: object) -> object:
         from clusters import die

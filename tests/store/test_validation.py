@@ -215,6 +215,21 @@ def test_files_that_nothing_reads(store):
     assert "acts000001.bin, which is missing" in guess.message
 
 
+def test_which_shard_a_wrong_name_was_for_is_told_only_where_one_alone_fits(tmp_path):
+    store = plain_store(tmp_path, n=20, per_shard=4)
+    shutil.move(store.shard(1), store.path / "acts1.bin")
+    store.shard(2).unlink()
+    short = store.path / "acts2.bin"
+    short.write_bytes(b"x")
+    (problem, other) = (p for p in look(store).problems if p.kind == "misnamed_shard")
+    assert problem.message.endswith("it is not read")
+    assert other.message.endswith("it is not read")
+    shutil.move(store.path / "acts1.bin", store.shard(2))
+    shutil.copyfile(store.shard(2), short)
+    (problem,) = (p for p in look(store).problems if p.kind == "misnamed_shard")
+    assert problem.message.endswith("it has the size of acts000001.bin, which is missing")
+
+
 def test_the_empty_trailing_shard(tmp_path):
     store = plain_store(tmp_path, n=6, trailer=True)
     os.truncate(store.shard(2), 0)
