@@ -52,8 +52,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         self._loader = loader
         #: Epoch and number of the batch that comes next, where the loader below is ahead of what was handed out.
         self._at: tuple[int, int] | None = None
-        #: How often this process chose where the next iteration begins; workers of a DataLoader only go on from there.
-        self.n_chosen = 0
+        #: Told where `set_epoch` and `load_state_dict` say to begin.
+        self.datasets: weakref.WeakSet[BatchDataset[AnyConfig, Inner]] = weakref.WeakSet()
         #: The latest iterator.
         self._batches: weakref.ref[_Batches] | None = None
 
@@ -108,7 +108,7 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         """Choose the epoch of the next iteration, from its beginning."""
         self._loader.set_epoch(epoch)
         self._at = None
-        self._count_choice()
+        self._tell_datasets()
 
     @property
     def sampler(self) -> EpochSampler:
@@ -187,11 +187,12 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
             )
         self._loader.load_state_dict(state)
         self._at = None
-        self._count_choice()
+        self._tell_datasets()
 
-    def _count_choice(self) -> None:
+    def _tell_datasets(self) -> None:
         if get_worker_info() is None:
-            self.n_chosen += 1
+            for dataset in list(self.datasets):
+                dataset.begin_at(*self.place)
 
     def as_iterable_dataset(self) -> BatchDataset[AnyConfig, Inner]:
         """A dataset of whole batches, for `DataLoader(dataset, batch_size=None)` and for torchdata's stateful one."""
@@ -218,10 +219,10 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         if get_spawning_popen() is not None and self._loader.world > 1:
             # For a worker of PyTorch's DataLoader, where torch.distributed is not initialised.
             cfg = replace(cfg, rank=self._loader.rank, world=self._loader.world)
-        return (type(self), (cfg,), (self.state_dict(), self.place[1] > 0 or self._loader.is_bound, self.n_chosen))
+        return (type(self), (cfg,), (self.state_dict(), self.place[1] > 0 or self._loader.is_bound))
 
-    def __setstate__(self, place: tuple[Mapping[str, object], bool, int]) -> None:
-        state, is_bound, self.n_chosen = place
+    def __setstate__(self, place: tuple[Mapping[str, object], bool]) -> None:
+        state, is_bound = place
         self._loader.stand_as(state, is_bound=is_bound)
         self._at = None
 
@@ -296,17 +297,28 @@ class _Batches(Iterator[ExampleBatch]):
 class BatchDataset(IterableDataset[ExampleBatch], Generic[AnyConfig, Inner]):
     """Whole batches of a loader as a dataset: `DataLoader(dataset, batch_size=None, num_workers=0 or 1)`.
 
-    A worker has a copy of the loader. One that is started for each epoch goes on with the epoch behind the last one that a worker
-    has finished, until this process calls `set_epoch` or `load_state_dict` of the loader.
+    A worker has a copy of the loader. It begins where the loader's `set_epoch` or `load_state_dict` said last in this process; then
+    each iteration goes on with the next epoch, also where a worker is started for each.
     """
 
     def __init__(self, loader: EpochLoader[AnyConfig, Inner]) -> None:
         self.loader = loader
-        #: Written by the worker, read by the next one: the loader's `n_chosen`, and the epoch of the batch that comes next.
-        self._reached = torch.full((2,), -1, dtype=torch.int64)
-        self._reached.share_memory_()  # pyright: ignore[reportUnknownMemberType]  # not annotated
+        #: Shared with workers. How often this process chose where to begin, and where: epoch and batch. Then what a worker has
+        #: reached: the number of that choice, and the epoch of the batch that comes next.
+        self._shared = torch.tensor([0, 0, 0, -1, 0], dtype=torch.int64)
+        #: The number of the choice that the loader follows here.
+        self._choice = 0
         #: Whether a state was loaded in this worker.
         self._is_placed = False
+        self._begin()
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._shared.share_memory_()  # pyright: ignore[reportUnknownMemberType]  # not annotated
+        self.loader.datasets.add(self)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -321,15 +333,28 @@ class BatchDataset(IterableDataset[ExampleBatch], Generic[AnyConfig, Inner]):
                 where="DataLoader",
                 remedy="Use num_workers=0 (the loader has threads of its own) or 1.",
             )
-        n_chosen, epoch = int(self._reached[0]), int(self._reached[1])
-        if n_chosen == self.loader.n_chosen and epoch > self.loader.epoch and not self._is_placed:
-            self.loader.set_epoch(epoch)
-        self._is_placed = False
+        choice, epoch, batch, reached_choice, reached_epoch = (int(number) for number in self._shared.numpy())
+        if self._is_placed:
+            self._is_placed = False
+        elif choice != self._choice:  # a worker that lives on
+            if batch:
+                self.loader.load_state_dict(self.loader.state_at(epoch, batch))
+            else:
+                self.loader.set_epoch(epoch)
+        elif reached_choice == choice and reached_epoch > self.loader.epoch:
+            self.loader.set_epoch(reached_epoch)
+        self._choice = choice
         return map(self._note, iter(self.loader))
 
+    def begin_at(self, epoch: int, batch: int) -> None:
+        """Let workers begin their next iteration there."""
+        self._choice += 1
+        self._shared[1], self._shared[2] = epoch, batch
+        self._shared[0] = self._choice
+
     def _note(self, batch: ExampleBatch) -> ExampleBatch:
-        self._reached[1] = self.loader.epoch
-        self._reached[0] = self.loader.n_chosen
+        self._shared[4] = self.loader.epoch
+        self._shared[3] = self._choice
         return batch
 
     def state_dict(self) -> dict[str, object]:
