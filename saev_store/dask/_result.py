@@ -13,6 +13,7 @@ a cluster are left to dask.
 from __future__ import annotations
 
 import itertools
+import math
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ import dask.array as da
 import numpy as np
 from dask._task_spec import List, Task, TaskRef  # the tasks of the public documentation have no other module
 from dask.array.core import finalize
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
+from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Block, parse_key
 from saev_store.store.selection import FloatArray, prepared
 from saev_store.store.store import ShardStore
@@ -73,13 +76,35 @@ def source_of(array: object) -> Source | None:
 
 
 class _Result:
-    """Memory for a result; without memory in another process, where blocks are returned instead."""
+    """Memory for a result, until that is returned; without memory in another process, where each block has its own."""
 
     def __init__(self, shape: tuple[int, ...] | None) -> None:
-        self.memory = None if shape is None else prepared(None, shape, np.dtype(np.float32))
+        self.memory = None if shape is None else prepared(None, shape, FLOAT32)
 
     def __reduce__(self) -> tuple[type[_Result], tuple[None]]:
         return _Result, (None,)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A block that was read into its place; another process gets its values."""
+
+    result: _Result
+    store: ShardStore
+    block: Block
+    place: Place
+
+    def values(self) -> FloatArray:
+        """A view of the result, or, once that was returned, the block read anew."""
+        memory = self.result.memory
+        return np.asarray(self.store.read(self.block)) if memory is None else memory[self.place]
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[FloatArray]]:
+        return np.asarray, (self.values(),)
+
+    def __sizeof__(self) -> int:
+        """For clusters, which count what their workers hold."""
+        return math.prod(self.block.shape) * FLOAT32.itemsize
 
 
 def _join(blocks: object, _source: Source, _chunks: object) -> object:
@@ -87,7 +112,7 @@ def _join(blocks: object, _source: Source, _chunks: object) -> object:
     return finalize(blocks)
 
 
-def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> FloatArray | None:
+def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> _Part | FloatArray:
     """Read a block into its place, or return it where there is no memory for the result."""
     if result.memory is None:
         return np.asarray(store.read(block))
@@ -96,12 +121,28 @@ def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> Flo
         store.read(block, out=target)
     else:
         target[...] = store.read(block)
-    return None
+    return _Part(result, store, block, place)
 
 
-def _take(result: _Result, blocks: object) -> object:
-    """The result, once its blocks have been read."""
-    return finalize(blocks) if result.memory is None else result.memory
+def _take(result: _Result, blocks: object, places: Sequence[Place]) -> object:
+    """The result, once its blocks have been read; on a cluster, some were read elsewhere.
+
+    It is given away: what keeps the results of tasks, such as `dask.cache`, keeps no memory of this one.
+    """
+    if result.memory is None:
+        return finalize(_arrays(blocks))
+    for block, place in zip(flatten(blocks), places, strict=True):
+        if not isinstance(block, _Part) or block.result is not result:
+            result.memory[place] = cast("FloatArray", _arrays(block))
+    memory, result.memory = result.memory, None
+    return memory
+
+
+def _arrays(blocks: object) -> object:
+    """The same nested lists with the values of blocks."""
+    if isinstance(blocks, list):
+        return [_arrays(block) for block in cast("list[object]", blocks)]
+    return blocks.values() if isinstance(blocks, _Part) else blocks
 
 
 class _Optimizer:
@@ -152,10 +193,12 @@ def _tasks(task: Task, source: Source, chunks: Sequence[Sequence[int]]) -> dict[
     token = uuid.uuid4().hex
     allocated, read = f"result-{token}", f"read-{token}"
     tasks: dict[object, Task] = {allocated: Task(allocated, _Result, source.block.shape)}
+    places: list[Place] = []
     for position, place, block in source.parts(chunks):
         key = (read, *position)
         tasks[key] = Task(key, _read, TaskRef(allocated), source.store, block, place)
-    tasks[task.key] = Task(task.key, _take, TaskRef(allocated), _nested(read, chunks))
+        places.append(place)
+    tasks[task.key] = Task(task.key, _take, TaskRef(allocated), _nested(read, chunks), places)
     return tasks
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import random
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +180,55 @@ def test_on_a_cluster(small: tuple[PlainStore, ShardStore]):
         kept = array.persist()
         kept.compute()[:] = 0
         assert kept.compute().tobytes() == plain.dense.tobytes()
+
+
+def _on_workers(graph: Mapping[object, object], key: object, seed: int) -> np.ndarray:
+    """Run a graph as a cluster may: what a task needs is in the memory of its worker, or comes pickled."""
+    tasks = dask._task_spec.convert_legacy_graph(dict(graph))
+    rng, made = random.Random(seed), {}
+    for name in dask.core.toposort(tasks):
+        needed = {other: made[other] for other in sorted(tasks[name].dependencies, key=str)}
+        made[name] = tasks[name](
+            {
+                other: v if rng.random() < 0.5 else pickle.loads(pickle.dumps(v)) for other, v in needed.items()
+            }  # its own
+        )
+    return made[key]
+
+
+@pytest.mark.parametrize("chunks", [(2, -1, -1, -1), -1, (3, 2, 4, 5)], ids=["examples", "one", "all axes"])
+def test_an_argument_of_a_delayed_function_on_a_cluster(chunks: object, small: tuple[PlainStore, ShardStore]):
+    """dask optimizes it before the cluster gets it."""
+    plain, store = small
+    made = dask.delayed(np.copy)(store.as_dask(chunks=chunks))
+    for seed in range(20):
+        found = _on_workers(made.__dask_graph__(), made.key, seed)
+        assert (found.shape, found.tobytes()) == (plain.dense.shape, plain.dense.tobytes())
+
+
+def test_what_keeps_the_results_of_tasks_keeps_no_memory(small: tuple[PlainStore, ShardStore]):
+    """Such as `dask.cache.Cache`, which counts the bytes of each and would not see those of a result."""
+    plain, store = small
+    array = store.as_dask(chunks=(2, -1, -1, -1))
+    made = dask.delayed(np.asarray)(array)  # of the same keys, whenever it is computed
+    kept: dict[object, object] = {}
+
+    def use(graph: dict[object, object]) -> None:
+        graph.update({key: dask._task_spec.DataNode(key, value) for key, value in kept.items() if key in graph})
+
+    def keep(key: object, value: object, *_: object) -> None:
+        if not isinstance(value, np.ndarray):
+            kept[key] = value
+
+    with dask.callbacks.Callback(start=use, posttask=keep):
+        for lazy in (array, array, made, made):
+            found = lazy.compute(scheduler="synchronous")
+            assert found.tobytes() == plain.dense.tobytes()
+            found[:] = 0
+            gone = weakref.ref(found)
+            del found
+            assert gone() is None
+    assert kept
 
 
 def test_every_result_is_the_callers_own(small: tuple[PlainStore, ShardStore]):
