@@ -132,13 +132,13 @@ class StoreVariable(xarray.Variable):
     def chunk(self, *args: object, **options: object) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]  # handed on
         """As `xarray.Variable.chunk`."""
         chunked = super().chunk(*args, **options)  # pyright: ignore[reportArgumentType]  # handed on
-        lazy, array = _data_of(self), _dask_array(chunked)
-        while isinstance(lazy, (indexing.CopyOnWriteArray, indexing.MemoryCachedArray)):
-            lazy = cast("object", lazy.array)
-        if array is None or not isinstance(lazy, LazyArray) or type(lazy.array) is not StoreArray:
+        data, array = _data_of(self), _dask_array(chunked)
+        lazy = _lazy_array(data)
+        if array is None or lazy is None:
             return chunked
-        block = outer_block(cast("tuple[Item, ...]", lazy.key.tuple), lazy.array.shape)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
-        return _with_data(chunked, read_into_result(array, lazy.array.store, block))
+        store = cast("StoreArray", lazy.array).store
+        block = outer_block(cast("tuple[Item, ...]", lazy.key.tuple), store.shape)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+        return _with_data(chunked, read_into_result(array, store, block, valid=lambda: _lazy_array(data) is lazy))
 
     def __getitem__(self, key: object) -> Self:
         """As `xarray.Variable[key]`."""
@@ -162,6 +162,13 @@ def _with_data(variable: _AnyVariable, data: dask.array.Array) -> _AnyVariable:
 def _data_of(variable: xarray.Variable) -> object:
     """Its data as they are; `variable.data` would read what is lazy."""
     return cast("object", variable._data)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]  # xarray has no public way
+
+
+def _lazy_array(data: object) -> LazyArray | None:
+    """What reads the tensor behind data of xarray; None once values were loaded or assigned."""
+    while isinstance(data, (indexing.CopyOnWriteArray, indexing.MemoryCachedArray)):
+        data = cast("object", data.array)
+    return data if isinstance(data, LazyArray) and type(data.array) is StoreArray else None
 
 
 def _dask_array(variable: xarray.Variable) -> dask.array.Array | None:

@@ -35,16 +35,27 @@ Place: TypeAlias = tuple[slice, ...]
 _ATTRIBUTE = "_saev_store_source"
 
 
+def always() -> bool:
+    """Nothing changes what the tasks read."""
+    return True
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """What a dask array of this name reads: these vectors of a store, in the shape of the array.
 
     The name tells whether the array still is the one: an assignment to a part of a dask array changes it in place.
+    `valid` tells whether its tasks still read the store.
     """
 
     store: ShardStore
     block: Block
     name: str
+    valid: Callable[[], bool] = always
+
+    def __reduce__(self) -> tuple[type[Source], tuple[ShardStore, Block, str]]:
+        """Without `valid`, which may hold values: no array is replaced in another process."""
+        return Source, (self.store, self.block, self.name)
 
     def parts(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], Place, Block]]:
         """For each block: its position among the blocks, its place in the result, and the vectors that it has."""
@@ -54,7 +65,7 @@ class Source:
             yield position, place, self.block.narrowed(cast("Block", parse_key(place, self.block.shape)))
 
 
-def with_source(array: da.Array, store: ShardStore, block: Block) -> da.Array:
+def with_source(array: da.Array, store: ShardStore, block: Block, valid: Callable[[], bool]) -> da.Array:
     """The same dask array, read into its result by `compute`; as it is if its shape is not that of the vectors.
 
     A class of its own would not do: xarray refuses to compute dask arrays of two classes together. dask looks the methods up
@@ -63,7 +74,7 @@ def with_source(array: da.Array, store: ShardStore, block: Block) -> da.Array:
     if array.shape != block.shape:
         return array
     made = cast("da.Array", array.copy())  # pyright: ignore[reportAttributeAccessIssue]  # not annotated
-    source = Source(store, block, made.name)
+    source = Source(store, block, made.name, valid)
     joined = cast("object", (_join, (source, made.chunks)))
     vars(made).update({_ATTRIBUTE: source, "__dask_postcompute__": lambda: joined, "__dask_optimize__": _OPTIMIZER})
     return made
@@ -183,7 +194,8 @@ def _replaced(graph: HighLevelGraph) -> HighLevelGraph:
     layers, dependencies = dict(graph.layers), dict(graph.dependencies)
     for layer_name, task in joins.items():
         refs, source, chunks = cast("tuple[object, Source, Sequence[Sequence[int]]]", task.args)
-        if refs == _nested(source.name, chunks) and sum(store is source.store for store in stores) == 1:
+        is_whole = refs == _nested(source.name, chunks)
+        if is_whole and source.valid() and sum(store is source.store for store in stores) == 1:
             layers[layer_name], dependencies[layer_name] = MaterializedLayer(_tasks(task, source, chunks)), set()
     return HighLevelGraph(layers, dependencies)
 

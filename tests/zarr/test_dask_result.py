@@ -258,6 +258,24 @@ def test_an_assignment_counts(small: tuple[PlainStore, ShardStore]):
     assert activations.isel(example=1).values.tobytes() == expected[1].tobytes()
 
 
+@pytest.mark.parametrize("options", [{}, {"cache": False}], ids=["cached", "not cached"])
+def test_an_assignment_to_what_was_chunked_counts(
+    options: dict[str, bool], small: tuple[PlainStore, ShardStore], tmp_path: Path
+):
+    """xarray's chunks share the values of the variable that they were made of."""
+    plain, _ = small
+    (folder,) = (path.parent for path in tmp_path.rglob("metadata.json"))
+    activations = xr.open_dataset(folder, engine="saev", **options).activations
+    chunked = activations.chunk(example=2)
+    layer = chunked[:, 1]
+    activations[1, :2] = 7
+    expected = plain.dense.copy()
+    expected[1, :2] = 7
+    for array in (chunked, chunked.copy(), chunked.persist()):
+        assert array.values.tobytes() == expected.tobytes()
+    assert layer.values.tobytes() == chunked[:, 1].values.tobytes() == expected[:, 1].tobytes()
+
+
 def test_together_with_other_arrays(small: tuple[PlainStore, ShardStore]):
     """xarray refuses to compute dask arrays of several classes together."""
     plain, store = small
