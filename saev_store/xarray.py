@@ -23,7 +23,7 @@ from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Item, outer_block
 from saev_store.core.layout import DIMS
-from saev_store.dask import read_into_result, sliced
+from saev_store.dask import computed_beside, read_into_result, sliced
 from saev_store.errors import (
     ArgumentError,
     MissingDependencyError,
@@ -125,7 +125,10 @@ class LazyArray(indexing.LazilyIndexedArray):
 
 
 class StoreVariable(xarray.Variable):
-    """The tensor as a variable: once chunked, it and what is selected of it are computed without a second copy."""
+    """The tensor as a variable: once chunked, it and what is selected of it are computed without a second copy.
+
+    Token arrays are such variables, so that this does not depend on the order of variables.
+    """
 
     __slots__ = ()
 
@@ -134,8 +137,10 @@ class StoreVariable(xarray.Variable):
         chunked = super().chunk(*args, **options)  # pyright: ignore[reportArgumentType]  # handed on
         data, array = _data_of(self), _dask_array(chunked)
         lazy = _lazy_array(data)
-        if array is None or lazy is None:
+        if array is None:
             return chunked
+        if lazy is None:
+            return _with_data(chunked, computed_beside(array))
         store = cast("StoreArray", lazy.array).store
         block = outer_block(cast("tuple[Item, ...]", lazy.key.tuple), store.shape)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
         return _with_data(chunked, read_into_result(array, store, block, valid=lambda: _lazy_array(data) is lazy))
@@ -325,7 +330,7 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
     for name, values in coordinates(layout, labelled=bool(arrays)).items():
         variables[name] = xarray.Variable(name, values)
     for name, array in arrays.items():
-        variables[name] = xarray.Variable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
+        variables[name] = StoreVariable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
     if layout.hook_points is not None:
         variables[HOOK_POINT] = xarray.Variable("layer", np.array(layout.hook_points))
     for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task

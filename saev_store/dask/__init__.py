@@ -75,9 +75,21 @@ def read_into_result(
     return with_source(array, store, block, valid or always)
 
 
+def computed_beside(array: dask.array.Array) -> dask.array.Array:
+    """The same dask array, such as labels, but the tensor that is computed with it is read into its result.
+
+    dask optimizes arrays that are computed together with the optimizer of the first of them.
+    """
+    from saev_store.dask._result import optimized
+
+    return optimized(array)
+
+
 def sliced(array: dask.array.Array, part: dask.array.Array, inner: Block) -> dask.array.Array:
-    """`read_into_result` of `part`, which is what `inner` selects of such an array; any other is returned as it is."""
-    from saev_store.dask._result import source_of, with_source
+    """What `inner` selects of `array`, given as dask's `part`: `read_into_result` or `computed_beside` as `array` is."""
+    from saev_store.dask._result import is_optimized, optimized, source_of, with_source
 
     source = source_of(array)
-    return part if source is None else with_source(part, source.store, source.block.narrowed(inner), source.valid)
+    if source is not None:
+        return with_source(part, source.store, source.block.narrowed(inner), source.valid)
+    return optimized(part) if is_optimized(array) else part

@@ -80,6 +80,20 @@ def with_source(array: da.Array, store: ShardStore, block: Block, valid: Callabl
     return made
 
 
+def optimized(array: da.Array) -> da.Array:
+    """The same dask array with the optimizer of those of `with_source`; one that has it is returned as it is."""
+    if is_optimized(array):
+        return array
+    made = cast("da.Array", array.copy())  # pyright: ignore[reportAttributeAccessIssue]  # not annotated
+    vars(made)["__dask_optimize__"] = _OPTIMIZER
+    return made
+
+
+def is_optimized(array: da.Array) -> bool:
+    """Whether an array was made by `with_source` or `optimized`."""
+    return "__dask_optimize__" in vars(array)
+
+
 def source_of(array: object) -> Source | None:
     """What an array reads, if it was made by `with_source` and not changed since."""
     source = cast("Source | None", getattr(array, _ATTRIBUTE, None))

@@ -40,7 +40,7 @@ def chunks_that_cut_shards() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlainStore, Path]:
-    plain = plain_store(LARGE)
+    plain = plain_store(LARGE, labelled=True)
     folder = plain.write(tmp_path_factory.mktemp("large"))
     opened(folder)[:1].values  # noqa: B018  # imports
     return plain, folder
@@ -56,6 +56,10 @@ def opened(folder: Path, **lengths: int) -> xr.DataArray:
     return xr.open_dataset(folder, engine="saev", chunks=lengths).activations
 
 
+def after_labels(folder: Path) -> xr.Dataset:
+    return xr.open_dataset(folder, engine="saev", chunks={"example": 20})[["labels", "activations"]]
+
+
 READS: dict[str, tuple[Callable[[Path], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
     "values": (lambda p: opened(p).values, lambda dense: dense),
     "load": (lambda p: opened(p, example=20).load().values, lambda dense: dense),
@@ -63,6 +67,11 @@ READS: dict[str, tuple[Callable[[Path], np.ndarray], Callable[[np.ndarray], np.n
     "dataset": (
         lambda p: xr.open_dataset(p, engine="saev", chunks={"example": 20}).load().activations.values,
         lambda dense: dense,
+    ),
+    "dataset of another order": (lambda p: after_labels(p).load().activations.values, lambda dense: dense),
+    "selected, of another order": (
+        lambda p: after_labels(p).isel(example=slice(10, None), layer=1).load().activations.values,
+        lambda dense: dense[10:, 1],
     ),
     "one block": (lambda p: opened(p, example=-1).values, lambda dense: dense),
     "blocks of every axis": (
