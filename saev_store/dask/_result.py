@@ -51,11 +51,7 @@ class Source:
     store: ShardStore
     block: Block
     name: str
-    valid: Callable[[], bool] = always
-
-    def __reduce__(self) -> tuple[type[Source], tuple[ShardStore, Block, str]]:
-        """Without `valid`, which may hold values: no array is replaced in another process."""
-        return Source, (self.store, self.block, self.name)
+    valid: Callable[[], bool]
 
     def parts(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], Place, Block]]:
         """For each block: its position among the blocks, its place in the result, and the vectors that it has."""
@@ -75,7 +71,7 @@ def with_source(array: da.Array, store: ShardStore, block: Block, valid: Callabl
         return array
     made = cast("da.Array", array.copy())  # pyright: ignore[reportAttributeAccessIssue]  # not annotated
     source = Source(store, block, made.name, valid)
-    joined = cast("object", (_join, (source, made.chunks)))
+    joined = _Join(source, made.chunks), ()
     vars(made).update({_ATTRIBUTE: source, "__dask_postcompute__": lambda: joined, "__dask_optimize__": _OPTIMIZER})
     return made
 
@@ -132,11 +128,6 @@ class _Part:
         return math.prod(self.block.shape) * FLOAT32.itemsize
 
 
-def _join(blocks: object, _source: Source, _chunks: object) -> object:
-    """Join blocks as dask does, wherever the optimizer has not replaced this."""
-    return finalize(blocks)
-
-
 def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> _Part | FloatArray:
     """Read a block into its place, or return it where there is no memory for the result."""
     if result.memory is None:
@@ -170,11 +161,40 @@ def _arrays(blocks: object) -> object:
     return blocks.values() if isinstance(blocks, _Part) else blocks
 
 
+class _Join:
+    """dask's function that joins blocks, with what they read; in another process dask's alone.
+
+    It equals dask's, as `_Optimizer` does.
+    """
+
+    def __init__(self, source: Source, chunks: Sequence[Sequence[int]]) -> None:
+        self.source = source
+        self.chunks = chunks
+
+    def __call__(self, blocks: object) -> object:
+        """Join blocks as dask does, wherever the optimizer has not replaced this."""
+        return finalize(blocks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Join) or other is finalize
+
+    def __hash__(self) -> int:
+        return hash(finalize)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
+        return _dasks_join, ()
+
+
+def _dasks_join() -> Callable[[object], object]:
+    return finalize
+
+
 class _Optimizer:
     """dask's optimizer of arrays behind the replacement; in another process, such as a cluster's scheduler, dask's alone.
 
-    It equals dask's: `dask.compute` optimizes collections in groups of equal optimizers, and dask 2026.8 returns the results in
-    the order of the groups, not in that of the arguments. The first of a group does the work, for arrays of any origin.
+    It equals dask's: `dask.compute` optimizes collections in groups of equal optimizers, dask 2025.4 also of equal functions that
+    join blocks, and returns the results in the order of the groups, not in that of the arguments. The first of a group does the
+    work, for arrays of any origin.
     """
 
     def __call__(self, graph: object, keys: object, **options: object) -> object:
@@ -202,13 +222,14 @@ def _replaced(graph: HighLevelGraph) -> HighLevelGraph:
         for layer_name, layer in graph.layers.items()
         if isinstance(layer, MaterializedLayer) and len(layer) == 1
         for task in layer.values()
-        if isinstance(task, Task) and task.func is _join
+        if isinstance(task, Task) and isinstance(task.func, _Join)
     }
-    stores = [cast("Source", task.args[1]).store for task in joins.values()]
+    stores = [cast("_Join", task.func).source.store for task in joins.values()]
     layers, dependencies = dict(graph.layers), dict(graph.dependencies)
     for layer_name, task in joins.items():
-        refs, source, chunks = cast("tuple[object, Source, Sequence[Sequence[int]]]", task.args)
-        is_whole = refs == _nested(source.name, chunks)
+        join = cast("_Join", task.func)
+        source, chunks = join.source, join.chunks
+        is_whole = task.args == (_nested(source.name, chunks),)
         if is_whole and source.valid() and sum(store is source.store for store in stores) == 1:
             layers[layer_name], dependencies[layer_name] = MaterializedLayer(_tasks(task, source, chunks)), set()
     return HighLevelGraph(layers, dependencies)

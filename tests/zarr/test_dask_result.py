@@ -317,6 +317,14 @@ def test_results_come_in_the_order_of_the_arguments(order: tuple[str, ...], smal
     assert last[-1] == 5
 
 
+def test_arrays_are_one_group(small: tuple[PlainStore, ShardStore]):
+    """dask 2025.4 makes groups of equal optimizers and equal functions that join blocks."""
+    array, plain = small[1].as_dask(), da.ones(7, chunks=2)
+    assert len({array.__dask_optimize__, plain.__dask_optimize__}) == 1
+    assert len({array.__dask_postcompute__(), plain.__dask_postcompute__()}) == 1
+    assert array.__dask_postcompute__() != dask.delayed(5).__dask_postcompute__()
+
+
 def test_variables_of_one_shape_are_not_exchanged(small: tuple[PlainStore, ShardStore]):
     plain, store = small
     dataset = store.as_xarray(chunks={"example": 2})
