@@ -67,7 +67,7 @@ def with_source(array: da.Array, store: ShardStore, block: Block, valid: Callabl
     A class of its own would not do: xarray refuses to compute dask arrays of two classes together. dask looks the methods up
     on the object.
     """
-    if array.shape != block.shape:
+    if not isinstance(array, da.Array) or array.shape != block.shape:  # pyright: ignore[reportUnnecessaryIsInstance]  # plugins of dask may change it
         return array
     made = cast("da.Array", array.copy())  # pyright: ignore[reportAttributeAccessIssue]  # not annotated
     source = Source(store, block, made.name, valid)

@@ -176,6 +176,15 @@ def test_with_optimizations_of_the_caller(small: tuple[PlainStore, ShardStore]):
     assert seen
 
 
+def test_with_plugins_of_the_caller(small: tuple[PlainStore, ShardStore]):
+    """One may compute every new array."""
+    plain, store = small
+    with dask.config.set(array_plugins=[lambda array: array.compute()]):
+        found = [store.as_dask(), store.as_xarray(chunks={}).activations.data, store.as_xarray(chunks={}).labels.data]
+    assert {type(array) for array in found} == {np.ndarray}
+    assert found[0].tobytes() == found[1].tobytes() == plain.dense.tobytes()
+
+
 def test_on_a_cluster(small: tuple[PlainStore, ShardStore]):
     distributed = pytest.importorskip("distributed")
     plain, store = small
