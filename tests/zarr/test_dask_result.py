@@ -120,6 +120,27 @@ def test_the_result_and_no_more_is_allocated(name: str, scheduler: str, large: t
     assert peak <= 1.1 * found.nbytes
 
 
+@pytest.mark.parametrize("lengths", [{"layer": 1}, {"token": 9}, {"d_model": 100, "layer": 2}], ids=str)
+def test_blocks_of_all_examples_are_read_in_pieces(
+    lengths: dict[str, int], large: tuple[PlainStore, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Their places in the result are not contiguous."""
+    plain, folder = large
+    monkeypatch.setattr("saev_store.dask._result.PIECE_BYTES", 1 << 20)
+    array = ShardStore.open(folder).as_xarray(chunks={"example": -1, **lengths}).activations
+    for order in (slice(None), slice(None, None, -1)):
+        selected, expected = array[order], plain.dense[order]
+        with dask.config.set(scheduler="threads", num_workers=2):
+            tracemalloc.start()
+            try:
+                found = selected.values
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+        assert peak <= 1.1 * found.nbytes
+
+
 def _computed(array: da.Array) -> np.ndarray:
     return array.compute(scheduler="synchronous")
 
