@@ -152,9 +152,11 @@ class StoreVariable(xarray.Variable):
         if array is None or part is None:
             return found
         _, indexer, _ = self._broadcast_indexes(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # partly annotated
-        if isinstance(indexer, indexing.VectorizedIndexer):
+        items = cast("tuple[object, ...]", indexer.tuple)
+        is_known = all(isinstance(item, (int, np.integer, slice, np.ndarray)) for item in items)  # no dask array
+        if isinstance(indexer, indexing.VectorizedIndexer) or not is_known:
             return found
-        return _with_data(found, sliced(array, part, outer_block(indexer.tuple, self.shape)))
+        return _with_data(found, sliced(array, part, outer_block(cast("tuple[Item, ...]", items), self.shape)))
 
 
 _AnyVariable = TypeVar("_AnyVariable", bound=xarray.Variable)

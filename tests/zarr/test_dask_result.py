@@ -315,6 +315,19 @@ def test_an_assignment_to_what_was_chunked_counts(
     assert layer.values.tobytes() == chunked[:, 1].values.tobytes() == expected[:, 1].tobytes()
 
 
+def test_positions_may_be_dask_arrays(small: tuple[PlainStore, ShardStore]):
+    plain, store = small
+    dataset = store.as_xarray(chunks={"example": 2})
+    positions = xr.DataArray(da.from_array(np.array([3, 0, 3]), chunks=2), dims="example")
+    last = positions.max()
+    for lazy, dense in ((dataset.activations, plain.dense), (dataset.labels, plain.labels)):
+        np.testing.assert_array_equal(lazy.drop_vars("example")[positions], dense[[3, 0, 3]])
+        np.testing.assert_array_equal(lazy.drop_vars("example")[:, 0][last], dense[3, 0])
+        np.testing.assert_array_equal(
+            lazy.drop_vars("example")[{"example": positions.rename(example="p")}], dense[[3, 0, 3]]
+        )
+
+
 def test_together_with_other_arrays(small: tuple[PlainStore, ShardStore]):
     """xarray refuses to compute dask arrays of several classes together."""
     plain, store = small
