@@ -137,7 +137,8 @@ class StoreVariable(xarray.Variable):
         chunked = super().chunk(*args, **options)  # pyright: ignore[reportArgumentType]  # handed on
         data, array = _data_of(self), _dask_array(chunked)
         lazy = _lazy_array(data)
-        if array is None:
+        more = cast("Mapping[str, object]", options.get("from_array_kwargs") or {})
+        if array is None or options.get("lock") or more.get("lock"):
             return chunked
         if lazy is None:
             return _with_data(chunked, computed_beside(array))

@@ -315,6 +315,26 @@ def test_an_assignment_to_what_was_chunked_counts(
     assert layer.values.tobytes() == chunked[:, 1].values.tobytes() == expected[:, 1].tobytes()
 
 
+class CountedLock(dask.utils.SerializableLock):
+    """A lock that counts."""
+
+    n_acquired = 0
+
+    def acquire(self, *args: object, **options: object) -> bool:
+        type(self).n_acquired += 1
+        return super().acquire(*args, **options)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["dataset", "variable"])
+def test_a_lock_of_the_caller_is_held(whole: bool, small: tuple[PlainStore, ShardStore]):
+    plain, store = small
+    dataset, CountedLock.n_acquired = store.as_xarray(), 0
+    chunked = (dataset if whole else dataset.variables["activations"]).chunk({"example": 1}, lock=CountedLock())
+    found = chunked.activations if whole else chunked
+    assert found.values.tobytes() == plain.dense.tobytes()
+    assert CountedLock.n_acquired == 7
+
+
 def test_positions_may_be_dask_arrays(small: tuple[PlainStore, ShardStore]):
     plain, store = small
     dataset = store.as_xarray(chunks={"example": 2})
