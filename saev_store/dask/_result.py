@@ -27,7 +27,7 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from saev_store.core.dtypes import FLOAT32
-from saev_store.core.indexing import Block, parse_key
+from saev_store.core.indexing import Block, Progression, parse_key
 from saev_store.store.selection import PIECE_BYTES, FloatArray, prepared
 from saev_store.store.store import ShardStore
 
@@ -136,14 +136,15 @@ def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> _Pa
     if target.flags.c_contiguous:
         store.read(block, out=target)
     else:
-        for piece in _pieces(target):
+        for piece in _pieces(block, target):
             target[piece] = store.read(block.narrowed(cast("Block", parse_key((piece,), block.shape))))
     return _Part(result, store, block, place)
 
 
-def _pieces(target: FloatArray) -> Iterator[slice]:
-    """Of the first axis, of about `PIECE_BYTES` each."""
-    step = max(1, PIECE_BYTES * len(target) // target.nbytes)
+def _pieces(block: Block, target: FloatArray) -> Iterator[slice]:
+    """Of the first axis, of about `PIECE_BYTES` each; positions in a list may repeat and are read together."""
+    first = block.axes[block.dropped.index(False)]
+    step = max(1, PIECE_BYTES * len(target) // target.nbytes) if isinstance(first, Progression) else len(target)
     yield from (slice(start, start + step) for start in range(0, len(target), step))
 
 

@@ -413,6 +413,23 @@ def test_blocks_that_several_results_need_are_read_once():
     assert transport.counters.bytes_read <= plain.dense.nbytes
 
 
+def test_pieces_read_what_the_store_reads(monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(SMALL)
+    transport = CountingTransport(LatencyTransport(MemoryTransport(plain.files, label=plain.name), 0.0, 1e12))
+    store = ShardStore.open(transport)
+    array = store.as_xarray(chunks={"example": -1, "layer": 2}).activations
+    assert store[:].tobytes() == plain.dense.tobytes()
+    monkeypatch.setattr("saev_store.dask._result.PIECE_BYTES", 1)
+    for examples in (slice(None), slice(None, None, -3), [5, 0, 5, 4, 5]):
+        transport.reset()
+        blocks = [store[examples, part] for part in (slice(2), slice(2, 3))]
+        expected = transport.counters.bytes_read
+        transport.reset()
+        found = array.isel(example=examples).values
+        assert found.tobytes() == np.concatenate(blocks, axis=1).tobytes()
+        assert transport.counters.bytes_read == expected
+
+
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 def test_a_shard_that_is_cut_is_an_error(scheduler: str, small: tuple[PlainStore, ShardStore], tmp_path: Path):
     _, store = small
