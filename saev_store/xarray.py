@@ -23,7 +23,7 @@ from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Item, outer_block
 from saev_store.core.layout import DIMS
-from saev_store.dask import read_into_result, sliced
+from saev_store.dask import computed_beside, read_into_result, sliced
 from saev_store.errors import (
     ArgumentError,
     MissingDependencyError,
@@ -125,20 +125,26 @@ class LazyArray(indexing.LazilyIndexedArray):
 
 
 class StoreVariable(xarray.Variable):
-    """The tensor as a variable: once chunked, it and what is selected of it are computed without a second copy."""
+    """The tensor as a variable: once chunked, it and what is selected of it are computed without a second copy.
+
+    Token arrays are such variables, so that this does not depend on the order of variables.
+    """
 
     __slots__ = ()
 
     def chunk(self, *args: object, **options: object) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]  # handed on
         """As `xarray.Variable.chunk`."""
         chunked = super().chunk(*args, **options)  # pyright: ignore[reportArgumentType]  # handed on
-        lazy, array = _data_of(self), _dask_array(chunked)
-        while isinstance(lazy, (indexing.CopyOnWriteArray, indexing.MemoryCachedArray)):
-            lazy = cast("object", lazy.array)
-        if array is None or not isinstance(lazy, LazyArray) or type(lazy.array) is not StoreArray:
+        data, array = _data_of(self), _dask_array(chunked)
+        lazy = _lazy_array(data)
+        more = cast("Mapping[str, object]", options.get("from_array_kwargs") or {})
+        if array is None or options.get("lock") or more.get("lock"):
             return chunked
-        block = outer_block(cast("tuple[Item, ...]", lazy.key.tuple), lazy.array.shape)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
-        return _with_data(chunked, read_into_result(array, lazy.array.store, block))
+        if lazy is None:
+            return _with_data(chunked, computed_beside(array))
+        store = cast("StoreArray", lazy.array).store
+        block = outer_block(cast("tuple[Item, ...]", lazy.key.tuple), store.shape)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+        return _with_data(chunked, read_into_result(array, store, block, valid=lambda: _lazy_array(data) is lazy))
 
     def __getitem__(self, key: object) -> Self:
         """As `xarray.Variable[key]`."""
@@ -147,9 +153,11 @@ class StoreVariable(xarray.Variable):
         if array is None or part is None:
             return found
         _, indexer, _ = self._broadcast_indexes(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # partly annotated
-        if isinstance(indexer, indexing.VectorizedIndexer):
+        items = cast("tuple[object, ...]", indexer.tuple)
+        is_known = all(isinstance(item, (int, np.integer, slice, np.ndarray)) for item in items)  # no dask array
+        if isinstance(indexer, indexing.VectorizedIndexer) or not is_known:
             return found
-        return _with_data(found, sliced(array, part, outer_block(indexer.tuple, self.shape)))
+        return _with_data(found, sliced(array, part, outer_block(cast("tuple[Item, ...]", items), self.shape)))
 
 
 _AnyVariable = TypeVar("_AnyVariable", bound=xarray.Variable)
@@ -162,6 +170,13 @@ def _with_data(variable: _AnyVariable, data: dask.array.Array) -> _AnyVariable:
 def _data_of(variable: xarray.Variable) -> object:
     """Its data as they are; `variable.data` would read what is lazy."""
     return cast("object", variable._data)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]  # xarray has no public way
+
+
+def _lazy_array(data: object) -> LazyArray | None:
+    """What reads the tensor behind data of xarray; None once values were loaded or assigned."""
+    while isinstance(data, (indexing.CopyOnWriteArray, indexing.MemoryCachedArray)):
+        data = cast("object", data.array)
+    return data if isinstance(data, LazyArray) and type(data.array) is StoreArray else None
 
 
 def _dask_array(variable: xarray.Variable) -> dask.array.Array | None:
@@ -318,7 +333,7 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
     for name, values in coordinates(layout, labelled=bool(arrays)).items():
         variables[name] = xarray.Variable(name, values)
     for name, array in arrays.items():
-        variables[name] = xarray.Variable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
+        variables[name] = StoreVariable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
     if layout.hook_points is not None:
         variables[HOOK_POINT] = xarray.Variable("layer", np.array(layout.hook_points))
     for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task

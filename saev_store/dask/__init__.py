@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -59,22 +59,37 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     return read_into_result(cast("dask.array.Array", array), store, outer_block([slice(None)] * 4, layout.shape))
 
 
-def read_into_result(array: dask.array.Array, store: ShardStore, block: Block) -> dask.array.Array:
+def read_into_result(
+    array: dask.array.Array, store: ShardStore, block: Block, valid: Callable[[], bool] | None = None
+) -> dask.array.Array:
     """The same dask array, but `compute` reads its blocks straight into the result, without a second copy.
 
     Args:
         array: An array of float32; its tasks read `block` of `store`.
         store: The opened store.
         block: The vectors, in the shape of the array.
+        valid: Whether the tasks still read the store; asked when the array is computed. None: they always do.
     """
-    from saev_store.dask._result import with_source
+    from saev_store.dask._result import always, with_source
 
-    return with_source(array, store, block)
+    return with_source(array, store, block, valid or always)
+
+
+def computed_beside(array: dask.array.Array) -> dask.array.Array:
+    """The same dask array, such as labels, but the tensor that is computed with it is read into its result.
+
+    dask optimizes arrays that are computed together with the optimizer of the first of them.
+    """
+    from saev_store.dask._result import optimized
+
+    return optimized(array)
 
 
 def sliced(array: dask.array.Array, part: dask.array.Array, inner: Block) -> dask.array.Array:
-    """`read_into_result` of `part`, which is what `inner` selects of such an array; any other is returned as it is."""
-    from saev_store.dask._result import source_of, with_source
+    """What `inner` selects of `array`, given as dask's `part`: `read_into_result` or `computed_beside` as `array` is."""
+    from saev_store.dask._result import is_optimized, optimized, source_of, with_source
 
     source = source_of(array)
-    return part if source is None else with_source(part, source.store, source.block.narrowed(inner))
+    if source is not None:
+        return with_source(part, source.store, source.block.narrowed(inner), source.valid)
+    return optimized(part) if is_optimized(array) else part

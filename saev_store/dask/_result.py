@@ -13,6 +13,7 @@ a cluster are left to dask.
 from __future__ import annotations
 
 import itertools
+import math
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,21 @@ import dask.array as da
 import numpy as np
 from dask._task_spec import List, Task, TaskRef  # the tasks of the public documentation have no other module
 from dask.array.core import finalize
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from saev_store.core.indexing import Block, parse_key
-from saev_store.store.selection import FloatArray, prepared
+from saev_store.core.dtypes import FLOAT32
+from saev_store.core.indexing import Block, Progression, parse_key
+from saev_store.store.selection import PIECE_BYTES, FloatArray, prepared
 from saev_store.store.store import ShardStore
 
 Place: TypeAlias = tuple[slice, ...]
 _ATTRIBUTE = "_saev_store_source"
+
+
+def always() -> bool:
+    """Nothing changes what the tasks read."""
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +45,13 @@ class Source:
     """What a dask array of this name reads: these vectors of a store, in the shape of the array.
 
     The name tells whether the array still is the one: an assignment to a part of a dask array changes it in place.
+    `valid` tells whether its tasks still read the store.
     """
 
     store: ShardStore
     block: Block
     name: str
+    valid: Callable[[], bool]
 
     def parts(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], Place, Block]]:
         """For each block: its position among the blocks, its place in the result, and the vectors that it has."""
@@ -51,19 +61,33 @@ class Source:
             yield position, place, self.block.narrowed(cast("Block", parse_key(place, self.block.shape)))
 
 
-def with_source(array: da.Array, store: ShardStore, block: Block) -> da.Array:
+def with_source(array: da.Array, store: ShardStore, block: Block, valid: Callable[[], bool]) -> da.Array:
     """The same dask array, read into its result by `compute`; as it is if its shape is not that of the vectors.
 
     A class of its own would not do: xarray refuses to compute dask arrays of two classes together. dask looks the methods up
     on the object.
     """
-    if array.shape != block.shape:
+    if not isinstance(array, da.Array) or array.shape != block.shape:  # pyright: ignore[reportUnnecessaryIsInstance]  # plugins of dask may change it
         return array
     made = cast("da.Array", array.copy())  # pyright: ignore[reportAttributeAccessIssue]  # not annotated
-    source = Source(store, block, made.name)
-    joined = cast("object", (_join, (source, made.chunks)))
+    source = Source(store, block, made.name, valid)
+    joined = _Join(source, made.chunks), ()
     vars(made).update({_ATTRIBUTE: source, "__dask_postcompute__": lambda: joined, "__dask_optimize__": _OPTIMIZER})
     return made
+
+
+def optimized(array: da.Array) -> da.Array:
+    """The same dask array with the optimizer of those of `with_source`; one that has it is returned as it is."""
+    if is_optimized(array):
+        return array
+    made = cast("da.Array", array.copy())  # pyright: ignore[reportAttributeAccessIssue]  # not annotated
+    vars(made)["__dask_optimize__"] = _OPTIMIZER
+    return made
+
+
+def is_optimized(array: da.Array) -> bool:
+    """Whether an array was made by `with_source` or `optimized`."""
+    return "__dask_optimize__" in vars(array)
 
 
 def source_of(array: object) -> Source | None:
@@ -73,21 +97,38 @@ def source_of(array: object) -> Source | None:
 
 
 class _Result:
-    """Memory for a result; without memory in another process, where blocks are returned instead."""
+    """Memory for a result, until that is returned; without memory in another process, where each block has its own."""
 
     def __init__(self, shape: tuple[int, ...] | None) -> None:
-        self.memory = None if shape is None else prepared(None, shape, np.dtype(np.float32))
+        self.memory = None if shape is None else prepared(None, shape, FLOAT32)
 
     def __reduce__(self) -> tuple[type[_Result], tuple[None]]:
         return _Result, (None,)
 
 
-def _join(blocks: object, _source: Source, _chunks: object) -> object:
-    """Join blocks as dask does, wherever the optimizer has not replaced this."""
-    return finalize(blocks)
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A block that was read into its place; another process gets its values."""
+
+    result: _Result
+    store: ShardStore
+    block: Block
+    place: Place
+
+    def values(self) -> FloatArray:
+        """A view of the result, or, once that was returned, the block read anew."""
+        memory = self.result.memory
+        return np.asarray(self.store.read(self.block)) if memory is None else memory[self.place]
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[FloatArray]]:
+        return np.asarray, (self.values(),)
+
+    def __sizeof__(self) -> int:
+        """For clusters, which count what their workers hold."""
+        return math.prod(self.block.shape) * FLOAT32.itemsize
 
 
-def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> FloatArray | None:
+def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> _Part | FloatArray:
     """Read a block into its place, or return it where there is no memory for the result."""
     if result.memory is None:
         return np.asarray(store.read(block))
@@ -95,20 +136,73 @@ def _read(result: _Result, store: ShardStore, block: Block, place: Place) -> Flo
     if target.flags.c_contiguous:
         store.read(block, out=target)
     else:
-        target[...] = store.read(block)
-    return None
+        for piece in _pieces(block, target):
+            target[piece] = store.read(block.narrowed(cast("Block", parse_key((piece,), block.shape))))
+    return _Part(result, store, block, place)
 
 
-def _take(result: _Result, blocks: object) -> object:
-    """The result, once its blocks have been read."""
-    return finalize(blocks) if result.memory is None else result.memory
+def _pieces(block: Block, target: FloatArray) -> Iterator[slice]:
+    """Of the first axis, of about `PIECE_BYTES` each; positions in a list may repeat and are read together."""
+    first = block.axes[block.dropped.index(False)]
+    step = max(1, PIECE_BYTES * len(target) // target.nbytes) if isinstance(first, Progression) else len(target)
+    yield from (slice(start, start + step) for start in range(0, len(target), step))
+
+
+def _take(result: _Result, blocks: object, places: Sequence[Place]) -> object:
+    """The result, once its blocks have been read; on a cluster, some were read elsewhere.
+
+    It is given away: what keeps the results of tasks, such as `dask.cache`, keeps no memory of this one.
+    """
+    if result.memory is None:
+        return finalize(_arrays(blocks))
+    for block, place in zip(flatten(blocks), places, strict=True):
+        if not isinstance(block, _Part) or block.result is not result:
+            result.memory[place] = cast("FloatArray", _arrays(block))
+    memory, result.memory = result.memory, None
+    return memory
+
+
+def _arrays(blocks: object) -> object:
+    """The same nested lists with the values of blocks."""
+    if isinstance(blocks, list):
+        return [_arrays(block) for block in cast("list[object]", blocks)]
+    return blocks.values() if isinstance(blocks, _Part) else blocks
+
+
+class _Join:
+    """dask's function that joins blocks, with what they read; in another process dask's alone.
+
+    It equals dask's, as `_Optimizer` does.
+    """
+
+    def __init__(self, source: Source, chunks: Sequence[Sequence[int]]) -> None:
+        self.source = source
+        self.chunks = chunks
+
+    def __call__(self, blocks: object) -> object:
+        """Join blocks as dask does, wherever the optimizer has not replaced this."""
+        return finalize(blocks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Join) or other is finalize
+
+    def __hash__(self) -> int:
+        return hash(finalize)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
+        return _dasks_join, ()
+
+
+def _dasks_join() -> Callable[[object], object]:
+    return finalize
 
 
 class _Optimizer:
     """dask's optimizer of arrays behind the replacement; in another process, such as a cluster's scheduler, dask's alone.
 
-    It equals dask's: `dask.compute` optimizes collections in groups of equal optimizers, and dask 2026.8 returns the results in
-    the order of the groups, not in that of the arguments. The first of a group does the work, for arrays of any origin.
+    It equals dask's: `dask.compute` optimizes collections in groups of equal optimizers, dask 2025.4 also of equal functions that
+    join blocks, and returns the results in the order of the groups, not in that of the arguments. The first of a group does the
+    work, for arrays of any origin.
     """
 
     def __call__(self, graph: object, keys: object, **options: object) -> object:
@@ -136,13 +230,15 @@ def _replaced(graph: HighLevelGraph) -> HighLevelGraph:
         for layer_name, layer in graph.layers.items()
         if isinstance(layer, MaterializedLayer) and len(layer) == 1
         for task in layer.values()
-        if isinstance(task, Task) and task.func is _join
+        if isinstance(task, Task) and isinstance(task.func, _Join)
     }
-    stores = [cast("Source", task.args[1]).store for task in joins.values()]
+    stores = [cast("_Join", task.func).source.store for task in joins.values()]
     layers, dependencies = dict(graph.layers), dict(graph.dependencies)
     for layer_name, task in joins.items():
-        refs, source, chunks = cast("tuple[object, Source, Sequence[Sequence[int]]]", task.args)
-        if refs == _nested(source.name, chunks) and sum(store is source.store for store in stores) == 1:
+        join = cast("_Join", task.func)
+        source, chunks = join.source, join.chunks
+        is_whole = task.args == (_nested(source.name, chunks),)
+        if is_whole and source.valid() and sum(store is source.store for store in stores) == 1:
             layers[layer_name], dependencies[layer_name] = MaterializedLayer(_tasks(task, source, chunks)), set()
     return HighLevelGraph(layers, dependencies)
 
@@ -152,10 +248,12 @@ def _tasks(task: Task, source: Source, chunks: Sequence[Sequence[int]]) -> dict[
     token = uuid.uuid4().hex
     allocated, read = f"result-{token}", f"read-{token}"
     tasks: dict[object, Task] = {allocated: Task(allocated, _Result, source.block.shape)}
+    places: list[Place] = []
     for position, place, block in source.parts(chunks):
         key = (read, *position)
         tasks[key] = Task(key, _read, TaskRef(allocated), source.store, block, place)
-    tasks[task.key] = Task(task.key, _take, TaskRef(allocated), _nested(read, chunks))
+        places.append(place)
+    tasks[task.key] = Task(task.key, _take, TaskRef(allocated), _nested(read, chunks), places)
     return tasks
 
 

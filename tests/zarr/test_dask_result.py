@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import random
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +40,7 @@ def chunks_that_cut_shards() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlainStore, Path]:
-    plain = plain_store(LARGE)
+    plain = plain_store(LARGE, labelled=True)
     folder = plain.write(tmp_path_factory.mktemp("large"))
     opened(folder)[:1].values  # noqa: B018  # imports
     return plain, folder
@@ -54,6 +56,10 @@ def opened(folder: Path, **lengths: int) -> xr.DataArray:
     return xr.open_dataset(folder, engine="saev", chunks=lengths).activations
 
 
+def after_labels(folder: Path) -> xr.Dataset:
+    return xr.open_dataset(folder, engine="saev", chunks={"example": 20})[["labels", "activations"]]
+
+
 READS: dict[str, tuple[Callable[[Path], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
     "values": (lambda p: opened(p).values, lambda dense: dense),
     "load": (lambda p: opened(p, example=20).load().values, lambda dense: dense),
@@ -61,6 +67,11 @@ READS: dict[str, tuple[Callable[[Path], np.ndarray], Callable[[np.ndarray], np.n
     "dataset": (
         lambda p: xr.open_dataset(p, engine="saev", chunks={"example": 20}).load().activations.values,
         lambda dense: dense,
+    ),
+    "dataset of another order": (lambda p: after_labels(p).load().activations.values, lambda dense: dense),
+    "selected, of another order": (
+        lambda p: after_labels(p).isel(example=slice(10, None), layer=1).load().activations.values,
+        lambda dense: dense[10:, 1],
     ),
     "one block": (lambda p: opened(p, example=-1).values, lambda dense: dense),
     "blocks of every axis": (
@@ -107,6 +118,27 @@ def test_the_result_and_no_more_is_allocated(name: str, scheduler: str, large: t
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found.view(np.uint32), expected(plain.dense.view(np.uint32)))
     assert peak <= 1.1 * found.nbytes
+
+
+@pytest.mark.parametrize("lengths", [{"layer": 1}, {"token": 9}, {"d_model": 100, "layer": 2}], ids=str)
+def test_blocks_of_all_examples_are_read_in_pieces(
+    lengths: dict[str, int], large: tuple[PlainStore, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Their places in the result are not contiguous."""
+    plain, folder = large
+    monkeypatch.setattr("saev_store.dask._result.PIECE_BYTES", 1 << 20)
+    array = ShardStore.open(folder).as_xarray(chunks={"example": -1, **lengths}).activations
+    for order in (slice(None), slice(None, None, -1)):
+        selected, expected = array[order], plain.dense[order]
+        with dask.config.set(scheduler="threads", num_workers=2):
+            tracemalloc.start()
+            try:
+                found = selected.values
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+        assert peak <= 1.1 * found.nbytes
 
 
 def _computed(array: da.Array) -> np.ndarray:
@@ -165,6 +197,15 @@ def test_with_optimizations_of_the_caller(small: tuple[PlainStore, ShardStore]):
     assert seen
 
 
+def test_with_plugins_of_the_caller(small: tuple[PlainStore, ShardStore]):
+    """One may compute every new array."""
+    plain, store = small
+    with dask.config.set(array_plugins=[lambda array: array.compute()]):
+        found = [store.as_dask(), store.as_xarray(chunks={}).activations.data, store.as_xarray(chunks={}).labels.data]
+    assert {type(array) for array in found} == {np.ndarray}
+    assert found[0].tobytes() == found[1].tobytes() == plain.dense.tobytes()
+
+
 def test_on_a_cluster(small: tuple[PlainStore, ShardStore]):
     distributed = pytest.importorskip("distributed")
     plain, store = small
@@ -178,6 +219,55 @@ def test_on_a_cluster(small: tuple[PlainStore, ShardStore]):
         kept = array.persist()
         kept.compute()[:] = 0
         assert kept.compute().tobytes() == plain.dense.tobytes()
+
+
+def _on_workers(graph: Mapping[object, object], key: object, seed: int) -> np.ndarray:
+    """Run a graph as a cluster may: what a task needs is in the memory of its worker, or comes pickled."""
+    tasks = dask._task_spec.convert_legacy_graph(dict(graph))
+    rng, made = random.Random(seed), {}
+    for name in dask.core.toposort(tasks):
+        needed = {other: made[other] for other in sorted(tasks[name].dependencies, key=str)}
+        made[name] = tasks[name](
+            {
+                other: v if rng.random() < 0.5 else pickle.loads(pickle.dumps(v)) for other, v in needed.items()
+            }  # its own
+        )
+    return made[key]
+
+
+@pytest.mark.parametrize("chunks", [(2, -1, -1, -1), -1, (3, 2, 4, 5)], ids=["examples", "one", "all axes"])
+def test_an_argument_of_a_delayed_function_on_a_cluster(chunks: object, small: tuple[PlainStore, ShardStore]):
+    """dask optimizes it before the cluster gets it."""
+    plain, store = small
+    made = dask.delayed(np.copy)(store.as_dask(chunks=chunks))
+    for seed in range(20):
+        found = _on_workers(made.__dask_graph__(), made.key, seed)
+        assert (found.shape, found.tobytes()) == (plain.dense.shape, plain.dense.tobytes())
+
+
+def test_what_keeps_the_results_of_tasks_keeps_no_memory(small: tuple[PlainStore, ShardStore]):
+    """Such as `dask.cache.Cache`, which counts the bytes of each and would not see those of a result."""
+    plain, store = small
+    array = store.as_dask(chunks=(2, -1, -1, -1))
+    made = dask.delayed(np.asarray)(array)  # of the same keys, whenever it is computed
+    kept: dict[object, object] = {}
+
+    def use(graph: dict[object, object]) -> None:
+        graph.update({key: dask._task_spec.DataNode(key, value) for key, value in kept.items() if key in graph})
+
+    def keep(key: object, value: object, *_: object) -> None:
+        if not isinstance(value, np.ndarray):
+            kept[key] = value
+
+    with dask.callbacks.Callback(start=use, posttask=keep):
+        for lazy in (array, array, made, made):
+            found = lazy.compute(scheduler="synchronous")
+            assert found.tobytes() == plain.dense.tobytes()
+            found[:] = 0
+            gone = weakref.ref(found)
+            del found
+            assert gone() is None
+    assert kept
 
 
 def test_every_result_is_the_callers_own(small: tuple[PlainStore, ShardStore]):
@@ -205,6 +295,57 @@ def test_an_assignment_counts(small: tuple[PlainStore, ShardStore]):
     assert activations.values.tobytes() == expected.tobytes()
     assert activations[:, 0].values.tobytes() == expected[:, 0].tobytes()
     assert activations.isel(example=1).values.tobytes() == expected[1].tobytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": False}], ids=["cached", "not cached"])
+def test_an_assignment_to_what_was_chunked_counts(
+    options: dict[str, bool], small: tuple[PlainStore, ShardStore], tmp_path: Path
+):
+    """xarray's chunks share the values of the variable that they were made of."""
+    plain, _ = small
+    (folder,) = (path.parent for path in tmp_path.rglob("metadata.json"))
+    activations = xr.open_dataset(folder, engine="saev", **options).activations
+    chunked = activations.chunk(example=2)
+    layer = chunked[:, 1]
+    activations[1, :2] = 7
+    expected = plain.dense.copy()
+    expected[1, :2] = 7
+    for array in (chunked, chunked.copy(), chunked.persist()):
+        assert array.values.tobytes() == expected.tobytes()
+    assert layer.values.tobytes() == chunked[:, 1].values.tobytes() == expected[:, 1].tobytes()
+
+
+class CountedLock(dask.utils.SerializableLock):
+    """A lock that counts."""
+
+    n_acquired = 0
+
+    def acquire(self, *args: object, **options: object) -> bool:
+        type(self).n_acquired += 1
+        return super().acquire(*args, **options)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["dataset", "variable"])
+def test_a_lock_of_the_caller_is_held(whole: bool, small: tuple[PlainStore, ShardStore]):
+    plain, store = small
+    dataset, CountedLock.n_acquired = store.as_xarray(), 0
+    chunked = (dataset if whole else dataset.variables["activations"]).chunk({"example": 1}, lock=CountedLock())
+    found = chunked.activations if whole else chunked
+    assert found.values.tobytes() == plain.dense.tobytes()
+    assert CountedLock.n_acquired == 7
+
+
+def test_positions_may_be_dask_arrays(small: tuple[PlainStore, ShardStore]):
+    plain, store = small
+    dataset = store.as_xarray(chunks={"example": 2})
+    positions = xr.DataArray(da.from_array(np.array([3, 0, 3]), chunks=2), dims="example")
+    last = positions.max()
+    for lazy, dense in ((dataset.activations, plain.dense), (dataset.labels, plain.labels)):
+        np.testing.assert_array_equal(lazy.drop_vars("example")[positions], dense[[3, 0, 3]])
+        np.testing.assert_array_equal(lazy.drop_vars("example")[:, 0][last], dense[3, 0])
+        np.testing.assert_array_equal(
+            lazy.drop_vars("example")[{"example": positions.rename(example="p")}], dense[[3, 0, 3]]
+        )
 
 
 def test_together_with_other_arrays(small: tuple[PlainStore, ShardStore]):
@@ -239,6 +380,14 @@ def test_results_come_in_the_order_of_the_arguments(order: tuple[str, ...], smal
     assert last[-1] == 5
 
 
+def test_arrays_are_one_group(small: tuple[PlainStore, ShardStore]):
+    """dask 2025.4 makes groups of equal optimizers and equal functions that join blocks."""
+    array, plain = small[1].as_dask(), da.ones(7, chunks=2)
+    assert len({array.__dask_optimize__, plain.__dask_optimize__}) == 1
+    assert len({array.__dask_postcompute__(), plain.__dask_postcompute__()}) == 1
+    assert array.__dask_postcompute__() != dask.delayed(5).__dask_postcompute__()
+
+
 def test_variables_of_one_shape_are_not_exchanged(small: tuple[PlainStore, ShardStore]):
     plain, store = small
     dataset = store.as_xarray(chunks={"example": 2})
@@ -262,6 +411,23 @@ def test_blocks_that_several_results_need_are_read_once():
     assert whole.tobytes() == plain.dense.tobytes()
     assert layer.tobytes() == plain.dense[:, 1].tobytes()
     assert transport.counters.bytes_read <= plain.dense.nbytes
+
+
+def test_pieces_read_what_the_store_reads(monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(SMALL)
+    transport = CountingTransport(LatencyTransport(MemoryTransport(plain.files, label=plain.name), 0.0, 1e12))
+    store = ShardStore.open(transport)
+    array = store.as_xarray(chunks={"example": -1, "layer": 2}).activations
+    assert store[:].tobytes() == plain.dense.tobytes()
+    monkeypatch.setattr("saev_store.dask._result.PIECE_BYTES", 1)
+    for examples in (slice(None), slice(None, None, -3), [5, 0, 5, 4, 5]):
+        transport.reset()
+        blocks = [store[examples, part] for part in (slice(2), slice(2, 3))]
+        expected = transport.counters.bytes_read
+        transport.reset()
+        found = array.isel(example=examples).values
+        assert found.tobytes() == np.concatenate(blocks, axis=1).tobytes()
+        assert transport.counters.bytes_read == expected
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
