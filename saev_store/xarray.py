@@ -58,6 +58,10 @@ if TYPE_CHECKING:
 _DECODERS = {
     "mask_and_scale", "decode_times", "decode_timedelta", "use_cftime", "concat_characters", "decode_coords",
 }  # fmt: skip
+#: Arguments of `xarray.Variable.chunk`, in order.
+_OF_CHUNK = ("chunks", "name", "lock", "inline_array", "chunked_array_type", "from_array_kwargs")
+#: Begins names of tasks that tell the recording already: that takes requests, which one for each variable would repeat.
+_NAMED = "saev-recording-"
 
 
 class StoreArray(BackendArray):
@@ -104,6 +108,9 @@ class TokenVariable(StoreArray):
 
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.BASIC, copied)
 
+    def __dask_tokenize__(self) -> object:
+        return *self.store.__dask_tokenize__(), self._name
+
 
 def _selects_nothing(item: object, size: int) -> bool:
     """Whether a key of one axis is a slice without any of so many positions."""
@@ -125,17 +132,26 @@ class LazyArray(indexing.LazilyIndexedArray):
 
 
 class StoreVariable(xarray.Variable):
-    """The tensor as a variable: once chunked, it and what is selected of it are computed without a second copy."""
+    """The tensor, or a token array, as a variable. Tasks that dask makes of it are named after the recording.
+
+    Once chunked, the tensor and what is selected of it are computed without a second copy.
+    """
 
     __slots__ = ()
 
     def chunk(self, *args: object, **options: object) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]  # handed on
         """As `xarray.Variable.chunk`."""
-        chunked = super().chunk(*args, **options)  # pyright: ignore[reportArgumentType]  # handed on
-        lazy, array = _data_of(self), _dask_array(chunked)
+        lazy = _data_of(self)
         while isinstance(lazy, (indexing.CopyOnWriteArray, indexing.MemoryCachedArray)):
             lazy = cast("object", lazy.array)
-        if array is None or not isinstance(lazy, LazyArray) or type(lazy.array) is not StoreArray:
+        if not isinstance(lazy, LazyArray):
+            return super().chunk(*args, **options)  # pyright: ignore[reportArgumentType]  # handed on
+        options = {**dict(zip(_OF_CHUNK, args, strict=False)), **options}
+        if _is_by_dask(options.get("chunked_array_type")):
+            options = _named(lazy, options)
+        chunked = super().chunk(**options)  # pyright: ignore[reportArgumentType]  # handed on
+        array = _dask_array(chunked)
+        if array is None or type(lazy.array) is not StoreArray:
             return chunked
         block = outer_block(cast("tuple[Item, ...]", lazy.key.tuple), lazy.array.shape)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
         return _with_data(chunked, read_into_result(array, lazy.array.store, block))
@@ -150,6 +166,23 @@ class StoreVariable(xarray.Variable):
         if isinstance(indexer, indexing.VectorizedIndexer):
             return found
         return _with_data(found, sliced(array, part, outer_block(indexer.tuple, self.shape)))
+
+
+def _is_by_dask(manager: object) -> bool:
+    """Whether it is dask that cuts a variable, as it does by default: other libraries take no names."""
+    return manager is None or manager == "dask" or type(manager).__name__ == "DaskManager"
+
+
+def _named(lazy: LazyArray, options: Mapping[str, object]) -> dict[str, object]:
+    """The options of `chunk` with a name that tells the recording: xarray knows its address, at most."""
+    from dask.base import tokenize
+
+    sizes = {name: value for name, value in options.items() if name == "chunks" or name not in _OF_CHUNK}
+    made = {**cast("Mapping[str, object]", options.get("from_array_kwargs") or {})}
+    key = cast("tuple[object, ...]", lazy.key.tuple)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+    name = str(options.get("name") or made.get("name") or f"saev-{tokenize(key, str(sizes))}")
+    made["name"] = name if name.startswith(_NAMED) else f"{name}-{tokenize(lazy.array)}"
+    return {**options, "name": None, "from_array_kwargs": made}
 
 
 _AnyVariable = TypeVar("_AnyVariable", bound=xarray.Variable)
@@ -318,7 +351,7 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
     for name, values in coordinates(layout, labelled=bool(arrays)).items():
         variables[name] = xarray.Variable(name, values)
     for name, array in arrays.items():
-        variables[name] = xarray.Variable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
+        variables[name] = StoreVariable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
     if layout.hook_points is not None:
         variables[HOOK_POINT] = xarray.Variable("layer", np.array(layout.hook_points))
     for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task
@@ -369,7 +402,7 @@ def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
 
     sizes = {"example": task_lengths(store.layout)} if chunks in ("auto", {}) else chunks
     try:
-        return dataset.chunk(sizes, token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
+        return dataset.chunk(sizes, name_prefix=_NAMED, token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ArgumentError(
             f"{brief(chunks)} cannot be laid over {dict(dataset.sizes)}: {brief(str(error))}", where="chunks"
