@@ -374,6 +374,23 @@ class TestOlderReleases:
             with pytest.raises(CorruptShardError, match="prepare the data set again"):
                 read(one)
 
+    def test_6_parts_of_a_changed_tar_are_those_of_no_other_sample(self, tmp_path):
+        """Both samples take 1,024 bytes. `energon://cat.txt` was empty: its size is that of the part in the index's place."""
+        files = [("cat.txt", b"meow"), ("dog.txt", b""), ("dog.cls", b"")]
+        folder = tmp_path / "d"
+        folder.mkdir()
+        (folder / "a.tar").write_bytes(tar_bytes(files, format="ustar"))
+        prepare(folder, split="1,0,0", progress=False)
+        self.six(folder)
+        assert EnergonDataset(folder).parts("cat")[0].nbytes == 4
+        for changed in (files[1:] + files[:1], [("dog.txt", b""), ("cat.txt", b""), *files[1:]]):
+            (folder / "a.tar").write_bytes(tar_bytes(changed, format="ustar"))
+            dataset = EnergonDataset(folder)
+            with pytest.raises(CorruptShardError, match="prepare the data set again"):
+                dataset.parts("cat")
+            with pytest.raises(CorruptShardError, match="prepare the data set again"):
+                fsspec.open(f"energon://cat.txt::file://{folder}").open()
+
     @pytest.mark.parametrize("release", ["5.2.0", "6.0.1"])
     def test_written_by_those_releases(self, release):
         """What their own `prepare` made of a tar with a global PAX header."""
