@@ -161,6 +161,24 @@ class TestInterrupted:
         prepare(tmp_path, split="1,0,0", progress=False)
         assert EnergonDataset(tmp_path).part("s00600", "txt") == b"text 600\n"
 
+    @pytest.mark.parametrize("n_given", [0, 1, 2])
+    def test_where_the_system_gives_no_more_processes(self, tmp_path, monkeypatch, n_given):
+        """As with a container's pids limit: those that there are do the work, or this one."""
+        truth, real, started = write_dataset(tmp_path, n_shards=5), subprocess.Popen, []
+
+        def popen(*arguments, **options):
+            if len(started) == n_given:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            started.append(real(*arguments, **options))
+            return started[-1]
+
+        monkeypatch.setattr(subprocess, "Popen", popen)
+        prepare(tmp_path, split="1,0,0", num_workers=3, progress=False)
+        assert len(started) == n_given
+        dataset = EnergonDataset(tmp_path)
+        assert {dataset.key(i) for i in range(len(dataset))} == truth.keys()
+        assert dataset.validate(deep=True, progress=False).ok
+
     @pytest.mark.parametrize("place", ["", "file://", "memory://"])
     def test_a_tar_that_changes_while_it_is_indexed(self, tmp_path, monkeypatch, place):
         """Also into one of the same size, which is what a bucket tells of it before it is read."""
