@@ -8,17 +8,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.optional import need
+from saev_store._runtime.threads import off_loop
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Item, outer_block
@@ -85,7 +86,7 @@ class StoreArray(BackendArray):
 
     async def async_getitem(self, key: indexing.ExplicitIndexer) -> npt.NDArray[np.generic]:
         """The same in a thread, for `load_async`."""
-        return await asyncio.to_thread(self.__getitem__, key)
+        return await off_loop(partial(self.__getitem__, key))
 
     def __dask_tokenize__(self) -> object:
         return self.store.__dask_tokenize__()

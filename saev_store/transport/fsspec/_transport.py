@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import stat
@@ -11,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from typing import BinaryIO, cast
 
-from saev_store._runtime.threads import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock, off_loop
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._remote import Pins, RemoteTransport, Version
 from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
@@ -133,7 +132,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         below = self.below(path)
         check_ranges(self.where(below), [start], [end])
         if not self.client.is_async or start == end:
-            return (await asyncio.to_thread(self.get_ranges, path, starts=[start], ends=[end]))[0]
+            return (await off_loop(partial(self.get_ranges, path, starts=[start], ends=[end])))[0]
         try:
             with self.client.errors("read", self.where(below)):
                 answers = await self.client.awaited(
@@ -143,7 +142,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         except DeadlineError:
             raise
         except TransportError as error:
-            await asyncio.to_thread(self._blame, path, end, error)
+            await off_loop(partial(self._blame, path, end, error))
             raise
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
