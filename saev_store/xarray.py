@@ -8,17 +8,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.optional import need
+from saev_store._runtime.threads import off_loop
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Item, outer_block
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
 _DECODERS = {
     "mask_and_scale", "decode_times", "decode_timedelta", "use_cftime", "concat_characters", "decode_coords",
 }  # fmt: skip
+#: Arguments of `xarray.Variable.chunk`, in order.
+_OF_CHUNK = ("chunks", "name", "lock", "inline_array", "chunked_array_type", "from_array_kwargs")
+#: Begins names of tasks that tell the recording already: that takes requests, which one for each variable would repeat.
+_NAMED = "saev-recording-"
 
 
 class StoreArray(BackendArray):
@@ -81,7 +86,7 @@ class StoreArray(BackendArray):
 
     async def async_getitem(self, key: indexing.ExplicitIndexer) -> npt.NDArray[np.generic]:
         """The same in a thread, for `load_async`."""
-        return await asyncio.to_thread(self.__getitem__, key)
+        return await off_loop(partial(self.__getitem__, key))
 
     def __dask_tokenize__(self) -> object:
         return self.store.__dask_tokenize__()
@@ -104,6 +109,9 @@ class TokenVariable(StoreArray):
 
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.BASIC, copied)
 
+    def __dask_tokenize__(self) -> object:
+        return *self.store.__dask_tokenize__(), self._name
+
 
 def _selects_nothing(item: object, size: int) -> bool:
     """Whether a key of one axis is a slice without any of so many positions."""
@@ -125,24 +133,28 @@ class LazyArray(indexing.LazilyIndexedArray):
 
 
 class StoreVariable(xarray.Variable):
-    """The tensor as a variable: once chunked, it and what is selected of it are computed without a second copy.
+    """The tensor, or a token array, as a variable. Tasks that dask makes of it are named after the recording.
 
-    Token arrays are such variables, so that this does not depend on the order of variables.
+    Once chunked, the tensor and what is selected of it are computed without a second copy, whatever the order of variables.
     """
 
     __slots__ = ()
 
     def chunk(self, *args: object, **options: object) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]  # handed on
         """As `xarray.Variable.chunk`."""
-        chunked = super().chunk(*args, **options)  # pyright: ignore[reportArgumentType]  # handed on
-        data, array = _data_of(self), _dask_array(chunked)
+        options = {**dict(zip(_OF_CHUNK, args, strict=False)), **options}
+        data = _data_of(self)
         lazy = _lazy_array(data)
+        if lazy is not None and _is_by_dask(options.get("chunked_array_type")):
+            options = _named(lazy, options)
+        chunked = super().chunk(**options)  # pyright: ignore[reportArgumentType]  # handed on
+        array = _dask_array(chunked)
         more = cast("Mapping[str, object]", options.get("from_array_kwargs") or {})
         if array is None or options.get("lock") or more.get("lock"):
             return chunked
-        if lazy is None:
+        if lazy is None or type(lazy.array) is not StoreArray:
             return _with_data(chunked, computed_beside(array))
-        store = cast("StoreArray", lazy.array).store
+        store = lazy.array.store
         block = outer_block(cast("tuple[Item, ...]", lazy.key.tuple), store.shape)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
         return _with_data(chunked, read_into_result(array, store, block, valid=lambda: _lazy_array(data) is lazy))
 
@@ -160,6 +172,23 @@ class StoreVariable(xarray.Variable):
         return _with_data(found, sliced(array, part, outer_block(cast("tuple[Item, ...]", items), self.shape)))
 
 
+def _is_by_dask(manager: object) -> bool:
+    """Whether it is dask that cuts a variable, as it does by default: other libraries take no names."""
+    return manager is None or manager == "dask" or type(manager).__name__ == "DaskManager"
+
+
+def _named(lazy: LazyArray, options: Mapping[str, object]) -> dict[str, object]:
+    """The options of `chunk` with a name that tells the recording: xarray knows its address, at most."""
+    from dask.base import tokenize
+
+    sizes = {name: value for name, value in options.items() if name == "chunks" or name not in _OF_CHUNK}
+    made = {**cast("Mapping[str, object]", options.get("from_array_kwargs") or {})}
+    key = cast("tuple[object, ...]", lazy.key.tuple)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+    name = str(options.get("name") or made.get("name") or f"saev-{tokenize(key, str(sizes))}")
+    made["name"] = name if name.startswith(_NAMED) else f"{name}-{tokenize(lazy.array)}"
+    return {**options, "name": None, "from_array_kwargs": made}
+
+
 _AnyVariable = TypeVar("_AnyVariable", bound=xarray.Variable)
 
 
@@ -173,10 +202,10 @@ def _data_of(variable: xarray.Variable) -> object:
 
 
 def _lazy_array(data: object) -> LazyArray | None:
-    """What reads the tensor behind data of xarray; None once values were loaded or assigned."""
+    """What reads a store behind data of xarray; None once values were loaded or assigned."""
     while isinstance(data, (indexing.CopyOnWriteArray, indexing.MemoryCachedArray)):
         data = cast("object", data.array)
-    return data if isinstance(data, LazyArray) and type(data.array) is StoreArray else None
+    return data if isinstance(data, LazyArray) else None
 
 
 def _dask_array(variable: xarray.Variable) -> dask.array.Array | None:
@@ -384,7 +413,7 @@ def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
 
     sizes = {"example": task_lengths(store.layout)} if chunks in ("auto", {}) else chunks
     try:
-        return dataset.chunk(sizes, token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
+        return dataset.chunk(sizes, name_prefix=_NAMED, token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ArgumentError(
             f"{brief(chunks)} cannot be laid over {dict(dataset.sizes)}: {brief(str(error))}", where="chunks"

@@ -11,6 +11,7 @@ another one keeps lines, but no variables.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
@@ -78,6 +79,15 @@ def _awaited(future: Future[T]) -> T:
     while not future.done():
         wait([future], timeout=_SLICE_S)
     return future.result()
+
+
+async def off_loop(call: Callable[[], T]) -> T:
+    """The result of a call in a thread, so that the event loop goes on; where the system refuses one, of a call in the loop's own."""
+    try:
+        waiting = asyncio.get_running_loop().run_in_executor(None, call)
+    except RuntimeError:  # no more threads
+        return call()
+    return await waiting
 
 
 def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:

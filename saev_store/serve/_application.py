@@ -8,6 +8,8 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import PureWindowsPath
 from typing import TYPE_CHECKING, Literal, cast
 
 from starlette.applications import Starlette
@@ -195,12 +197,17 @@ def _without_paths(document: bytes | Extent | None) -> bytes | None:
 
 
 def _basenames(value: object) -> object:
-    """The value with the last component of each string that is an absolute path or a URL."""
+    """The value with the last component of each string that is an absolute path or a URL, also in JSON within a string."""
     if isinstance(value, str):
-        is_place = os.path.isabs(value) or "://" in value
-        return value.rstrip("/").rsplit("/", 1)[-1] if is_place else value
+        if value[:1] in {"{", "["}:  # protocol 2.1 has the description of the data as text
+            with suppress(ValueError, RecursionError):
+                return json.dumps(_basenames(json.loads(value)), ensure_ascii=False, separators=(",", ":"))
+        is_windows = PureWindowsPath(value).is_absolute()
+        is_place = is_windows or os.path.isabs(value) or "://" in value
+        return re.split(r"[/\\]" if is_windows else "/", value.rstrip("/\\"))[-1] if is_place else value
     if isinstance(value, dict):
-        return {name: _basenames(item) for name, item in cast("dict[str, object]", value).items()}
+        items = cast("dict[str, object]", value).items()
+        return {str(_basenames(name)): _basenames(item) for name, item in items}
     if isinstance(value, list):
         return [_basenames(item) for item in cast("list[object]", value)]
     return value

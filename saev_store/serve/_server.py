@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from saev_store.errors import ArgumentError, SaevStoreWarning, brief
+from saev_store.errors import ArgumentError, SaevStoreWarning, TransportError, brief
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -99,13 +99,24 @@ def serve_in_thread(app: Starlette, listening: socket.socket) -> Callable[[], No
     Args:
         app: An ASGI application.
         listening: From `listen`.
+
+    Raises:
+        TransportError: the system gives no more threads. The socket is closed.
     """
     config = uvicorn.Config(
         app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="saev-store-server", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        listening.close()
+        raise TransportError(
+            f"the system gives no more threads ({error})",
+            where="serve",
+            remedy="Raise the limit of processes and threads (ulimit -u, pids.max).",
+        ) from None
 
     def stop() -> None:
         server.should_exit = True

@@ -90,7 +90,7 @@ def samples_on_cluster(
             with Progress(n, "verifying", shown=progress, unit="samples") as bar:
                 read = partial(_digest_of_documents, there, path, kind.name)
                 where = full_url(there, file_names(path)[0])
-                parts.check_read_back(cluster, read, ranges, receipts, where=where, bar=bar)
+                parts.check_read_back(cluster, read, ranges, receipts, where=where, bar=bar, place=place)
 
 
 def documents_on_cluster(
@@ -137,7 +137,8 @@ def documents_on_cluster(
         if verify:
             with Progress(header.num_batches, "verifying", shown=progress, unit="batches") as bar:
                 read = partial(_digest_of_batches, there, path, header)
-                parts.check_read_back(cluster, read, ranges, receipts, where=full_url(there, path), bar=bar)
+                where = full_url(there, path)
+                parts.check_read_back(cluster, read, ranges, receipts, where=where, bar=bar, place=place)
     return header.num_batches
 
 

@@ -88,6 +88,10 @@ class Place(NamedTuple):
         """Say that a part is finished."""
         self.writes.put(f"{self.folder}/{_name(part_idx)}.json", json.dumps(receipt._asdict()).encode())
 
+    def delete_receipt(self, part_idx: int) -> None:
+        """Say that a part is not finished."""
+        self.writes.delete(f"{self.folder}/{_name(part_idx)}.json")
+
 
 def place_of(transport: Transport, path: str) -> Place:
     """Where the parts of a file are: in a hidden folder beside it."""
@@ -168,15 +172,18 @@ def check_read_back(
     *,
     where: str,
     bar: Progress,
+    place: Place | None = None,
 ) -> None:
     """Read the finished file by the workers, and compare each range with the digest of its part.
 
     Raises:
-        CorruptShardError: they differ.
+        CorruptShardError: they differ. The part in `place` then counts as not finished, so that another call writes it again.
     """
     with closing(results(client, digest_of, ranges)) as found:
-        for (first, end), receipt, digest in zip(ranges, receipts, found, strict=True):
+        for part_idx, ((first, end), receipt, digest) in enumerate(zip(ranges, receipts, found, strict=True)):
             if digest != receipt.digest:
+                if place is not None:
+                    place.delete_receipt(part_idx)
                 raise CorruptShardError(
                     "read back, the file differs from the source", where=where, remedy="Write it again."
                 )

@@ -12,6 +12,7 @@ from saev_store.errors import ArgumentError
 from saev_store.sources._source import DigestScope
 from saev_store.transport import Buffer, Transport
 from saev_store.transport.checks import os_errors
+from saev_store.validation import local_folder
 
 ALGORITHM = "xxh3_128"
 #: Bytes of a file that are read or written at once.
@@ -36,9 +37,10 @@ def file_identity(transport: Transport, path: str) -> tuple[int, ...]:
 
     It looks at the name again; `Transport.version` is that of the file that the transport has pinned.
     """
-    if transport.local_path is None:
+    folder = transport.local_path or local_folder(transport)
+    if folder is None:
         return (transport.size(path),)
-    where = f"{transport.local_path}/{path}"
+    where = f"{folder}/{path}"
     with os_errors(where, "look at"):
         status = os.stat(where)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

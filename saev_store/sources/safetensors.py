@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import cast
 
-from saev_store.errors import CorruptShardError, DocumentError
+from saev_store.errors import CorruptShardError, DocumentError, brief
 from saev_store.sources.address import full_url
 from saev_store.transport import Transport
 
@@ -22,6 +22,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 _LENGTH_NBYTES = 8
 #: A file of hidden states or of a dictionary has a header of some hundred bytes; a file of a large model has more than these.
 _MAX_HEADER_NBYTES, _FIRST_READ_NBYTES = 1 << 20, 4096
+#: As many as an array of NumPy has.
+_MAX_AXES = 64
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,13 @@ def _tensor(name: str, entry: object, begin: int, where: str) -> Tensor:
     fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
     if not isinstance(dtype, str) or dtype not in _ITEMSIZES or shape is None or offsets is None or len(offsets) != 2:
-        raise DocumentError(f"{name!r} has no dtype, shape and data_offsets of the format", where=where)
+        raise DocumentError(f"{brief(name)} has no dtype, shape and data_offsets of the format", where=where)
+    if len(shape) > _MAX_AXES:  # their product would take quadratic time
+        raise DocumentError(f"{brief(name)} has {len(shape):,} axes; at most {_MAX_AXES} are read", where=where)
     start, end = offsets
     if end - start != math.prod(shape) * _ITEMSIZES[dtype]:
         raise DocumentError(
-            f"{name!r} is {dtype} of shape {list(shape)}, but has {end - start} bytes in the file", where=where
+            f"{brief(name)} is {dtype} of shape {list(shape)}, but has {end - start} bytes in the file", where=where
         )
     return Tensor(dtype, shape, begin + start, begin + end)
 

@@ -16,6 +16,7 @@ from saev_store.core.layout import LayerKey, Layout
 from saev_store.core.plan import Part
 from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, keeping, row_space
 from saev_store.errors import ArgumentError, SelectionError, brief
+from saev_store.store.identity import recorded_files, recording_identity
 from saev_store.store.reader import FloatArray, NumberArray
 from saev_store.store.token_arrays import MASK, TokenArrays, kept_tokens
 
@@ -266,6 +267,18 @@ class Selection:
                 return None  # the tokens of two examples are not evenly spaced
         rows = cast("FloatArray", strided.reshape(self.shape))
         return rows if np.shares_memory(rows, strided) else None
+
+    def __dask_tokenize__(self) -> tuple[str, ...]:
+        # As for a store; and by token arrays, where they say which tokens stay.
+        space, transport = self.space, self.reader.transport
+        declared = self.token_arrays.described() if space.ends is not None and self.token_arrays is not None else ()
+        files = recorded_files(transport, space.layout, declared)
+        recording = recording_identity(transport, space.layout, files=files, prefer="versions")
+        chosen = xxh3_128(repr((space.layer_idx, space.tokens, space.stacks_layers, self.dtype.name)).encode())
+        is_regular = isinstance(space.examples, Progression)
+        chosen.update(repr(space.examples).encode() if is_regular else np.ascontiguousarray(space.examples).data)
+        chosen.update(b"" if space.kept is None else space.kept.tobytes() + space.condition)
+        return "saev_store", transport.url, str(recording), chosen.hexdigest()
 
     def __repr__(self) -> str:
         space = self.space

@@ -7,6 +7,7 @@ there, so each byte crosses memory once. The caller's thread combines the result
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -29,7 +30,7 @@ from saev_store.names import DIGESTS_NAME
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Transport
 from saev_store.validation._judge import NO_RUNS, ShardSummary, is_zero, judge, merge_runs, scan_piece
-from saev_store.validation._quick import Survey, check_survey, survey_store, token_array_kind
+from saev_store.validation._quick import Survey, check_survey, local_folder, survey_store, token_array_kind
 from saev_store.validation._report import Report
 
 if TYPE_CHECKING:
@@ -347,6 +348,15 @@ def promised_digests(transport: Transport, layout: Layout, arrays: Sequence[Toke
         return _none_promised(
             "unreadable_digests",
             f"digests.json cannot be read, so contents were not compared with it: {error.message}",
+            "error",
+        )
+    folder = local_folder(transport)
+    if digests is None and folder is not None and os.path.islink(f"{folder}/{DIGESTS_NAME}"):
+        target = os.readlink(f"{folder}/{DIGESTS_NAME}")
+        return _none_promised(
+            "unreadable_digests",
+            "digests.json cannot be read, so contents were not compared with it: it is a symbolic link to "
+            f"{target!r}, where nothing is",
             "error",
         )
     if digests is None:

@@ -102,6 +102,7 @@ class Pages:
     def _opened(self) -> Viewed:
         if self._viewed is None:
             raise self._error
+        self._viewed.renew()
         return self._viewed
 
     def _store(self, _query: Query) -> Answer:
@@ -109,7 +110,7 @@ class Pages:
             return broken_answer(self._name, self._error, self.places)
         sae = self._viewed.sae
         return {
-            **store_answer(self._viewed),
+            **store_answer(self._opened),
             "other": None if self._other is None else self._other.store.name,
             "sae": None if sae is None else sae.name,
         }
@@ -117,6 +118,7 @@ class Pages:
     def _compare(self, query: Query) -> Answer:
         if self._other is None:
             raise ArgumentError("there is no second store to compare with", where="compare")
+        self._other.renew()
         example = query.integer("example", 0)
         return compare_answer(self._opened, self._other, example, query.text("layer"), query.text("layer_b"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from saev_store.core.layout import LayerKey, layer_name
 from saev_store.errors import CorruptShardError, LayerNotFoundError, SaevStoreError, SelectionError, brief
+from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.validation import local_folder
 from saev_store.view._arithmetic import (
     Components,
@@ -125,11 +127,24 @@ class Viewed:
         self._lock = threading.RLock()
         self._samples: OrderedDict[int, Sample] = OrderedDict()
         self._kept: dict[str, object] = {}
+        self._recording: RecordingIdentity | None = None
 
     @property
     def places(self) -> tuple[str, ...]:
         """Addresses that no answer may have: of the store, and of data sets that its metadata or its caller name."""
         return (*self._named, *(() if self._source is None else (self._source.url,)))
+
+    def renew(self) -> None:
+        """Forget what was computed of a store on this machine if files were replaced since, as by a repair."""
+        if local_folder(self.store.transport) is None:
+            return
+        with self._lock, suppress(SaevStoreError):  # what cannot be looked at is told by reading it
+            files = self.store.recorded_files()
+            now = recording_identity(self.store.transport, self.layout, files=files, prefer="versions")
+            if now != self._recording:
+                self._kept.clear()
+                self._samples.clear()
+            self._recording = now
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """What `compute` returns, computed once."""

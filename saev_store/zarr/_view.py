@@ -23,10 +23,12 @@ from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.core.dtypes import FLOAT32, ReadDtype, numpy_dtype, read_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, brief
 from saev_store.names import printable
+from saev_store.store.identity import recorded_files, recording_identity
 from saev_store.store.token_arrays import check_values, find_token_array
 from saev_store.transport import Awaits, Transport
 from saev_store.transport import Buffer as Bytes
 from saev_store.transport.fetch import fetch_ranges
+from saev_store.validation import local_folder
 from saev_store.zarr._keys import Chunks, TensorKeys, chunk_shape
 from saev_store.zarr._parts import Parts, bounds, convert, nbytes_of
 from saev_store.zarr.documents import attributes_of, token_variables
@@ -400,6 +402,22 @@ class ZarrView(Store):
 
     def __hash__(self) -> int:
         return hash((type(self), self._transport.url))
+
+    def __getstate__(self) -> dict[str, object]:
+        state = {**vars(self)}
+        if local_folder(self._transport) is not None:
+            # dask names a `zarr.Array` after what its store is pickled to. Far away this would take requests.
+            state["_recording"] = self.__dask_tokenize__()
+        return state
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        vars(self).update({name: value for name, value in state.items() if name != "_recording"})
+
+    def __dask_tokenize__(self) -> tuple[str, ...]:
+        layout, arrays = self._keys.grid.layout, self._token_files.values()
+        files = recorded_files(self._transport, layout, arrays)
+        recording = recording_identity(self._transport, layout, files=files, prefer="versions")
+        return "saev_store.zarr", self._transport.url, str(recording), repr(self._keys)
 
     def __repr__(self) -> str:
         grid = self._keys.grid

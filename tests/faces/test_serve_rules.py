@@ -216,6 +216,25 @@ def test_places_are_hidden_at_any_depth(tmp_path: Path):
     assert "url" not in attributes
 
 
+@pytest.mark.parametrize("protocol", ["2.0", "2.1"])
+def test_places_are_hidden_in_every_protocol(protocol: str, tmp_path: Path):
+    """Protocol 2.1 has the description of the data as text; recordings elsewhere have other paths."""
+    data = {"root": "/home/me/birds", "was": r"C:\Users\me\cats", "n": {"/home/me/a.txt": 3}, "split": "train/a"}
+    metadata = new_metadata(
+        family="clip", ckpt="org/model", layers=[1], content_tokens_per_example=1, cls_token=False, d_model=2, n_examples=1, data=data,
+        protocol=protocol,
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.ones((1, 1, 1, 2), np.float32))
+    body = asked(application(ShardStore.open(tmp_path / metadata.hash)), "zarr.json")[2]
+    found = json.loads(body)["attributes"]["data"]
+    hidden = {"root": "birds", "was": "cats", "n": {"a.txt": 3}, "split": "train/a"}
+    assert (json.loads(found) if protocol == "2.1" else found) == hidden
+    assert isinstance(found, str) == (protocol == "2.1")
+    assert b"/home" not in body
+    assert b"Users" not in body
+
+
 # -- servers -------------------------------------------------------------------------------------------------------------
 
 

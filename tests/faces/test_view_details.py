@@ -161,6 +161,27 @@ def test_token_arrays_of_a_store_are_listed_also_where_they_are_not_read(tmp_pat
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
+def test_statistics_do_not_outlive_a_repair(tmp_path: Path) -> None:
+    """What a page holds in memory is of the files that were there; those in their place are another recording."""
+    acts = numbers(6, 2, 3, 4)
+    store = store_of(tmp_path, acts)
+    ShardStore.open(store).stats(progress=False)
+    pages = Pages(Viewed(ShardStore.open(store)), other=Viewed(ShardStore.open(store)))
+    answers = {name: pages.views[name](Query({})) for name in ("layers", "compare")}
+    assert answers == {name: pages.views[name](Query({})) for name in answers}
+    (store / shard_name(0)).unlink()
+    with ShardStore.open(store, damaged_ok=True).repair() as writer:
+        for start, end in writer.missing:
+            writer.append(acts[start:end] + 5)
+    shown = [answer["stats"] for answer in (answers["layers"], pages.views["layers"](Query({})))]
+    assert [(stats["n_examples"], stats["is_sample"]) for stats in shown] == [
+        (6, False),
+        (3, True),
+    ]  # of the other shard
+    with pytest.raises(CorruptShardError, match="another file has taken the place.*Open it again"):
+        pages.views["compare"](Query({}))
+
+
 def test_the_samples_of_four_layers_are_held(tmp_path: Path) -> None:
     """The one that was not asked for longest is read anew."""
     one = viewed(store_of(tmp_path, numbers(3, 6, 2, 4)))

@@ -271,6 +271,17 @@ def test_every_dtype_of_the_format_has_its_size(names: str, nbytes: int):
                 assert error.message == f"'x' is {dtype} of shape [3], but has {n} bytes in the file"
 
 
+@pytest.mark.parametrize(("n", "is_right"), [(64, True), (65, False), (20_000, False)])
+def test_a_tensor_has_so_many_axes_at_most(n: int, is_right: bool):
+    """The product of 45,000 numbers, all of which fit into a header, took seconds, and the message had a megabyte."""
+    memory = MemoryTransport({"x": header_of(dtype="I8", shape=[1] * n, data_offsets=[0, 1]) + bytes(1)})
+    if is_right:
+        assert read_header(memory, "x", memory.size("x"))[0]["x"].shape == (1,) * n
+    else:
+        error = refused(lambda: read_header(memory, "x", memory.size("x")))
+        assert (type(error), error.message) == (DocumentError, f"'x' has {n:,} axes; at most 64 are read")
+
+
 def test_files_of_requests_are_closed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each open file is a descriptor."""
     monkeypatch.setattr(hidden_states_module, "_MOST_OPEN", 4)

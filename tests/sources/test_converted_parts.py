@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -244,6 +245,36 @@ def test_documents_in_parts_are_those_without(verify: bool, tasks: list[object],
     assert samples_to_documents(documents(), tmp_path / "x", client="c", overwrite=True, **options) == 5
     with IndexedDataset(tmp_path / "x") as found:
         assert [tokens.tolist() for tokens in found] == [[*sequence.tolist(), 6] for sequence in SEQUENCES]
+
+
+@pytest.mark.parametrize("kind", ["batches", "documents"])
+def test_a_damaged_part_is_written_again(
+    kind: str, tasks: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It stayed finished, so that every further call joined and refused it."""
+
+    def convert(to: str, **more: Any) -> None:
+        if kind == "batches":
+            documents_to_batches(
+                documents(), tmp_path / to / "x.batch", seq_len=4, batch_size=2, progress=False, **more
+            )
+        else:
+            samples_to_documents(documents(), tmp_path / to / "x", dtype=np.uint16, progress=False, **more)
+
+    convert("alone")
+    joining = "chunks" if kind == "batches" else "IndexedDataset"
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(_convert_cluster, joining, Mock(side_effect=KeyboardInterrupt))
+        convert("to", client="c")
+    (part,) = (tmp_path / "to").rglob("part-000000-*" + (".bin" if kind == "documents" else ""))
+    part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
+    with pytest.raises(CorruptShardError, match="read back, the file differs from the source"):
+        convert("to", client="c")
+    del tasks[:]
+    convert("to", client="c", overwrite=True)
+    assert [task[0] for task in tasks if isinstance(task[1], tuple)] == [0]  # the others are read back only
+    found, expected = ({path.name: path.read_bytes() for path in (tmp_path / to).iterdir()} for to in ("to", "alone"))
+    assert found == expected
 
 
 def test_documents_that_no_part_may_hold(tmp_path: Path):

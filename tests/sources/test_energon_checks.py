@@ -87,6 +87,14 @@ def test_a_tar_with_one_sample_more(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert kinds["corrupt_shard"].message == "the tar has more than the 1 samples of the index"
 
 
+@pytest.mark.parametrize("some", [[], [("no_part", b"")]])
+def test_a_tar_of_one_sample_that_holds_none(some: Files, folder: Path):
+    whole = (folder / "c.tar").read_bytes()
+    (folder / "c.tar").write_bytes(tar_bytes(some, format="ustar").ljust(len(whole), b"\0"))
+    found = [problem for problem in problems(folder) if problem.severity == "error"]
+    assert [(problem.message, problem.lost) for problem in found] == [("the tar has 0 samples, the index 1", ((5, 6),))]
+
+
 def test_a_tar_that_is_odd_is_told(folder: Path):
     path = folder / "c.tar"
     path.write_bytes(path.read_bytes()[:1024])

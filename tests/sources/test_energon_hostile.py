@@ -16,6 +16,7 @@ import pytest
 from energon_tars import sample_files, tar_bytes, write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transports import CountingTransport
 
 from saev_store.errors import (
     CorruptShardError,
@@ -31,6 +32,7 @@ from saev_store.sources.energon.field_map import FieldPath, decode, resolve
 from saev_store.sources.energon.filesystem import EnergonFileSystem
 from saev_store.sources.energon.nvmeta import Info, definition_bytes, parse_definition, parse_info, parse_splits
 from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.energon.tar_scan import scan_shard
 from saev_store.transport import MemoryTransport
 
 DATA = Path(__file__).parents[1] / "data/energon"
@@ -374,6 +376,23 @@ class TestOlderReleases:
             with pytest.raises(CorruptShardError, match="prepare the data set again"):
                 read(one)
 
+    def test_6_parts_of_a_changed_tar_are_those_of_no_other_sample(self, tmp_path):
+        """Both samples take 1,024 bytes. `energon://cat.txt` was empty: its size is that of the part in the index's place."""
+        files = [("cat.txt", b"meow"), ("dog.txt", b""), ("dog.cls", b"")]
+        folder = tmp_path / "d"
+        folder.mkdir()
+        (folder / "a.tar").write_bytes(tar_bytes(files, format="ustar"))
+        prepare(folder, split="1,0,0", progress=False)
+        self.six(folder)
+        assert EnergonDataset(folder).parts("cat")[0].nbytes == 4
+        for changed in (files[1:] + files[:1], [("dog.txt", b""), ("cat.txt", b""), *files[1:]]):
+            (folder / "a.tar").write_bytes(tar_bytes(changed, format="ustar"))
+            dataset = EnergonDataset(folder)
+            with pytest.raises(CorruptShardError, match="prepare the data set again"):
+                dataset.parts("cat")
+            with pytest.raises(CorruptShardError, match="prepare the data set again"):
+                fsspec.open(f"energon://cat.txt::file://{folder}").open()
+
     @pytest.mark.parametrize("release", ["5.2.0", "6.0.1"])
     def test_written_by_those_releases(self, release):
         """What their own `prepare` made of a tar with a global PAX header."""
@@ -571,6 +590,29 @@ def test_a_large_extension_header(tmp_path):
     (tmp_path / "a.tar").write_bytes(buffer.getvalue())
     with pytest.raises(CorruptShardError, match="header claims 1,048,576 bytes"):
         prepare(tmp_path, split="1,0,0", progress=False)
+
+
+def test_a_long_map_of_a_file_with_holes():
+    """GNU's map of such a file goes on in as many blocks as it likes, and `tarfile` keeps all of it."""
+    entry = b"00000000001\0" * 2
+    header = bytearray(tarfile.TarInfo("a.txt").tobuf(tarfile.GNU_FORMAT))
+    header[156:157], header[386:482], header[482], header[148:156] = tarfile.GNUTYPE_SPARSE, entry * 4, 1, b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    more = entry * 21 + b"\1" + bytes(7)
+    transport = CountingTransport(MemoryTransport({"a.tar": bytes(header) + more * 16_384 + bytes(1024)}))
+    with pytest.raises(CorruptShardError, match="more than 1,048,576 bytes of headers"):
+        scan_shard(transport, "a.tar")
+    assert transport.counters.bytes_read < 2 << 20
+
+
+def test_keys_that_collide():
+    """Multiples of 2^61 - 1 have one hash, so that a mapping of 40,000 of them took half a minute."""
+    prime = 2**61 - 1
+    raw = ("{" + ", ".join(f"{i * prime}: 0" for i in range(1_001)) + "}").encode()
+    with pytest.raises(DocumentError, match="more than 1,000 keys that are no text"):
+        _yaml.loads(raw, where="x")
+    assert len(_yaml.loads(raw.replace(b": 0}", b"}").rpartition(b",")[0] + b"}", where="x")) == 1_000
+    assert len(_yaml.loads(b"".join(b"a%d: 0\n" % i for i in range(2_000)), where="x")) == 2_000
 
 
 def test_a_schema_that_is_no_text(tmp_path):

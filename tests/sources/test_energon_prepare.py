@@ -15,6 +15,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 from energon_tars import FORMATS, odd_files, sample_files, tar_bytes, write_dataset
 from servers import s3_bucket  # noqa: F401 - a fixture
@@ -160,18 +161,45 @@ class TestInterrupted:
         prepare(tmp_path, split="1,0,0", progress=False)
         assert EnergonDataset(tmp_path).part("s00600", "txt") == b"text 600\n"
 
-    def test_a_tar_that_changes_while_it_is_indexed(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("n_given", [0, 1, 2])
+    def test_where_the_system_gives_no_more_processes(self, tmp_path, monkeypatch, n_given):
+        """As with a container's pids limit: those that there are do the work, or this one."""
+        truth, real, started = write_dataset(tmp_path, n_shards=5), subprocess.Popen, []
+
+        def popen(*arguments, **options):
+            if len(started) == n_given:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            started.append(real(*arguments, **options))
+            return started[-1]
+
+        monkeypatch.setattr(subprocess, "Popen", popen)
+        prepare(tmp_path, split="1,0,0", num_workers=3, progress=False)
+        assert len(started) == n_given
+        dataset = EnergonDataset(tmp_path)
+        assert {dataset.key(i) for i in range(len(dataset))} == truth.keys()
+        assert dataset.validate(deep=True, progress=False).ok
+
+    @pytest.mark.parametrize("place", ["", "file://", "memory://"])
+    def test_a_tar_that_changes_while_it_is_indexed(self, tmp_path, monkeypatch, place):
+        """Also into one of the same size, which is what a bucket tells of it before it is read."""
         write_dataset(tmp_path, n_shards=2, odd=False)
+        address, changed = f"{place}{tmp_path}", "shards/shard_000.tar"
+        files = fsspec.filesystem(place.partition(":")[0] or "file")
+        if place == "memory://":
+            files.put(str(tmp_path), str(tmp_path), recursive=True)
+        engine = "fsspec" if place else "auto"
+        replaced = tar_bytes(sample_files(700, 4), format="ustar")
+        assert len(replaced) == (tmp_path / changed).stat().st_size
 
         def scan_all(transport, shards, **options):
             yield from real(transport, shards, **options)
-            (tmp_path / "shards/shard_000.tar").write_bytes(tar_bytes(sample_files(700, 4)))
+            files.pipe_file(f"{tmp_path}/{changed}", replaced)
 
         real = prepare_module.scan_all
         monkeypatch.setattr(prepare_module, "scan_all", scan_all)
         with pytest.raises(CorruptShardError, match="shard_000.*changed while it was indexed"):
-            prepare(tmp_path, split="1,0,0", progress=False)
-        assert not (tmp_path / ".nv-meta/.info.json").exists()
+            prepare(address, split="1,0,0", engine=engine, progress=False)
+        assert not files.exists(f"{tmp_path}/.nv-meta/.info.json")
 
     @pytest.mark.parametrize(
         "last", [".nv-meta/index.uuid", ".nv-meta/split.yaml", ".nv-meta/dataset.yaml", ".nv-meta/.info.json"]

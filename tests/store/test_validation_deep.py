@@ -590,3 +590,14 @@ def test_a_validation_without_threads(store: Plain, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert look(store, absent=True).problems == expected
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
+def test_a_link_that_leads_nowhere_is_no_absence_of_digests(digested: Plain, engine: str):
+    """As where links were copied, and not what they are of."""
+    (digested.path / "digests.json").unlink()
+    (digested.path / "digests.json").symlink_to("elsewhere/digests.json")
+    report = ShardStore.open(digested.path, engine=engine).validate(deep=True, progress=False)
+    assert kinds(report) == ["unreadable_digests"]
+    assert "symbolic link to 'elsewhere/digests.json', where nothing is" in report.errors[0].message
+    assert not report.ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from plain_stores import Plain, plain_store
 
 from saev_store import ShardStore
 from saev_store.cli import main
+from saev_store.errors import TransportError
 from saev_store.loaders import stage
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.prepare import prepare
@@ -61,7 +63,36 @@ def loaded(plain: Plain, root: Path) -> None:
     assert np.array_equal(found[np.argsort(found[:, 0])], records)
 
 
-@pytest.mark.parametrize("work", [listed, computed, copied, prepared, loaded])
+def awaited(plain: Plain, root: Path) -> None:
+    """In a loop of the caller's own: that of `asyncio.run` takes a thread to end."""
+    del root
+    pytest.importorskip("xarray")
+    from zarr.core.buffer import default_buffer_prototype
+
+    local = ShardStore.open(plain.path).as_xarray().activations
+    far = ShardStore.open(plain.path, engine="fsspec").as_zarr(chunks=(1, 1, 5, 8), sharded=False)
+    loop = asyncio.new_event_loop()
+    try:
+        assert np.array_equal(loop.run_until_complete(local.load_async()), plain.acts)
+        found = loop.run_until_complete(far.get("activations/c/4/1/0/0", default_buffer_prototype()))
+        assert found is not None
+        assert found.to_bytes() == plain.acts[4, 1].tobytes()
+    finally:
+        loop.close()
+
+
+def served(plain: Plain, root: Path) -> None:
+    del root
+    pytest.importorskip("uvicorn")
+    from saev_store.serve import application, listen, serve_in_thread
+
+    listening, _ = listen("127.0.0.1", 0)
+    with pytest.raises(TransportError, match="no more threads"):
+        serve_in_thread(application(ShardStore.open(plain.path)), listening)
+    assert listening.fileno() == -1
+
+
+@pytest.mark.parametrize("work", [listed, computed, copied, prepared, loaded, awaited, served])
 def test_the_calling_thread_does_the_work(
     work: Callable[[Plain, Path], None], plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

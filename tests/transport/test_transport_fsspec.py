@@ -282,6 +282,21 @@ def test_unfinished_uploads_are_listed_to_the_last_page():
     ]
 
 
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
+    """To open a pipe that nobody writes to, or reads from, waits for ever; the other engines of this machine refuse it, too."""
+    os.mkfifo(tmp_path / "pipe")
+    os.symlink("/dev/zero", tmp_path / "device")
+    transport = open_transport(tmp_path, engine="fsspec")
+    for path, kind in (("pipe", "a named pipe"), ("device", "a device")):
+        for call in (
+            lambda path=path: transport.read(path, max_bytes=10),
+            lambda path=path: transport.get_ranges(path, starts=[0], ends=[1]),
+            lambda path=path: transport.put(path, b"x"),
+        ):
+            with pytest.raises(TransportError, match=f"this is {kind}"):
+                call()
+
+
 def test_nothing_hangs_longer_than_its_deadline(fake):
     impatient = open_fake(timeout_s=0.2)
     calls = [

@@ -29,7 +29,8 @@ from zarr.core.sync import sync
 from zarr.testing.store import StoreTests
 
 from saev_store import ShardStore
-from saev_store.core.chunk_grid import Extent
+from saev_store.core.chunk_grid import ChunkGrid, Extent
+from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import SaevStoreWarning
 from saev_store.transport import LimitTransport, MemoryTransport, Rate, Transport, Writes, open_transport
@@ -40,6 +41,8 @@ BLOB = "acts000000.bin"
 TRANSPORTS = ["mmap", "pread", "memory", "fsspec", "far", "wrapped", "s3", "obstore"]
 #: The view of a 16-bit store, which converts the tensor and nothing else, such as token arrays.
 CONVERTING = "token arrays of 3.0"
+#: Of a store whose only shard is the file.
+GRID = ChunkGrid(Layout(1, (0,), 1, False, 1, 1), (1, 1, 1, 1))
 _names = itertools.count()
 
 
@@ -51,6 +54,7 @@ class Ranges:
     extents: dict[str, Extent] = field(default_factory=dict)
     converts: bool = False
     token_arrays: dict[str, TokenArray] = field(default_factory=dict)
+    grid: ChunkGrid = GRID
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and self.extents == other.extents

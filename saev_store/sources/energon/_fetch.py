@@ -17,7 +17,7 @@ from saev_store.sources.energon.keys import idx_path, join_name
 from saev_store.sources.energon.nvmeta import Info
 from saev_store.sources.energon.tar_header import BLOCK, disagreement, headers_nbytes
 from saev_store.sources.energon.tar_idx import ITEM_NBYTES, parse_tar_idx
-from saev_store.sources.energon.tar_scan import MAX_EXTENSION_NBYTES, parse_sample
+from saev_store.sources.energon.tar_scan import MAX_EXTENSION_NBYTES, Member, parse_sample
 from saev_store.transport import Transport
 from saev_store.transport.fetch import fetch_ranges
 
@@ -198,9 +198,7 @@ class SampleReader:
         for place in places:
             if place.parts is None:
                 data = next(pieces)
-                members = parse_sample(data, where=self.where(place.shard))
-                if not members or any(each.key != members[0].key for each in members):
-                    raise self.stale(place.shard, f"sample {place.sample_index} is not where its .tar.idx says")
+                members = self._members(place, data)
                 key, parts = members[0].key, {
                     each.part: bytes(data[each.content_offset : each.content_offset + each.content_nbytes])
                     for each in members
@@ -214,6 +212,24 @@ class SampleReader:
                     parts[part.name] = bytes(data[n_headers:])
             samples.append(RawSample(key, shard, place.sample_index, parts))
         return samples
+
+    def listed(self, place: SamplePlace) -> tuple[str, tuple[PartPlace, ...]]:
+        """The key and the parts of a sample, which are in its tar where the index has neither."""
+        if place.key is not None and place.parts is not None:
+            return place.key, place.parts
+        shard = self.info.shards[place.shard]
+        (data,) = self._transport.get_ranges(shard, starts=[place.offset], ends=[place.offset + place.nbytes])
+        members = self._members(place, memoryview(data))
+        return members[0].key, tuple(
+            PartPlace(each.part, place.offset + each.content_offset, each.content_nbytes) for each in members
+        )
+
+    def _members(self, place: SamplePlace, data: memoryview) -> list[Member]:
+        """The members in the byte range of a sample; `CorruptShardError` if they are not those of one sample."""
+        members = parse_sample(data, where=self.where(place.shard))
+        if not members or any(each.key != members[0].key for each in members):
+            raise self.stale(place.shard, f"sample {place.sample_index} is not where its .tar.idx says")
+        return members
 
     def content(
         self, shard: int, key: str, part: PartPlace, *, start: int | None = None, end: int | None = None

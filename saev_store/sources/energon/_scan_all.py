@@ -66,23 +66,29 @@ def _scan_one(transport: Transport, shard: str) -> ScannedShard | SaevStoreError
 
 
 def _in_processes(root: str, shards: list[str], num_workers: int) -> Generator[ScannedShard | None]:
-    """Process i scans every `num_workers`-th shard from shard i on; answers are read in the order of the shards."""
+    """Process i of n scans every n-th shard from shard i on; answers are read in the order of the shards."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     workers: list[subprocess.Popen[str]] = []
     try:
-        for i in range(min(num_workers, len(shards))):
+        for _ in range(min(num_workers, len(shards))):
             # A process group of its own: Ctrl-C reaches the parent, which ends the workers.
-            worker = subprocess.Popen(  # noqa: S603 - this interpreter and this module
-                [sys.executable, "-m", __name__, root],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0,
-            )  # fmt: skip
+            try:
+                worker = subprocess.Popen(  # noqa: S603 - this interpreter and this module
+                    [sys.executable, "-m", __name__, root],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0,
+                )  # fmt: skip
+            except OSError:  # no more processes: those that there are do the work
+                break
             workers.append(worker)
+        for i, worker in enumerate(workers):
             with contextlib.suppress(OSError):  # a process that died gives no answers
                 stdin = cast("IO[str]", worker.stdin)
-                stdin.write(json.dumps(shards[i::num_workers]) + "\n")
+                stdin.write(json.dumps(shards[i :: len(workers)]) + "\n")
                 stdin.flush()
+        if not workers:
+            return
         for i in range(len(shards)):
-            line = cast("IO[str]", workers[i % num_workers].stdout).readline()
+            line = cast("IO[str]", workers[i % len(workers)].stdout).readline()
             answer = json.loads(line) if line.endswith("\n") else None
             if answer is None:
                 yield None

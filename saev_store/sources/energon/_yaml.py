@@ -16,6 +16,8 @@ MAX_NBYTES = 1 << 20
 MAX_DEPTH = 32
 #: Limit of the values in a document; values that references repeat are counted each time.
 MAX_NODES = 1_000_000
+#: Limit of the keys of a mapping that are no text: Python takes quadratic time for numbers that are chosen to collide.
+MAX_OTHER_KEYS = 1_000
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map")}
 _BASE = cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
@@ -49,6 +51,7 @@ def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
     made: dict[Hashable, object] = {}
+    n_others = 0
     yield made
     construct = cast("Callable[..., Any]", loader.construct_object)  # pyright: ignore[reportUnknownMemberType]  # the stubs
     for key_node, value_node in node.value:
@@ -60,6 +63,11 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[dict[H
         if key in made:
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {brief(key)} stands twice", key_node.start_mark
+            )
+        n_others += not isinstance(key, str)
+        if n_others > MAX_OTHER_KEYS:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a mapping has more than {MAX_OTHER_KEYS:,} keys that are no text", key_node.start_mark
             )
         made[key] = construct(value_node, deep=True)
 

@@ -161,7 +161,7 @@ def _headers(dataset: EnergonDataset, shard: int) -> list[Problem]:
     """Compare every sample and part of a tar with the index."""
     name = dataset.documents.info.shards[shard]
     where = full_url(dataset.transport, name)
-    n_samples, position = int(dataset.documents.info.counts[shard]), 0
+    n_samples, n_found = int(dataset.documents.info.counts[shard]), 0
     problems: list[Problem] = []
     try:
         scan = Scan.of(dataset.transport, name, where=where)
@@ -173,8 +173,9 @@ def _headers(dataset: EnergonDataset, shard: int) -> list[Problem]:
             same = (place.offset, place.nbytes) == (offset, nbytes) and place.key in {None, key}
             if not same or listed not in (None, parts):
                 raise CorruptShardError(f"sample {position} ({brief(key)}) is not what the index says", where=where)
-        if n_samples and position + 1 != n_samples:
-            raise CorruptShardError(f"the tar has {position + 1:,} samples, the index {n_samples:,}", where=where)
+            n_found += 1
+        if n_found != n_samples:
+            raise CorruptShardError(f"the tar has {n_found:,} samples, the index {n_samples:,}", where=where)
         problems += [Problem("odd_tar", oddity, where, severity="warning") for oddity in scan.oddities]
     except SaevStoreError as error:
         problems.append(Problem(error.kind, error.message, where, lost=_lost(dataset, shard)))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import share
+from saev_store._runtime.threads import ahead, share
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -19,6 +19,7 @@ from saev_store.errors import (
     ReadOnlyError,
     SaevStoreError,
     StoreExistsError,
+    TransportError,
     brief,
 )
 from saev_store.names import printable
@@ -55,6 +56,7 @@ from saev_store.sources.energon.tar_idx import tar_idx_bytes
 from saev_store.sources.energon.tar_scan import ScannedShard
 from saev_store.transport import Engine, Lists, Transport, Writes, open_transport
 from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.validation import local_folder
 
 #: Contains the lock.
 WORK_FOLDER = f"{META}/.saev_store"
@@ -172,8 +174,7 @@ def prepare(
             if splits is None:
                 # Before anything is replaced: it may name shards that no longer exist.
                 splits = dict(parse_splits(there.read(SPLIT_YAML), info, where=SPLIT_YAML).parts)
-            changed = [shard for shard, identity in before.items() if file_identity(there, shard) != identity]
-            if changed:
+            if changed := _changed(there, before):
                 raise CorruptShardError(
                     f"{brief(changed[0])} was changed while it was indexed", where=there.url, remedy="Prepare again."
                 )
@@ -205,6 +206,25 @@ def prepare(
         splits,
         (*problems, *facts.problems, *split_problems, *documents.problems),
     )
+
+
+def _changed(transport: Transport, before: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The tars that are others now: by their size and times on this machine, elsewhere by the version that was scanned."""
+
+    def is_other(shard: str) -> bool:
+        try:
+            if local_folder(transport) is None:
+                transport.get_ranges(shard, starts=[0], ends=[1])  # of the version that is pinned since the first read
+        except (CorruptShardError, NotFoundError):
+            return True
+        except TransportError as error:
+            if error.transient:
+                raise
+            return True
+        return file_identity(transport, shard) != before[shard]
+
+    answers = zip(before, ahead(is_other, before, 1 if transport.is_local else _N_THREADS), strict=True)
+    return [shard for shard, is_changed in answers if is_changed]
 
 
 def _delete_leftovers(transport: Transport) -> None:

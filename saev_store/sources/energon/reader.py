@@ -18,7 +18,6 @@ from saev_store.sources.energon._view import View
 from saev_store.sources.energon.field_map import IMAGES, Images, resolve
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
 from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES, CrudeSample, Sample, build
-from saev_store.sources.energon.tar_scan import parse_sample
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -129,10 +128,7 @@ class EnergonDataset(Source[RawSample]):
         if not isinstance(sample, str):
             return self[sample]
         found = self[self.index_of(sample)]
-        if found.key != sample:  # where the index does not list parts, only the tar has the sample's own name
-            raise self.places.stale(
-                self._by_name[found.shard], f"the index has {brief(sample)} there, the tar {brief(found.key)}"
-            )
+        self._check_key(self._by_name[found.shard], sample, found.key)
         return found
 
     def part(
@@ -164,13 +160,10 @@ class EnergonDataset(Source[RawSample]):
     def parts(self, sample: SupportsIndex | str) -> tuple[PartPlace, ...]:
         """Names, offsets in the tar and sizes (bytes) of a sample's parts."""
         place = self._place(sample)
-        if place.parts is not None:
-            return place.parts
-        (data,) = self.transport.get_ranges(
-            self.documents.info.shards[place.shard], starts=[place.offset], ends=[place.offset + place.nbytes]
-        )
-        members = parse_sample(memoryview(data), where=self.places.where(place.shard))
-        return tuple(PartPlace(each.part, place.offset + each.content_offset, each.content_nbytes) for each in members)
+        key, parts = self.places.listed(place)
+        if isinstance(sample, str):
+            self._check_key(place.shard, sample, key)
+        return parts
 
     def file(self, name: str) -> bytes:
         """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`.
@@ -186,7 +179,7 @@ class EnergonDataset(Source[RawSample]):
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position."""
         place = self._place(index)
-        return place.key if place.key is not None else self.places.read([place])[0].key
+        return place.key if place.key is not None else self.places.listed(place)[0]
 
     def index_of(self, key: str) -> int:
         """The position of a key.
@@ -262,6 +255,11 @@ class EnergonDataset(Source[RawSample]):
         return found
 
     # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def _check_key(self, shard: int, wanted: str, found: str) -> None:
+        """Refuse another sample: where the index does not list parts, only the tar has the sample's own name."""
+        if found != wanted:
+            raise self.places.stale(shard, f"the index has {brief(wanted)} there, the tar {brief(found)}")
 
     def _place(self, sample: SupportsIndex | str) -> SamplePlace:
         position = self.index_of(sample) if isinstance(sample, str) else check_index(sample, len(self), what="sample")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 BLOCK = 512
 #: The largest extension header: `tarfile` needs quadratic time for some contents, and file names are much shorter.
 MAX_EXTENSION_NBYTES = 16 << 10
+#: The most bytes of all headers of a member: `tarfile` keeps the map of a file with holes in memory, however long it is.
+_MAX_HEADERS_NBYTES = 1 << 20
 #: Bounds of the bytes read at once; between them, the bytes that cost as much as another request.
 _LEAST_AHEAD_NBYTES, _MOST_AHEAD_NBYTES = 256 << 10, 8 << 20
 _TAIL_NBYTES = 16 << 10
@@ -106,9 +108,18 @@ class _RangeFile(io.RawIOBase):
 class _Headers(io.BufferedReader):
     """Reads headers, and refuses lengths that no header has."""
 
+    _n_read = 0
+
+    def begin(self) -> None:
+        """Begin with the headers of another member."""
+        self._n_read = 0
+
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MAX_EXTENSION_NBYTES:
             raise tarfile.ReadError(f"a header claims {size:,} bytes")
+        self._n_read += size
+        if self._n_read > _MAX_HEADERS_NBYTES:
+            raise tarfile.ReadError(f"a member has more than {_MAX_HEADERS_NBYTES:,} bytes of headers")
         return super().read(size)
 
 
@@ -121,7 +132,7 @@ class Scan:
         oddities: Warnings about a tar that can be read.
     """
 
-    file: io.BufferedReader
+    file: _Headers
     nbytes: int
     where: str
     end: int = 0
@@ -166,6 +177,7 @@ class Scan:
         with tarfile.open(fileobj=self.file, mode="r:", encoding="utf-8") as tar:
             before = -1
             while (info := tar.next()) is not None:
+                self.file.begin()
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # or a scan would remember every member
                 if tar.offset <= before:
                     raise self._corrupt(f"{brief(info.name)} has a negative size")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import BinaryIO, cast
 
-from saev_store._runtime.threads import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock, off_loop
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport._remote import Pins, RemoteTransport, Version
 from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
@@ -18,6 +19,7 @@ from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, FileSystem, FsspecClient, means_exists
 from saev_store.transport.fsspec._ranges import cat_ranges, getter, ranges
 from saev_store.transport.fsspec._sink import SpooledSink, list_uploads
+from saev_store.transport.local.files import check_regular
 
 #: A request through fsspec's clients is about a millisecond of Python.
 _FAR = far_cost(cpu_s=1e-3)
@@ -25,6 +27,8 @@ _NEAR = ReadCost(256 << 10, 64 << 20)
 #: Services that copy objects by themselves, and of these the ones whose client lists unfinished uploads.
 _COPYING = {"s3", "s3a", "gs", "gcs"}
 _LISTING_UPLOADS = {"s3", "s3a"}
+#: Files of this machine.
+_HERE = {"file", "local"}
 # Where "exists" and "write" are two steps, at least the threads of this process take turns.
 _CREATE_LOCK = ForkSafeLock()
 
@@ -70,6 +74,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         below = self.below(path)
         # A range, even one without an end, makes s3fs skip the request for the size.
         end = None if max_bytes is None else max_bytes + 1
+        self._check_regular(below)
         try:
             with self.client.errors("read", self.where(below)), self.client.turn():
                 data = cast("bytes", self.client.ask("cat_file", self.key(below), start=0, end=end, nbytes=end or 0))
@@ -110,6 +115,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         wanted = [index for index, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
         parts: list[Buffer] = [b""] * len(starts)
         if wanted:
+            self._check_regular(below)
             try:
                 found = self._fetch(below, [starts[index] for index in wanted], [ends[index] for index in wanted])
             except DeadlineError:
@@ -126,7 +132,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         below = self.below(path)
         check_ranges(self.where(below), [start], [end])
         if not self.client.is_async or start == end:
-            return (await asyncio.to_thread(self.get_ranges, path, starts=[start], ends=[end]))[0]
+            return (await off_loop(partial(self.get_ranges, path, starts=[start], ends=[end])))[0]
         try:
             with self.client.errors("read", self.where(below)):
                 answers = await self.client.awaited(
@@ -136,7 +142,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         except DeadlineError:
             raise
         except TransportError as error:
-            await asyncio.to_thread(self._blame, path, end, error)
+            await off_loop(partial(self._blame, path, end, error))
             raise
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
@@ -153,12 +159,23 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 fs = client.fs()
                 with client.turn():
                     # Before the read: what is replaced in between is then an error of the next read.
-                    is_told = len(client.protocols) == 1 and not {"file", "local"} & set(client.protocols)
+                    is_told = len(client.protocols) == 1 and not _HERE & set(client.protocols)
                     version = _version(fs.info(full)) if is_told else None
                     found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
                 answers = [(part, version) for part in found]
                 self._count(_nbytes(found))
             return self._checked(below, starts, ends, answers)
+
+    def _check_regular(self, below: str) -> None:
+        """Refuse a pipe, a socket or a device of this machine: to open one may wait for ever."""
+        if len(self.client.protocols) > 1 or not _HERE.issuperset(self.client.protocols):
+            return
+        try:
+            mode = os.stat(self.key(below)).st_mode
+        except OSError:  # is told by opening it
+            return
+        if not stat.S_ISDIR(mode):
+            check_regular(mode, where=self.where(below))
 
     async def _answers(
         self, fs: FileSystem, below: str, starts: list[int], ends: list[int]
@@ -230,6 +247,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a file; atomic on object stores, as good as the file system elsewhere."""
         below = self.below(path)
+        self._check_regular(below)
         with self.client.errors("write", self.where(below)):
             self.client.make_parent(self.key(below))
             self.client.requests.add("put", written=len(data))
