@@ -332,8 +332,11 @@ class Promised:
     problems: tuple[Problem, ...]
 
 
+_COPY_DIGESTS = "Copy the file again; a store without one can be validated, but not compared"
+
+
 def promised_digests(transport: Transport, layout: Layout, arrays: Sequence[TokenArray] = (LABELS,)) -> Promised:
-    """The digests of a store. A missing document is an info, an invalid one a warning, an unreadable one an error."""
+    """The digests of a store. A missing document is an info; one that cannot be used is an error, because nothing was compared."""
     from saev_store.writer import load_digests
 
     try:
@@ -341,8 +344,8 @@ def promised_digests(transport: Transport, layout: Layout, arrays: Sequence[Toke
     except DocumentError as error:
         return _none_promised(
             "digests_document",
-            f"digests.json cannot be used, so contents are not compared with it: {error.message}",
-            "warning",
+            f"digests.json cannot be used, so contents were not compared with it: {error.message}. {_COPY_DIGESTS}",
+            "error",
         )
     except SaevStoreError as error:
         return _none_promised(
@@ -366,8 +369,8 @@ def promised_digests(transport: Transport, layout: Layout, arrays: Sequence[Toke
         )
         return _none_promised("digests_absent", message, "info")
     if digests.block_bytes % 4 or digests.block_bytes > _MAX_BLOCK_BYTES:
-        message = f"block_bytes is {digests.block_bytes}; it must be a multiple of 4, at most 1 GiB"
-        return _none_promised("digests_document", message, "warning")
+        message = f"block_bytes is {digests.block_bytes}; it must be a multiple of 4, at most 1 GiB. {_COPY_DIGESTS}"
+        return _none_promised("digests_document", message, "error")
     expected = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
     expected |= {array.file_name: array.nbytes(layout) for array in arrays}
     optional = {LABELS.file_name}
@@ -379,10 +382,8 @@ def promised_digests(transport: Transport, layout: Layout, arrays: Sequence[Toke
             files[name] = entry.digests
         elif entry is not None or name not in optional:
             what = "has no entry" if entry is None else f"has {entry.nbytes} bytes, metadata.json implies {nbytes}"
-            message = f"{name} {what} in digests.json; its contents are not compared"
-            problems.append(
-                Problem("digests_document", message, where=DIGESTS_NAME, loc=("files", name), severity="warning")
-            )
+            message = f"{name} {what} in digests.json, so its contents were not compared. {_COPY_DIGESTS}"
+            problems.append(Problem("digests_document", message, where=DIGESTS_NAME, loc=("files", name)))
     return Promised(digests.block_bytes, files, tuple(problems))
 
 

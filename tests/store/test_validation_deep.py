@@ -257,12 +257,14 @@ def test_labels(digested):
      '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 1e99, "files": []}',
      '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 8, "files": {"acts000000.bin": {"nbytes": 1440, "digests": [1]}}}'],
 )  # fmt: skip
-def test_a_hostile_digests_document_is_a_warning(store, text):
+def test_a_digests_document_that_cannot_be_used_is_an_error(store, text):
+    """What could not be compared is not called right."""
     (store.path / "digests.json").write_text(text)
     report = look(store)
     assert kinds(report) == ["digests_document"]
-    assert report.problems[0].severity == "warning"
-    assert report.ok
+    assert report.problems[0].severity == "error"
+    assert not report.ok
+    assert report.lost == ()
 
 
 def test_digests_of_another_store_are_named_file_by_file(store, tmp_path):
@@ -275,7 +277,8 @@ def test_digests_of_another_store_are_named_file_by_file(store, tmp_path):
         ("digests_document", ("files", "acts000002.bin"))
     }
     # The first two shards are equal; the third has no entry and is not compared.
-    assert report.ok
+    assert not report.ok
+    assert report.lost == ()
 
 
 # -- oddities ------------------------------------------------------------------------------------------------------------
