@@ -160,3 +160,8 @@ def test_refusing_a_hostile_document_takes_memory_in_proportion_to_it(raw):
     finally:
         tracemalloc.stop()
     assert peak < 40 * len(raw) + (1 << 16)
+
+
+@pytest.mark.parametrize("n_digits", [4299, 4300])
+def test_numbers_of_as_many_digits_as_are_allowed(n_digits):
+    assert loads(b"[" + b"9" * n_digits + b"]") == [10**n_digits - 1]
