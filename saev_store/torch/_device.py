@@ -38,6 +38,14 @@ class Copies(Protocol):
         """What is begun on the device from now on sees the copy complete."""
         ...
 
+    def sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device; its memory here may be used again when this returns, unless it is pinned."""
+        ...
+
+    def wait(self) -> None:
+        """Until everything that was begun is done."""
+        ...
+
 
 class CudaCopies:
     """Copies on a side stream.
@@ -65,7 +73,7 @@ class CudaCopies:
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
         """Begin to copy on the side stream."""
         with self.queue():
-            moved = _moved(batch, self.device)
+            moved = _moved(batch, self)
             event = self._event()
         self._events[id(moved)] = event
         return moved, event.query
@@ -77,6 +85,14 @@ class CudaCopies:
         for value in batch.values():
             if isinstance(value, torch.Tensor):
                 value.record_stream(current)
+
+    def sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Through pinned memory: out of other memory a copy begins when all before it are done, and the host waits for that."""
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def wait(self) -> None:
+        """For the side stream."""
+        self._stream.synchronize()
 
 
 class PlainCopies:
@@ -95,19 +111,24 @@ class PlainCopies:
 
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
         """Copy."""
-        return _moved(batch, self.device), lambda: True
+        return _moved(batch, self), lambda: True
 
     def ready(self, batch: ExampleBatch) -> None:
         """It is."""
 
+    def sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copied."""
+        return tensor.to(self.device)
 
-def _moved(batch: ExampleBatch, device: torch.device) -> ExampleBatch:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def _moved(batch: ExampleBatch, copies: Copies) -> ExampleBatch:
     """What is there already, because rows are kept there, stays where it is."""
     return ExampleBatch(
         {
-            name: value.to(device, non_blocking=True)
-            if isinstance(value, torch.Tensor) and value.device != device
-            else value
+            name: copies.sent(value) if isinstance(value, torch.Tensor) and value.device != copies.device else value
             for name, value in batch.items()
         }
     )
@@ -149,23 +170,27 @@ def pinned(device: str) -> Allocate | None:
 def moved(batches: Iterator[ExampleBatch], copies: Copies) -> Iterator[ExampleBatch]:
     """The batches on the device, each copied while the one before it is used.
 
-    Memory that is being copied from is held until the copy is done, so it is not filled again too early.
+    Memory that is being copied from is held until the copy is done, so it is not filled again too early, by the next epoch
+    neither.
     """
     under_way: deque[ExampleBatch] = deque()
     sources: deque[tuple[Callable[[], bool], ExampleBatch]] = deque()
-    for batch in batches:
-        there, is_done = copies.start(batch)
-        under_way.append(there)
-        sources.append((is_done, batch))
-        del there, batch
-        while sources and sources[0][0]():
-            sources.popleft()
-        if len(under_way) > 1:
+    try:
+        for batch in batches:
+            there, is_done = copies.start(batch)
+            under_way.append(there)
+            sources.append((is_done, batch))
+            del there, batch
+            while sources and sources[0][0]():
+                sources.popleft()
+            if len(under_way) > 1:
+                copies.ready(under_way[0])
+                yield under_way.popleft()
+        while under_way:
             copies.ready(under_way[0])
             yield under_way.popleft()
-    while under_way:
-        copies.ready(under_way[0])
-        yield under_way.popleft()
+    finally:
+        copies.wait()
 
 
 class DeviceMemory:
@@ -203,12 +228,12 @@ class DeviceMemory:
             ) from None
 
     def put(self, to: RowNumbers, place: slice | IntArray, source: Buffer) -> None:
-        """Copy the rows in `source`, bytes, to the rows `to[place]`. Of memory that is not pinned, all that is needed has been taken when this returns."""
+        """Copy the rows in `source`, bytes, to the rows `to[place]`. All that is needed of it has been taken when this returns."""
         rows = np.frombuffer(source, self._stored).reshape(-1, self._rows.shape[1])
         rows = rows if rows.flags.writeable else rows.copy()  # a tensor cannot be made of memory that is read-only
         with self._copies.queue():
-            index = tensor_of(to[place].astype(np.int64)).to(self._rows.device, non_blocking=True)
-            self._rows.index_copy_(0, index, tensor_of(rows).to(self._rows.device, non_blocking=True))
+            index = self._copies.sent(tensor_of(to[place].astype(np.int64)))
+            self._rows.index_copy_(0, index, self._copies.sent(tensor_of(rows)))
 
     def copy_row(self, source: int, to: int) -> None:
         """Copy one row to another."""

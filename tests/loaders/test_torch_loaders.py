@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import dataclasses
 import errno
 import gc
@@ -30,7 +32,7 @@ from saev_store.errors import (
     SelectionError,
 )
 from saev_store.loaders._medium import Medium  # after the check that torch is there
-from saev_store.loaders._ring import BufferPool
+from saev_store.loaders._ring import BufferPool, allocate
 from saev_store.loaders.options import rank_and_world
 from saev_store.torch import (
     ConfigError,
@@ -459,6 +461,9 @@ def test_memory_is_held_while_it_is_copied():
         def ready(self, batch):
             pass
 
+        def wait(self):
+            done[:] = [True] * len(done)
+
     def batches():
         for number in range(6):
             act = pool.get()
@@ -489,6 +494,9 @@ def test_a_copied_batch_is_handed_out_once_it_is_ready(n):
         def ready(self, batch):
             calls.append(("ready", int(batch["act"][0, 0])))
 
+        def wait(self):
+            calls.append(("wait", None))
+
     batches = (tensors({"act": np.full((1, 1), number, np.float32)}) for number in range(n))
     for batch in moved(batches, Recorded()):
         number = int(batch["act"][0, 0])
@@ -497,7 +505,51 @@ def test_a_copied_batch_is_handed_out_once_it_is_ready(n):
     for number in range(n):
         begun = [0, 1] if number == 0 else [number + 1]
         expected += [("start", later) for later in begun if later < n] + [("ready", number), ("out", number)]
-    assert calls == expected
+    assert calls == [*expected, ("wait", None)]
+
+
+class Late:
+    """Copies that read their source when somebody waits for them, as a device does that has other work before them."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.under_way: list = []
+
+    def queue(self):
+        return contextlib.nullcontext()
+
+    def start(self, batch):
+        there = batch.__class__({name: torch.empty_like(value) for name, value in batch.items()})
+        self.under_way.append((there, batch["act"].data_ptr(), batch["act"].shape))
+        number = len(self.under_way)
+        return there, lambda: len(self.under_way) < number
+
+    def ready(self, batch):
+        pass
+
+    def wait(self):
+        for there, address, shape in self.under_way:
+            array = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), tuple(shape))
+            there["act"].copy_(torch.from_numpy(array))
+        self.under_way.clear()
+
+
+@every_loader
+@pytest.mark.parametrize("stop_at", [None, 2])
+def test_memory_is_held_until_the_last_copies_are_done(plain, kind, stop_at, monkeypatch):
+    """Those that are under way when an epoch ends, or is left, before the next one fills the same memory."""
+    epochs = [acts(iter_of) for iter_of in [make(plain, kind, batch_size=64)] * 2]
+    copies = Late()
+    monkeypatch.setattr("saev_store.torch.loaders.copies_to", lambda device: copies)
+    loader = make(plain, kind, batch_size=64)
+    loader._loader._make_buffer = allocate
+    first = list(itertools.islice(iter(loader), stop_at))
+    loader.set_epoch(1)
+    list(loader)
+    copies.wait()
+    found = [batch["act"] for batch in first]
+    assert same(found, epochs[0][: len(found)])
 
 
 def test_devices(plain):
