@@ -77,7 +77,8 @@ def test_a_killed_worker_costs_nothing_that_was_found_before(damaged: Plain, tmp
         store.validate(deep=True, client=noting(client, folder, killed=(12,), n_received=9), progress=False)
     times = begun(folder)
     assert times[12] == 2
-    assert [times[place] for place in range(9)] == [1] * 9
+    # Nine had arrived, in whatever order the two workers were.
+    assert list(times.values()).count(1) >= 9
 
 
 def test_the_bar_counts_all_bytes(client, damaged: Plain, monkeypatch: pytest.MonkeyPatch):
