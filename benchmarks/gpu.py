@@ -166,7 +166,7 @@ def main() -> None:
             "ours, window there": ours(store.url, n, window, device=DEVICE, window_device=DEVICE),
             "ours, copied by the script": on_the_device(ours(store.url, n, window)),
             "gather out of maps, pin, copy": on_the_device(gathers(store, 8)),
-            f"DataLoader, {args.workers} workers": on_the_device(data_loader(store, 8, args.workers)),
+            f"DataLoader, {args.workers} workers": on_the_device(data_loader(store, 8 * args.workers, args.workers)),
             "copies of a pinned batch": pinned_copies(n),
             "rows picked there": picked_there(n),
         }

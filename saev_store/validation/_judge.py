@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.dtypes import ITEMSIZES
+from saev_store.core.dtypes import INFINITY_BITS, ITEMSIZES, are_finite
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.problems import Problem
 from saev_store.validation._report import Ranges, merge_ranges
@@ -17,8 +17,6 @@ NO_RUNS: IntArray = np.empty((0, 2), dtype=np.int64)
 
 
 _Bits = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
-#: The bits of the exponent: all are set in infinities and NaN.
-_EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,9 @@ def scan_piece(piece: memoryview, *, start: int, d_model: int, dtype: str = "flo
 
 def _count_nonfinite(bits: _Bits, dtype: str) -> int:
     if dtype != "float32":
-        exponent = _EXPONENTS[dtype]
+        if are_finite(bits.view(np.uint16), dtype):
+            return 0
+        exponent = np.uint16(INFINITY_BITS[dtype])  # all of its bits, in NaN too
         return int(np.count_nonzero((bits & exponent) == exponent))
     # One dot product reads the piece once. It is finite unless an element is not, or elements exceed about 1e16.
     values = bits.view(np.float32)

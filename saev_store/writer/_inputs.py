@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.dtypes import ITEMSIZES, LARGEST, numpy_dtype, stored_as
+from saev_store.core.dtypes import ITEMSIZES, LARGEST, are_finite, numpy_dtype, stored_as
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, SaevStoreWarning
@@ -180,17 +180,21 @@ def _is_finite(array: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
         return np.isfinite(array)
 
 
+def _look_finite(array: npt.NDArray[np.generic]) -> bool:
+    """Whether all numbers are finite. Of more than 16 bits it may say no where large ones overflow a sum."""
+    if array.dtype.name in {"bfloat16", "float16"} and array.dtype.isnative:
+        return are_finite(array.view(np.uint16), array.dtype.name)
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum(dtype=np.float32)))
+
+
 def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str) -> None:
     """Apply the policy for NaN and infinity to some examples.
 
-    One sum decides almost always: a single value that is not finite makes it so too. Only then is every value looked at,
-    because a sum of large finite values may overflow as well.
+    A quick look decides almost always. Only then is every value looked at.
     """
-    if policy == "allow" or array.size == 0:
+    if policy == "allow" or array.size == 0 or _look_finite(array):
         return
-    with np.errstate(all="ignore"):
-        if np.isfinite(array.sum(dtype=np.float32)):
-            return
     for i, example in enumerate(array):
         bad = ~_is_finite(example)
         n_bad = int(bad.sum())

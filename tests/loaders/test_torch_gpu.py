@@ -149,7 +149,9 @@ def test_pairs_are_those_of_the_host(tmp_path: Path, kind: str) -> None:
     assert len(found) == len(expected) > 3
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
-        assert all(np.array_equal(one[name].cpu().numpy(), other[name], equal_nan=name.startswith("act")) for name in one)
+        assert all(
+            np.array_equal(one[name].cpu().numpy(), other[name], equal_nan=name.startswith("act")) for name in one
+        )
 
 
 def test_tensors_of_a_gpu_are_appended(tmp_path: Path) -> None:
