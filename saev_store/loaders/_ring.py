@@ -19,8 +19,6 @@ from saev_store.errors import ArgumentError
 from saev_store.store.reader import NumberArray
 from saev_store.transport import Buffer
 
-#: Copies numbers into an array of the same shape and maybe of another dtype.
-Copy = Callable[[NumberArray, NumberArray], None]
 #: Makes memory: C order, of the given shape and dtype, with undefined content.
 Allocate = Callable[[tuple[int, int], np.dtype[np.generic]], NumberArray]
 
@@ -146,7 +144,6 @@ class HostMemory:
         dtype: Of the batches.
         pool: Where batches are copied to, such as pinned memory; default: batches of the stored dtype are lent from the ring
             itself.
-        copy: How.
 
     Attributes:
         lendable: See `RingMemory`.
@@ -158,11 +155,10 @@ class HostMemory:
         d_model: int,
         pool: BufferPool | None = None,
         *,
-        copy: Copy = convert,
         stored: np.dtype[np.generic] = FLOAT32,
         dtype: np.dtype[np.generic] = FLOAT32,
     ) -> None:
-        self._rows, self._dtype, self._pool, self._copy = allocate((n_rows, d_model), stored), dtype, pool, copy
+        self._rows, self._dtype, self._pool = allocate((n_rows, d_model), stored), dtype, pool
         self.lendable = self._rows if pool is None and stored == dtype else None
         # As opaque items rows are copied whole, which takes three quarters of the time that numbers take.
         self._as_void: npt.NDArray[np.void] = self._rows.view(f"V{stored.itemsize * d_model}")[:, 0]
@@ -179,7 +175,7 @@ class HostMemory:
         """See `RingMemory`."""
         shape = (n_rows, self._rows.shape[1])
         act = allocate(shape, self._dtype) if self._pool is None else self._pool.get()[:n_rows]
-        self._copy(self._rows[start : start + n_rows], act)
+        convert(self._rows[start : start + n_rows], act)
         return act
 
     def scale(self, act: NumberArray, factor: float) -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
-from saev_store.core.dtypes import convert
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
@@ -18,16 +17,7 @@ from saev_store.loaders._identity import whole_number
 from saev_store.loaders._iteration import Iteration
 from saev_store.loaders._medium import Kind
 from saev_store.loaders._reads import Reads, Runs
-from saev_store.loaders._ring import (
-    TABLE_BYTES,
-    Allocate,
-    BatchRing,
-    BufferPool,
-    Copy,
-    HostMemory,
-    MakeMemory,
-    allocate,
-)
+from saev_store.loaders._ring import TABLE_BYTES, Allocate, BatchRing, BufferPool, HostMemory, MakeMemory, allocate
 from saev_store.loaders._shuffled_batches import ShuffledBatches, n_batches_ahead, runs_of_blocks
 from saev_store.loaders.options import ShuffleArguments, ShuffleOptions, chosen_options
 from saev_store.order import Batching, Blocks, Partition, ShuffledOrder, predict_mixing
@@ -145,7 +135,6 @@ class ShuffledLoader(Loader):
         labels: `store.labels`, to have them in the batches.
         make_buffer: Makes memory that batches are copied to, such as pinned memory; default: they are lent from the memory
             that they are read to.
-        copy: How rows are copied to it.
         memory: Makes what batches to come are kept in, for a number of rows and of numbers in a row; default: this machine's
             memory.
         changed: Fields of `ShuffleOptions`, instead of what `options` says.
@@ -171,18 +160,17 @@ class ShuffledLoader(Loader):
         *,
         labels: Labels | None = None,
         make_buffer: Allocate | None = None,
-        copy: Copy = convert,
         memory: MakeMemory | None = None,
         **changed: Unpack[ShuffleArguments],
     ) -> None:
         self._shuffle = chosen_options(options, ShuffleOptions, changed)
         self._window_bytes = self._shuffle.window_bytes or WINDOW_BYTES
-        self._memory, self._copy, self._ring = memory, copy, None
+        self._memory, self._ring = memory, None
         super().__init__(rows, self._shuffle, labels, make_buffer)
 
     def _given(self) -> dict[str, object]:
         """See `Loader`."""
-        return {**super()._given(), "memory": self._memory, "copy": self._copy}
+        return {**super()._given(), "memory": self._memory}
 
     @property
     def _row_nbytes(self) -> int:
@@ -218,7 +206,7 @@ class ShuffledLoader(Loader):
                     shape = (self.batch_size * self._space.vectors_per_row, self.d_model)
                     make_buffer = self._make_buffer or allocate
                     pool = BufferPool(shape, self._prefetch + 4, make_buffer, dtype)
-                make = partial(HostMemory, pool=pool, copy=self._copy, stored=stored, dtype=dtype)
+                make = partial(HostMemory, pool=pool, stored=stored, dtype=dtype)
             self._ring = BatchRing(
                 make,
                 n_slots=n_slots,

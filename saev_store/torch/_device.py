@@ -10,7 +10,6 @@ from typing import Protocol, cast
 import numpy as np
 import torch
 
-from saev_store.core.dtypes import convert
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError
 from saev_store.loaders import Allocate, RowNumbers
@@ -166,14 +165,6 @@ def pinned(device: str) -> Allocate | None:
         return found.view(dtype).reshape(shape)
 
     return make
-
-
-def copied_by_threads(source: NumberArray, out: NumberArray) -> None:
-    """Copy by the threads of PyTorch: one thread takes longer to copy a batch to pinned memory than the GPU to fetch it there."""
-    if source.dtype == out.dtype:
-        tensor_of(out).copy_(tensor_of(source))
-    else:
-        convert(source, out)
 
 
 def moved(batches: Iterator[ExampleBatch], copies: Copies) -> Iterator[ExampleBatch]:

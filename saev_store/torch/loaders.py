@@ -31,7 +31,7 @@ from saev_store.loaders import (
 )
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
-from saev_store.torch._device import DeviceMemory, PlainCopies, copied_by_threads, copies_to, pinned
+from saev_store.torch._device import DeviceMemory, PlainCopies, copies_to, pinned
 from saev_store.torch._epochs import EpochLoader, options_of
 from saev_store.torch.batch import ExampleBatch
 from saev_store.torch.config import OrderedConfig, ShuffledConfig, scaling
@@ -225,7 +225,6 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
             options_of(cfg, ShuffleOptions),
             labels=self.store.labels,
             make_buffer=pinned(cfg.device),
-            copy=copied_by_threads,
             memory=memory,
             window_bytes=cfg.window_bytes or min(window, WINDOW_BYTES),
             **self._changed(),

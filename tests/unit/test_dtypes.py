@@ -108,29 +108,21 @@ class Tensor:
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
 
-    def view(self, dtype: np.dtype) -> Tensor:
-        return Tensor(self.array.view(dtype))
-
     def copy_(self, other: Tensor) -> None:
         Tensor.n_copies += 1
         np.copyto(self.array, other.array)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_torch_widens_16_bits_where_it_may(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_torch_widens_float16_where_it_may(monkeypatch: pytest.MonkeyPatch):
     """Contiguous memory that may be written: torch warns of other memory, or does not take it."""
     torch = types.ModuleType("torch")
-    torch.from_numpy, torch.float16, torch.bfloat16 = Tensor, np.dtype(np.float16), BFLOAT16  # pyright: ignore[reportAttributeAccessIssue]  # a module of its own
+    torch.from_numpy = Tensor  # pyright: ignore[reportAttributeAccessIssue]  # a module of its own
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(Tensor, "n_copies", 0)
-    given, out = numbers(DTYPES[name])[:4], np.zeros((4, 256), np.float32)
-    expected = given.astype(np.float32)
-    swapped = np.zeros((4, 256), np.float32)
-    convert(given.view(np.uint16).byteswap().view(np.dtype(np.float16).newbyteorder()), swapped)
-    assert swapped.tobytes() == given.view(np.float16).astype(np.float32).tobytes()
-    assert Tensor.n_copies == 0
+    given, out = numbers(DTYPES["float16"])[:4], np.zeros((4, 256), np.float32)
     convert(given, out)
     assert Tensor.n_copies == 1
+    expected = given.astype(np.float32)
     assert stored_as(given, FLOAT32).tobytes() == expected.tobytes()
     assert Tensor.n_copies == 1  # what is stored does not depend on torch
     assert out.tobytes() == expected.tobytes()
@@ -147,16 +139,6 @@ def test_torch_widens_16_bits_where_it_may(name: str, monkeypatch: pytest.Monkey
         with np.errstate(all="ignore"):
             assert converted(source, np.dtype(dtype)).tobytes() == source.astype(dtype).tobytes()
     assert Tensor.n_copies == 1
-
-
-def test_torch_widens_to_the_same_bits():
-    """All bfloat16 numbers, NaNs too, in a piece that is copied by vector instructions and in a small one."""
-    pytest.importorskip("torch")
-    every = np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
-    for source in (np.resize(every, 1 << 20), *every.reshape(-1, 1)[:: 1 << 8]):
-        out = np.empty(source.shape, np.float32)
-        convert(source, out)
-        assert out.tobytes() == source.astype(np.float32).tobytes()
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
