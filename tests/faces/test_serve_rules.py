@@ -94,7 +94,9 @@ def test_answers_without_a_body_carry_the_tag(app: Starlette):
         tag = asked(app, key)[1]["etag"]
         assert asked(app, key, if_none_match=tag)[0] == 304
         assert asked(app, key, if_range=tag, range="bytes=0-3")[0] == 206
-        assert asked(app, key, if_range='"x"', range="bytes=0-3")[0] == 200
+        # A weak tag does not promise the same bytes, and a list is none.
+        for other in ('"x"', f"W/{tag}", f'"x", {tag}', tag[:-1], ""):
+            assert asked(app, key, if_range=other, range="bytes=0-3")[0] == 200
 
 
 def test_no_two_values_have_one_tag(app: Starlette):
