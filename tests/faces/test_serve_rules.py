@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,33 @@ def test_errors_of_listening():
     ) as warned:
         listen("0.0.0.0", 0)[0].close()
     assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("number", "is_reached"),
+    [
+        ("127.0.0.1", False), ("127.8.8.8", False), ("::1", False), ("0.0.0.0", True), ("::", True),
+        ("192.168.1.20", True), ("10.0.0.2", True), ("8.8.8.8", True), ("fe80::1%eth0", True), ("fd00::2", True),
+    ],
+)  # fmt: skip
+def test_other_machines_reach_every_address_that_is_not_loopback(
+    monkeypatch: pytest.MonkeyPatch, number: str, is_reached: bool
+):
+    """Not only one that stands for all: a name of this machine may be its address in a network."""
+
+    class Listening:
+        def setsockopt(self, *_: object) -> None: ...
+
+        def getsockname(self) -> tuple[str, int]:
+            return number, 8123
+
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: Listening())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, address = listen("localhost", 8123)
+    said = [f"all machines that reach {number} port 8123 can read the store"] if is_reached else []
+    assert [str(warning.message) for warning in caught] == said
+    assert address == "http://localhost:8123/"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6 here")
