@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ def test_answers_without_a_body_carry_the_tag(app: Starlette):
         tag = asked(app, key)[1]["etag"]
         assert asked(app, key, if_none_match=tag)[0] == 304
         assert asked(app, key, if_range=tag, range="bytes=0-3")[0] == 206
-        assert asked(app, key, if_range='"x"', range="bytes=0-3")[0] == 200
+        # A weak tag does not promise the same bytes, and a list is none.
+        for other in ('"x"', f"W/{tag}", f'"x", {tag}', tag[:-1], ""):
+            assert asked(app, key, if_range=other, range="bytes=0-3")[0] == 200
 
 
 def test_no_two_values_have_one_tag(app: Starlette):
@@ -281,6 +284,33 @@ def test_errors_of_listening():
     ) as warned:
         listen("0.0.0.0", 0)[0].close()
     assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("number", "is_reached"),
+    [
+        ("127.0.0.1", False), ("127.8.8.8", False), ("::1", False), ("0.0.0.0", True), ("::", True),
+        ("192.168.1.20", True), ("10.0.0.2", True), ("8.8.8.8", True), ("fe80::1%eth0", True), ("fd00::2", True),
+    ],
+)  # fmt: skip
+def test_other_machines_reach_every_address_that_is_not_loopback(
+    monkeypatch: pytest.MonkeyPatch, number: str, is_reached: bool
+):
+    """Not only one that stands for all: a name of this machine may be its address in a network."""
+
+    class Listening:
+        def setsockopt(self, *_: object) -> None: ...
+
+        def getsockname(self) -> tuple[str, int]:
+            return number, 8123
+
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: Listening())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, address = listen("localhost", 8123)
+    said = [f"all machines that reach {number} port 8123 can read the store"] if is_reached else []
+    assert [str(warning.message) for warning in caught] == said
+    assert address == "http://localhost:8123/"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6 here")

@@ -245,6 +245,7 @@ def test_what_another_user_has_kept_is_not_handed_out(tmp_path, monkeypatch):
 )
 def test_a_folder_is_ones_own_or_the_administrators(tmp_path, monkeypatch, me, owner, is_taken):
     monkeypatch.setattr(os, "geteuid", lambda: me)
+    monkeypatch.setattr(os, "getuid", lambda: 8)  # does not count
     monkeypatch.setattr(os, "lstat", lambda path: SimpleNamespace(st_uid=owner))
     with nullcontext() if is_taken else pytest.raises(ArgumentError, match=f"belongs to user {owner}"):
         CachedTransport(MemoryTransport({NAME: b"a" * 64}), tmp_path / "cache", 100)

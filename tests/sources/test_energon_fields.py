@@ -280,6 +280,17 @@ def test_samples_are_shown_without_their_bytes():
     assert "CONTENT" not in repr(joined[0])
 
 
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff", b'{"f": "m.bin"'])
+def test_a_sample_whose_names_do_not_decode_is_none_without_files(content: bytes):
+    media = FolderFiles("", transport=MemoryTransport({"m.bin": b"CONTENT"}))
+    memory = prepared({"a.tar": [("j.json", b'{"g": 1}'), ("k.json", content)]})
+    joined = JoinedDataset(EnergonDataset("", transport=memory), {"m": media}, names={"m": "json[f]"})
+    assert joined[0].media == {"m": {}}  # it names none
+    for read in (lambda: joined[1], lambda: joined.rows([0, 1]), lambda: joined.names(joined.primary[1], "m")):
+        with pytest.raises(DocumentError, match="part 'json' does not decode"):
+            read()
+
+
 @pytest.mark.parametrize("n_workers", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("n_shards", [1, 2, 3, 7])
 def test_workers_share_the_tars_in_turn(n_workers: int, n_shards: int, monkeypatch: pytest.MonkeyPatch):

@@ -208,6 +208,11 @@ def test_the_loop_of_the_specification_keeps_a_loaded_position():
     assert [seen + rest[0], rest[1]] == whole
     resumed.set_epoch(1)  # nothing is loaded any more: from its beginning
     assert numbers(resumed) == whole[0]
+    for epoch in (0, 2):  # another one than that of the state
+        resumed.load_state_dict(loader.state_dict())
+        resumed.set_epoch(epoch)
+        assert (resumed.epoch, resumed.state_dict()["position"]) == (epoch, 0)
+        assert numbers(resumed) == numbers(BatchNativeLoader(reader_of(6), 2, output="numpy", epoch=epoch))
 
 
 def test_a_state_of_another_file_of_the_same_shape_is_refused():

@@ -27,7 +27,7 @@ from saev_store.errors import (
 )
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, parse_index, split_documents
 from saev_store.sources.mmididx import index as index_module
-from saev_store.transport import MemoryTransport, Moves, PreadTransport, open_transport
+from saev_store.transport import MemoryTransport, MmapTransport, Moves, PreadTransport, open_transport
 
 every_sample = pytest.mark.parametrize("folder", samples("mmididx"), ids=lambda path: path.name)
 
@@ -424,9 +424,11 @@ def test_an_old_index_never_meets_new_tokens(tmp_path, engine, closed):
             dataset.document(0)
 
 
-def test_files_that_are_replaced_while_they_are_opened(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [PreadTransport, MmapTransport])
+def test_files_that_are_replaced_while_they_are_opened(tmp_path, monkeypatch, kind):
+    """By others of the same sizes and headers; a map goes on showing the old index."""
     _replaced(open_transport(tmp_path), 0)
-    real = PreadTransport.size
+    real = kind.size
 
     def size(self, path):
         if path == "x.bin":  # the index is read already
@@ -434,9 +436,9 @@ def test_files_that_are_replaced_while_they_are_opened(tmp_path, monkeypatch):
             _replaced(open_transport(tmp_path), 100)
         return real(self, path)
 
-    monkeypatch.setattr(PreadTransport, "size", size)
+    monkeypatch.setattr(kind, "size", size)
     with pytest.raises((CorruptShardError, DocumentError)):
-        IndexedDataset("x", transport=PreadTransport(tmp_path))
+        IndexedDataset("x", transport=kind(tmp_path))
 
 
 def test_another_data_set_of_as_many_sequences_that_comes_meanwhile_is_noticed():

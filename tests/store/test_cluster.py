@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store._runtime import cluster as _cluster
+from saev_store._runtime.cluster import connected
 from saev_store.cli import main
 from saev_store.errors import ArgumentError, TransportError
 from saev_store.stats import _compute
@@ -157,6 +160,41 @@ def test_calls_inside_calls_leave_their_thread_once(client):
     assert client.submit(nested, pure=False).result(HANG_S) == "done"
     assert client.submit(coroutine, pure=False).result(HANG_S) == "done"
     assert nested() == "done"
+
+
+#: Of two tasks in threads of this process: events cannot be sent.
+TURNS = SimpleNamespace()
+
+
+def asks(address: str, *, fails: bool) -> bool:
+    with suppress(KeyError), connected(address):
+        assert TURNS.begun.wait(HANG_S)
+        TURNS.left.set()
+        if fails:
+            raise KeyError
+    return TURNS.ended.is_set()
+
+
+def takes_its_place() -> None:
+    TURNS.begun.set()
+    assert TURNS.left.wait(HANG_S)
+    time.sleep(0.2)  # in which the other one would go on
+    TURNS.ended.set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_call_in_a_task_the_worker_has_no_more_threads_at_work_than_before(fails: bool):
+    """The task goes on when the one that took its place has ended."""
+    from distributed import Client, LocalCluster
+
+    TURNS.begun, TURNS.left, TURNS.ended = threading.Event(), threading.Event(), threading.Event()
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        first = client.submit(asks, cluster.scheduler_address, fails=fails, pure=False)
+        other = client.submit(takes_its_place, pure=False)
+        assert client.gather([first, other], asynchronous=False) == [True, None]
 
 
 def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged: Plain):

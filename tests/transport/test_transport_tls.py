@@ -30,13 +30,15 @@ def opened(bucket: Bucket, front: TlsFront, engine: str, **options: object):
 
 
 @engines
-@pytest.mark.parametrize("how", ["verify", "client_kwargs", "AWS_CA_BUNDLE", "SSL_CERT_FILE", "verify=False"])
+@pytest.mark.parametrize("how", ["verify", "client_kwargs", "both", "AWS_CA_BUNDLE", "SSL_CERT_FILE", "verify=False"])
 def test_a_private_authority_is_trusted_where_it_is_named(s3_bucket, front, certificates, engine, how, monkeypatch):
     options: dict[str, object] = {}
     if how == "verify":
         options = {"verify": certificates.authority}
     elif how == "client_kwargs":
         options = {"client_kwargs": {"verify": certificates.authority}}
+    elif how == "both":  # ours counts
+        options = {"verify": certificates.authority, "client_kwargs": {"verify": "/not/there.pem"}}
     elif how == "verify=False":
         options = {"verify": False}
     else:

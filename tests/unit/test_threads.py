@@ -95,6 +95,16 @@ def test_an_error_comes_out_in_its_place():
     assert list(answers) == []
 
 
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_results_that_wait_are_no_more_than_threads(n):
+    """Or a caller of few threads would hold more than it has counted on."""
+    taken = []
+    answers = ahead(abs, (taken.append(item) or item for item in range(20)), n)
+    for number, answer in enumerate(answers):
+        assert answer == number
+        assert len(taken) == min(number + 1 + n, 20)  # the last one is not begun yet
+
+
 def test_what_nobody_waits_for_is_not_begun():
     begun = []
     answers = ahead(begun.append, range(1000), 4)

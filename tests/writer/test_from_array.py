@@ -419,6 +419,19 @@ def test_in_a_bucket_whole_shards_are_kept():
     assert ShardStore.from_array(acts, root, **OPTIONS).validate(deep=True).ok
 
 
+@pytest.mark.parametrize("example", [1, 3])
+def test_a_change_in_a_shard_that_was_kept_is_told_before_more_is_imported(example: int):
+    """As soon as that shard was read, also where it is the last of those."""
+    acts, root = numbers(shape=(50, 3, 5, 8)), f"memory://from-array-changed-{example}"
+    with pytest.raises(Interrupted):
+        ShardStore.from_array(Failing(acts, 8 + 5), root, **OPTIONS, max_block_bytes=1)
+    acts[example, 0, 0, 0] += 1
+    array, first = Failing(acts, 999), example // 2 * 2
+    with pytest.raises(ResumeError, match=f"examples {first} to {first + 1} of the source"):
+        ShardStore.from_array(array, root, **OPTIONS, max_block_bytes=1)
+    assert array.blocks == [(i, i + 1) for i in range(first + 2)]
+
+
 def test_a_finished_store_is_compared_and_not_written_again(tmp_path: Path):
     acts, ids = numbers(), np.arange(55, dtype=np.int32).reshape(11, 5)
     options = {**OPTIONS, "token_arrays": {"token_ids": ids, "mask": ids > 3}}
