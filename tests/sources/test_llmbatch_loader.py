@@ -215,6 +215,27 @@ def test_the_loop_of_the_specification_keeps_a_loaded_position():
         assert numbers(resumed) == numbers(BatchNativeLoader(reader_of(6), 2, output="numpy", epoch=epoch))
 
 
+@pytest.mark.parametrize("then", ["iterate", "set_epoch", "load_state_dict"])
+def test_an_iteration_that_was_overtaken_moves_nothing(then):
+    """The older one goes on with its batches; the state is that of the newer one."""
+    loader = BatchNativeLoader(reader_of(7), block_size=2)
+    order, later = loader.order().tolist(), 3
+    older = iter(loader)
+    found = [int(next(older)[0, 0]) for _ in range(2)]
+    if then == "iterate":
+        newer = iter(loader)
+        next(newer)
+    elif then == "set_epoch":
+        loader.set_epoch(later)
+    else:
+        loader.load_state_dict({**loader.state_dict(), "epoch": later, "position": 5})
+    state = loader.state_dict()
+    found += numbers(older)
+    assert found == order
+    assert loader.state_dict() == state
+    assert loader.epoch == (0 if then == "iterate" else later)
+
+
 def test_a_state_of_another_file_of_the_same_shape_is_refused():
     loaders = [
         BatchNativeLoader(

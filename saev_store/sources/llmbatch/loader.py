@@ -40,7 +40,8 @@ class BatchNativeLoader:
     there are blocks has no two equal orders.
 
     Iterating starts at the beginning of the epoch, or where `load_state_dict` said. The epoch is over, and `epoch` counts
-    up, when its last batch was returned. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
+    up, when its last batch was returned. An iteration that was begun before another, or before `set_epoch` or
+    `load_state_dict`, goes on without moving the loader's position. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
     order, so a state can be continued by another number of ranks.
 
     Args:
@@ -97,12 +98,15 @@ class BatchNativeLoader:
         #: Batches of the epoch's order that all ranks together returned before this iteration, and that this rank returned in it.
         self._first, self._n_yielded = 0, 0
         self._is_resumed = False
+        #: The iteration that moves this position: the latest.
+        self._iteration: object = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning; the epoch of a loaded state keeps its position."""
         epoch = check_count(epoch, name="epoch", least=0)
         if not (self._is_resumed and epoch == self.epoch):
             self.epoch, self._first, self._n_yielded, self._is_resumed = epoch, 0, 0, False
+            self._iteration = None
 
     def __len__(self) -> int:
         """Batches that this rank gets in a whole epoch."""
@@ -126,13 +130,15 @@ class BatchNativeLoader:
     def __iter__(self) -> Iterator[torch.Tensor | TokenArray]:
         self._first = self._first if self._is_resumed else 0
         self._n_yielded, self._is_resumed = 0, False
+        iteration = self._iteration = object()
         order = self._order(self._first)
         batches = map(self.reader.read_batch, order.tolist()) if self.reader.is_resident else self._fetched(order)
         for n_yielded, batch in enumerate(batches, start=1):
             converted = as_tensor(batch) if self.output == "torch" else batch
-            self._n_yielded = n_yielded
-            if n_yielded == len(order):
-                self.epoch, self._first, self._n_yielded = self.epoch + 1, 0, 0
+            if self._iteration is iteration:
+                self._n_yielded = n_yielded
+                if n_yielded == len(order):
+                    self.epoch, self._first, self._n_yielded = self.epoch + 1, 0, 0
             yield converted
 
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
@@ -192,7 +198,7 @@ class BatchNativeLoader:
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise ResumeError(f"{name} is {brief(value)}; it must be from 0 to {most}", where="state")
         self.epoch, self._first = cast("int", epoch), cast("int", position)
-        self._n_yielded, self._is_resumed = 0, True
+        self._n_yielded, self._is_resumed, self._iteration = 0, True, None
         if not self._length(self.reader.num_batches - self._first):  # nothing is left for this number of ranks
             self.epoch, self._first = self.epoch + 1, 0
 
