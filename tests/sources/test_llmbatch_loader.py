@@ -216,12 +216,11 @@ def test_the_loop_of_the_specification_keeps_a_loaded_position():
 
 
 @pytest.mark.parametrize("then", ["iterate", "set_epoch", "load_state_dict"])
-def test_an_iteration_that_was_overtaken_moves_nothing(then):
-    """The older one goes on with its batches; the state is that of the newer one."""
+def test_an_iteration_that_was_overtaken_is_over(then):
+    """No batch comes from two iterations, and the state is that of the newer one."""
     loader = BatchNativeLoader(reader_of(7), block_size=2)
-    order, later = loader.order().tolist(), 3
-    older = iter(loader)
-    found = [int(next(older)[0, 0]) for _ in range(2)]
+    later, older = 3, iter(loader)
+    next(older)
     if then == "iterate":
         newer = iter(loader)
         next(newer)
@@ -230,10 +229,22 @@ def test_an_iteration_that_was_overtaken_moves_nothing(then):
     else:
         loader.load_state_dict({**loader.state_dict(), "epoch": later, "position": 5})
     state = loader.state_dict()
-    found += numbers(older)
-    assert found == order
+    with pytest.raises(ArgumentError, match="was closed"):
+        next(older)
     assert loader.state_dict() == state
     assert loader.epoch == (0 if then == "iterate" else later)
+
+
+def test_an_epoch_may_be_chosen_with_the_last_batch():
+    """Nothing is left then that could come from two iterations."""
+    loader = BatchNativeLoader(reader_of(3), block_size=2)
+    found = []
+    for batch in loader:
+        found.append(int(batch[0, 0]))
+        if len(found) == len(loader):
+            loader.set_epoch(5)
+    assert sorted(found) == [0, 1, 2]
+    assert loader.epoch == 5
 
 
 def test_a_state_of_another_file_of_the_same_shape_is_refused():

@@ -12,7 +12,7 @@ import numpy as np
 from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_choice, check_count, check_flag
 from saev_store.core.layout import IntArray
-from saev_store.errors import ResumeError, brief
+from saev_store.errors import ArgumentError, ResumeError, brief
 from saev_store.sources._files import digest_files
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import BLOCK_ORDER, epoch_batches
@@ -40,8 +40,8 @@ class BatchNativeLoader:
     there are blocks has no two equal orders.
 
     Iterating starts at the beginning of the epoch, or where `load_state_dict` said. The epoch is over, and `epoch` counts
-    up, when its last batch was returned. An iteration that was begun before another, or before `set_epoch` or
-    `load_state_dict`, goes on without moving the loader's position. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
+    up, when its last batch was returned. An iteration ends with an error where another one was begun since, or `set_epoch` or
+    `load_state_dict` was called. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
     order, so a state can be continued by another number of ranks.
 
     Args:
@@ -98,7 +98,7 @@ class BatchNativeLoader:
         #: Batches of the epoch's order that all ranks together returned before this iteration, and that this rank returned in it.
         self._first, self._n_yielded = 0, 0
         self._is_resumed = False
-        #: The iteration that moves this position: the latest.
+        #: The iteration that goes on from this position: the latest.
         self._iteration: object = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -135,10 +135,15 @@ class BatchNativeLoader:
         batches = map(self.reader.read_batch, order.tolist()) if self.reader.is_resident else self._fetched(order)
         for n_yielded, batch in enumerate(batches, start=1):
             converted = as_tensor(batch) if self.output == "torch" else batch
-            if self._iteration is iteration:
-                self._n_yielded = n_yielded
-                if n_yielded == len(order):
-                    self.epoch, self._first, self._n_yielded = self.epoch + 1, 0, 0
+            if self._iteration is not iteration:
+                raise ArgumentError(
+                    "this iterator was closed: its loader was iterated anew, or given another epoch or state",
+                    where="iter(loader)",
+                    remedy="Call iter(loader) again.",
+                )
+            self._n_yielded = n_yielded
+            if n_yielded == len(order):
+                self.epoch, self._first, self._n_yielded = self.epoch + 1, 0, 0
             yield converted
 
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
