@@ -213,8 +213,8 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def nearest_shapes(layout: Layout, wanted: Sequence[int], *, sharded: bool = False) -> list[Shape]:
-    """The legal shapes that are nearest to one that is not, by the ratios of their lengths."""
+def nearest_shapes(layout: Layout, wanted: Sequence[int], *, sharded: bool) -> list[Shape]:
+    """The legal shapes that are nearest to one that is not, by the ratios of their lengths, the nearest first."""
     found: list[tuple[float, Shape]] = []
     full = layout.shape
     for axis in range(4 if sharded else 2):

@@ -155,7 +155,7 @@ class Partition:
             return Emitted(np.zeros(0, np.int64), np.zeros(0, np.int64))
         first, last = self.tick_of(start), self.tick_of(stop - 1)
         begin = self.emitted_before(first)
-        placement = Placement([self], [first])
+        placement = Placement([self], [first], 0)
         # Rows of all ticks whose cohorts enter get a place.
         n_placed = self.emitted_before(min(last + self.window_ticks, self.n_ticks)) - begin
         block, cell = np.zeros(n_placed, np.int64), np.zeros(n_placed, np.int64)
@@ -208,7 +208,7 @@ class Placement:
         end: Of each partition, the position that follows all ticks whose cohorts have entered.
     """
 
-    def __init__(self, partitions: Sequence[Partition], first_tick: Sequence[int], n_ahead: int = 0) -> None:
+    def __init__(self, partitions: Sequence[Partition], first_tick: Sequence[int], n_ahead: int) -> None:
         self._parts, self._order = partitions, partitions[0].order
         self.depth = [max(min(part.window_ticks + n_ahead, part.n_cohorts), 1) for part in partitions]
         # The same by partition, for many blocks at once.

@@ -170,7 +170,7 @@ def test_numbers_of_blocks_are_computed_together(monkeypatch: pytest.MonkeyPatch
     order = order_of(400, 3, partitions=2, window=12, tick=6)
     parts = [Partition(order, number) for number in range(2)]
     monkeypatch.setattr(partition_module, "_N_BLOCKS_AT_ONCE", 100)
-    placement = Placement(parts, [0, 0])
+    placement = Placement(parts, [0, 0], 0)
     calls: list[int] = []
     at = Permutation.at
 
