@@ -159,8 +159,8 @@ def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
         found = files.info(folder)
         entries = files.entries(folder) if found["type"] == "directory" else iter([found])
     except NotFoundError:
-        # The key of a sample, without a part.
-        if len(dataset.places.find(folder)) != 1:
+        # The key of a sample, without a part; one that several samples have is told by `parts`.
+        if not dataset.places.find(folder):
             raise
         parts = dataset.parts(folder)
         entries = iter([{"name": f"{folder}.{part.name}", "size": part.nbytes, "type": "file"} for part in parts])

@@ -297,8 +297,9 @@ def test_outputs_of_blocks(cls_token: bool):
     _, other = recorder(batch, scale=2)
     assert torch.equal(other[:, 1], (batch + 2)[:, first:])
     assert torch.equal(acts[:, 1], (batch + 1)[:, first:])  # not overwritten
-    with pytest.raises(ArgumentError, match="tokens"):
-        saev.RecordedTransformer(Blocks(), 9, cls_token, [1])(batch)
+    for n_content in (9, 3):  # a second special token is not left out unasked
+        with pytest.raises(ArgumentError, match=f"gives 5 tokens; {n_content + cls_token} are expected"):
+            saev.RecordedTransformer(Blocks(), n_content, cls_token, [1])(batch)
     with pytest.raises(ArgumentError, match="first"):
         _ = saev.RecordedTransformer(Blocks(), 4, cls_token, [1]).activations
 

@@ -387,6 +387,18 @@ def test_in_one_worker_process(plain, method):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
+def test_workers_do_not_begin_an_epoch_that_is_told_again(plain):
+    alone, loader = make(plain, "shuffled"), make(plain, "shuffled")
+    epochs = [acts(alone) for _ in range(3)]
+    dataset = loader.as_iterable_dataset()
+    batches = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    for expected in epochs[1:]:
+        loader.begin_epoch(1)
+        assert same(acts(batches), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
 @pytest.mark.parametrize("workers", ["none", "forked", "spawned", "kept"])
 def test_workers_that_are_started_for_each_epoch_go_on_with_the_next(plain, workers):
     """A copy of a loader that stands still gave every epoch in one order."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from energon_tars import FORMATS, tar_bytes
 
+from saev_store.cli import main
 from saev_store.errors import CorruptShardError, DocumentError, SelectionError
 from saev_store.sources.energon import EnergonDataset, _fetch, joins
 from saev_store.sources.energon.field_map import FieldPath, decode, resolve
@@ -215,7 +216,7 @@ def test_samples_that_are_left_out_and_those_of_other_splits_are_not_there(small
                     split.raw(key)
 
 
-def test_what_is_left_out_of_one_shard_stays_in_another(tmp_path: Path):
+def test_what_is_left_out_of_one_shard_stays_in_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Where two shards have a key in common, as releases before 7.1 allowed."""
     folder = Path(shutil.copytree(DATA / "old_7_0_0/dataset", tmp_path / "d"))
     for shard in ("shard_000", "shard_001"):
@@ -229,6 +230,10 @@ def test_what_is_left_out_of_one_shard_stays_in_another(tmp_path: Path):
     db.close()
     with pytest.raises(SelectionError, match="2 samples have the key"):
         EnergonDataset(folder).part("sample_0000", "txt")
+    assert main(["ls", f"{folder}/sample_0000"]) == 1
+    assert "2 samples have the key 'sample_0000', in 'shards/shard_000.tar'" in capfd.readouterr().err
+    assert main(["ls", f"{folder}/sample_0009"]) == 1
+    assert "there is no 'sample_0009'" in capfd.readouterr().err
     (folder / ".nv-meta/split.yaml").write_text(
         "split_parts:\n  train: ['shards/shard_{000..001}.tar']\nexclude: [shards/shard_001.tar/sample_0000]\n"
     )

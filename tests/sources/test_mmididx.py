@@ -27,7 +27,7 @@ from saev_store.errors import (
 )
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, parse_index, split_documents
 from saev_store.sources.mmididx import index as index_module
-from saev_store.transport import MemoryTransport, MmapTransport, Moves, PreadTransport, open_transport
+from saev_store.transport import MemoryTransport, Moves, open_transport
 
 every_sample = pytest.mark.parametrize("folder", samples("mmididx"), ids=lambda path: path.name)
 
@@ -424,10 +424,12 @@ def test_an_old_index_never_meets_new_tokens(tmp_path, engine, closed):
             dataset.document(0)
 
 
-@pytest.mark.parametrize("kind", [PreadTransport, MmapTransport])
-def test_files_that_are_replaced_while_they_are_opened(tmp_path, monkeypatch, kind):
-    """By others of the same sizes and headers; a map goes on showing the old index."""
+@pytest.mark.parametrize("engine", ["pread", "mmap", "fsspec"])
+def test_files_that_are_replaced_while_they_are_opened(tmp_path, monkeypatch, engine):
+    """By others of the same sizes and headers; a map goes on showing the old index, and fsspec pins no file."""
     _replaced(open_transport(tmp_path), 0)
+    transport = open_transport(tmp_path, engine=engine)
+    kind = type(transport)
     real = kind.size
 
     def size(self, path):
@@ -438,7 +440,7 @@ def test_files_that_are_replaced_while_they_are_opened(tmp_path, monkeypatch, ki
 
     monkeypatch.setattr(kind, "size", size)
     with pytest.raises((CorruptShardError, DocumentError)):
-        IndexedDataset("x", transport=kind(tmp_path))
+        IndexedDataset("x", transport=transport)
 
 
 def test_another_data_set_of_as_many_sequences_that_comes_meanwhile_is_noticed():

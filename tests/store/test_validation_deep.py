@@ -124,6 +124,18 @@ def test_zeros_that_the_digests_confirm_were_written(tmp_path):
     assert report.lost == ()
 
 
+def test_zeros_that_the_digests_deny_were_not_written(tmp_path):
+    store = plain_store(tmp_path)
+    store.write_digests(480)  # a block for each example
+    overwrite(store.shard(1), 480, bytes(480))
+    report = look(store)
+    assert [(p.kind, p.severity, p.lost) for p in report.problems] == [
+        ("digest_mismatch", "error", ((4, 5),)),
+        ("zero_rows", "error", ((4, 5),)),
+    ]
+    assert report.lost == spans(store.dull_lost())
+
+
 def test_minus_zero_is_no_unwritten_row(store):
     overwrite(store.shard(0), 480, np.full(120, -0.0, "<f4").tobytes())
     assert look(store).problems == ()

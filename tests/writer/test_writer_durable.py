@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from kill_harness_disk import Disk, DiskSink
 from kill_harness_oracle import Case, case
 from plain_stores import plain_store
 from power_cut import PowerCut
@@ -107,6 +108,36 @@ def test_what_a_checkpoint_counts_survives_a_power_cut(tmp_path, disk):
             name, used = watch.receipts[-1]
             assert used == (start + 1) * this.metadata.layout.example_nbytes
             assert disk.survivors()[f"{this.name}/{name}"][:used] == this.acts[: start + 1].tobytes()
+
+
+class Behind(DiskSink):
+    """The last 30 bytes that were written are not durable yet when `sync` returns, and it says so."""
+
+    def sync(self) -> int:
+        return super().sync() - 30
+
+
+class DiskBehind(Disk):
+    """A disk of such files."""
+
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Behind:
+        sink = super().open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
+        return Behind(self, path, sink.file, used_nbytes, file_nbytes)
+
+
+def test_a_checkpoint_counts_whole_blocks_of_what_is_durable():
+    """A transport may make less durable than was written, and end within a block."""
+    this, disk = case(n=9, per_shard=9), DiskBehind()
+    with (
+        pytest.raises(IncompleteStoreError),
+        create_store(disk, this.metadata, block_bytes=BLOCK, on_nonfinite="allow") as writer,
+    ):
+        this.append(writer, 0, 4)
+        writer.checkpoint()
+    with create_store(disk, this.metadata, block_bytes=BLOCK, on_nonfinite="allow", resume=True) as writer:
+        assert writer.next_example == 2  # of 4 x 48 bytes 162 are durable, of these 2 x 64, which are 2 x 48 and a rest
+        this.append(writer, 2, 9)
+    this.check(disk.content(this.name))
 
 
 @pytest.mark.parametrize("n_examples", [1, 2, 3])

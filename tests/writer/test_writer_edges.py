@@ -128,14 +128,18 @@ def test_two_publishers_that_a_service_let_in_do_not_both_win(has_overtaken):
             finalize_store(disk, this.metadata)
 
 
-def test_parts_with_and_without_labels_are_not_published():
+@pytest.mark.parametrize(
+    ("odd", "has_labels", "names"), [(0, False, (1, 0)), (1, True, (1, 0)), (2, True, (2, 0)), (2, False, (0, 2))]
+)
+def test_parts_with_and_without_labels_are_not_published(odd, has_labels, names):
+    """Whichever part it is that differs from the others."""
     this, disk = case(n=6, per_shard=2), Disk(posix=True)
-    for rank in range(2):
-        with create_store(disk, this.metadata, part=(rank, 2), **OPTIONS) as writer:
+    for rank in range(3):
+        with create_store(disk, this.metadata, part=(rank, 3), **OPTIONS) as writer:
             acts, labels = this.rows(*writer.example_range)
-            writer.append(acts, labels if rank else None)
+            writer.append(acts, labels if (rank == odd) == has_labels else None)
         del disk.files[hidden(this, "labelled.json")]
-    message = r"acts000001\.bin has labels, acts000000\.bin has none; all must have them, or none"
+    message = r"acts{:06d}\.bin has labels, acts{:06d}\.bin has none; all must have them, or none".format(*names)
     with pytest.raises(IncompleteStoreError, match=message):
         finalize_store(disk, this.metadata)
 

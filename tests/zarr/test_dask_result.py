@@ -399,17 +399,24 @@ def test_variables_of_one_shape_are_not_exchanged(small: tuple[PlainStore, Shard
         assert loaded.activations.values.tobytes() == plain.dense.tobytes()
 
 
-def test_blocks_that_several_results_need_are_read_once():
+@pytest.mark.parametrize(
+    "results",
+    [
+        lambda tensor: (tensor, tensor[:, 1]),
+        lambda tensor: (tensor, tensor[2:][::-1]),
+        lambda tensor: (tensor[:, 1:], tensor[:, 2]),
+    ],
+)
+def test_blocks_that_several_results_need_are_read_once(results: Callable):
     plain = plain_store(SMALL)
-    transport = CountingTransport(MemoryTransport(plain.files, label=plain.name))
-    store = ShardStore.open(transport)
-    array = store.as_dask(chunks=(3, -1, -1, -1))
-    store[0]
+    # Of files in memory each is taken once, whatever is read of it: behind a latency, reads are counted.
+    transport = CountingTransport(LatencyTransport(MemoryTransport(plain.files, label=plain.name), 0.0, 1e12))
+    tensor = ShardStore.open(transport).as_xarray(chunks={"example": 3}).activations
     transport.reset()
     with dask.config.set(scheduler="synchronous"):
-        whole, layer = dask.compute(array, array[:, 1])
-    assert whole.tobytes() == plain.dense.tobytes()
-    assert layer.tobytes() == plain.dense[:, 1].tobytes()
+        found = dask.compute(*(result.data for result in results(tensor)))
+    for one, expected in zip(found, results(plain.dense), strict=True):
+        assert one.tobytes() == expected.tobytes()
     assert transport.counters.bytes_read <= plain.dense.nbytes
 
 

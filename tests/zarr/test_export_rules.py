@@ -111,6 +111,12 @@ def test_every_reference_leads_to_its_chunk(
     assert set(refs) == {".zmetadata", *documents, *(f"activations/{n}.0.0.0" for n in range(3)), "labels/0.0", "layer/0", "token/0", "content_token/0"}  # fmt: skip
 
 
+def test_a_last_chunk_that_ends_with_its_file_is_not_copied(tmp_path: Path):
+    _, store = made(tmp_path, tail="padded")
+    write_kerchunk(store, str(tmp_path / "r.json"), chunks=(3, 3, 5, 8), base="s3://a/b", templates=False)
+    assert document(tmp_path / "r.json")["refs"]["activations/2.0.0.0"] == ["s3://a/b/acts000002.bin", 0, 1440]
+
+
 @pytest.mark.parametrize(("dtype", "name", "fill"), [("float32", "<f4", "NaN"), ("float16", "<f2", "NaN")])
 def test_dtypes_of_zarr_2(dtype: str, name: str, fill: str, tmp_path: Path):
     documents = v2_documents(references(of_dtype(tmp_path, dtype), base="s3://a/b"))
