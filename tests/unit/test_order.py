@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TypeVar
 
 import numpy as np
@@ -131,6 +132,16 @@ def test_any_position_can_be_asked_for(order: ShuffledOrder, data: st.DataObject
     start = data.draw(st.integers(0, part.n_rows))
     stop = data.draw(st.integers(start, part.n_rows + 3))
     np.testing.assert_array_equal(np.stack(part.rows(start, stop), axis=1), whole[start:stop])
+
+
+@given(
+    lengths=st.lists(st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 200)), min_size=1, max_size=80).filter(any)
+)
+def test_the_tick_of_a_row_far_from_the_average_pace(lengths: list[int]):
+    ends = [0, *itertools.accumulate(lengths)]
+    uneven = SimpleNamespace(n_ticks=len(lengths), n_rows=ends[-1], emitted_before=ends.__getitem__)
+    found = [Partition.tick_of(uneven, position) for position in range(ends[-1])]
+    assert found == np.repeat(np.arange(len(lengths)), lengths).tolist()
 
 
 @given(orders(), st.data())
