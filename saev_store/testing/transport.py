@@ -101,6 +101,11 @@ class WriteContract(ReadContract):
         assert transport.read("race/metadata.json") in {b"%02d" % rank * 100 for rank in winners}
 
     def test_deletes_files_and_folders(self, transport: Transport, writes: Writes) -> None:
+        beside = ("acts000000.bin2", "part2/note.txt", "part.txt")
+        for path in beside:
+            writes.put(path, b"[]")
+        if isinstance(transport, Lists):
+            assert [entry.path for entry in transport.list("part")] == ["part/deeper"]
         writes.delete("acts000000.bin")
         writes.delete("acts000000.bin")
         writes.delete("nowhere/at/all")
@@ -109,6 +114,8 @@ class WriteContract(ReadContract):
             with pytest.raises(NotFoundError):
                 transport.size(path)
         assert transport.read("metadata.json") == FILES["metadata.json"]
+        for path in beside:
+            assert transport.read(path) == b"[]"
 
     def test_moves_over_other_files(self, transport: Transport) -> None:
         if not isinstance(transport, Moves):

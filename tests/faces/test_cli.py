@@ -24,6 +24,7 @@ import saev_store_command
 from saev_store import ShardStore, __version__, new_metadata
 from saev_store.cli import main
 from saev_store.cli._run import app
+from saev_store.documents import parse_metadata
 from saev_store.names import CLAIM_PATH, WORK_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -698,6 +699,24 @@ def test_what_the_card_advises_for_the_reference_project_works(run, tmp_path, mo
     command = advice.partition(": saev-store ")[2].split() or ["copy", "--protocol", "2.1", "--dtype", "float32"]
     code, _, err = run(*command, tmp_path / metadata.hash, tmp_path / "copy")
     assert (code, "cannot hold" in err) == ((2, True) if "has no" in advice else (0, False))
+
+
+def test_the_advice_for_hook_points_that_are_all_the_default(run, tmp_path):
+    """Hook points that are all "resid_post" may be left out; other programs may say them."""
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[5], content_tokens_per_example=2, cls_token=False, d_model=2, n_examples=1,
+        max_tokens_per_shard=4, dtype="bfloat16",
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.arange(4, dtype=np.float32).reshape(1, 1, 2, 2))
+    said = json.dumps({**json.loads(metadata.raw), "hook_points": ["resid_post"]}).encode()
+    (tmp_path / metadata.hash / "metadata.json").write_bytes(said)
+    folder = (tmp_path / metadata.hash).rename(tmp_path / parse_metadata(said, where="metadata.json").hash)
+    _, out, _ = run("info", folder)
+    (command,) = re.findall(r"code reads 2.1 only: saev-store (.*)", out)
+    assert run(*command.split(), folder, tmp_path / "copy")[0] == 0
+    (copy,) = (tmp_path / "copy").iterdir()
+    assert ShardStore.open(copy)[0, 0].tolist() == [[0, 1], [2, 3]]
 
 
 @pytest.fixture

@@ -121,6 +121,37 @@ def test_blocks_that_put_out_several_things(kind: type) -> None:
         assert torch.equal(acts[:, 0], model(IDS))
 
 
+class Halved(Chain):
+    """The blocks of `Chain`, of which some compute in bfloat16."""
+
+    def __init__(self, *halves: int) -> None:
+        super().__init__(tuple)
+        self.halves = halves
+        for half in halves:
+            self.steps[half].to(torch.bfloat16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for number, step in enumerate(self.steps):
+            (hidden, _) = step(hidden.to(torch.bfloat16 if number in self.halves else torch.float32))
+        return hidden
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_of_blocks_of_two_dtypes_no_number_is_rounded(half: int) -> None:
+    """Whichever comes first: a float32 number would lose bits in bfloat16, a bfloat16 one loses none in float32."""
+    model = Halved(half)
+    outputs: list[torch.Tensor] = []
+    with Recorder(TextAdapter(model=model, blocks=model.steps, d_model=D_MODEL), (0, 1)) as recorder:
+        for step in model.steps:
+            step.register_forward_hook(lambda _step, _args, output: outputs.append(output[0].clone()))
+        acts = recorder(IDS)
+    assert [output.dtype == torch.bfloat16 for output in outputs] == [half == 0, half == 1]
+    assert acts.dtype == torch.float32
+    for layer, output in enumerate(outputs):
+        assert torch.equal(acts[:, layer], output.float())
+
+
 def test_a_vision_transformer_of_ones_own_becomes_a_store(tmp_path: Path) -> None:
     model = Patches().eval()
     adapter = VisionAdapter(

@@ -265,6 +265,8 @@ def test_labels(digested):
     "text",
     ["", "{", "[]", "null", '{"version": 2}', '{"version": 1, "algorithm": "md5", "block_bytes": 8, "files": {}}', "[" * 10_000,
      '{"version": 1, "algorithm": "xxh3_128", "block_bytes": -1, "files": {}}',
+     '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 0, "files": {}}',
+     '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 0, "files": {"acts000000.bin": {"nbytes": 1440, "digests": []}}}',
      '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 3, "files": {}}',
      '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 1e99, "files": []}',
      '{"version": 1, "algorithm": "xxh3_128", "block_bytes": 8, "files": {"acts000000.bin": {"nbytes": 1440, "digests": [1]}}}'],

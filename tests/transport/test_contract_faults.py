@@ -313,6 +313,9 @@ FAULTS: dict[tuple[str, tuple[object, ...]], list[Methods]] = {
         raising("delete", TransportError("gone"), lambda self, path: path == "acts000000.bin" and path not in self.files),
         raising("delete", TransportError("gone"), lambda self, path: path == "nowhere/at/all"),
         {"delete": lambda self, path: self._files.content.clear()},
+        {"delete": lambda self, path: [M.delete(self, name) for name in self.files if name.startswith(path)]},
+        {"delete": lambda self, path: [M.delete(self, name) for name in ("part.txt", path) if name.startswith(path)]},
+        {"list": lambda self, path="": [entry for entry in M.list(self) if entry.path.startswith(path)]},
     ],
     ("moves_over_other_files", ()): [
         {"move": copied}, {"move": lambda self, source, target: None if target in self.files else M.move(self, source, target)},

@@ -197,6 +197,24 @@ def test_with_optimizations_of_the_caller(small: tuple[PlainStore, ShardStore]):
     assert seen
 
 
+def test_tasks_that_run_again(small: tuple[PlainStore, ShardStore]):
+    """As on clusters that lose workers: parts that were read for one result are put into another one."""
+    plain, store = small
+
+    def anew(graph: Mapping[object, object], keys: object, **_: object) -> object:
+        tasks = dask._task_spec.convert_legacy_graph(graph if isinstance(graph, Mapping) else graph.__dask_graph__())
+
+        def run(key: object) -> object:
+            task = tasks[key]
+            return task({needed: run(needed) for needed in task.dependencies})
+
+        return [anew(graph, key) for key in keys] if isinstance(keys, list) else run(keys)
+
+    array = store.as_dask(chunks=(2, -1, 4, -1))
+    assert array.compute(scheduler=anew).tobytes() == plain.dense.tobytes()
+    assert array[1:, 2].compute(scheduler=anew).tobytes() == plain.dense[1:, 2].tobytes()
+
+
 def test_with_plugins_of_the_caller(small: tuple[PlainStore, ShardStore]):
     """One may compute every new array."""
     plain, store = small

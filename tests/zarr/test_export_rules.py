@@ -257,6 +257,17 @@ def test_specs_are_whole_shards(tmp_path: Path):
     assert error.message == "{'path': 'a'} is no kvstore: it names no driver"
 
 
+@pytest.mark.parametrize("tail", ["cut", "padded"])
+def test_a_spec_of_one_shard_is_one_array(tmp_path: Path, tail: str):
+    """Also where the file is shorter than a full shard: then its one chunk is as long as the file."""
+    plain = plain_store(Layout(2, (2, 5), 4, True, 8, 3), tail=tail)
+    spec = tensorstore_spec(ShardStore.open(plain.write(tmp_path)))
+    assert (spec["driver"], spec["metadata"]["shape"]) == ("zarr3", [2, 2, 5, 8])
+    n_in_file = len(plain.files["acts000000.bin"]) // (2 * 5 * 8 * 4)
+    assert spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"] == [n_in_file, 2, 5, 8]
+    assert [layer["exact"] for layer in spec["kvstore"]["layers"]] == ["c/0/0/0/0"]
+
+
 # -- Icechunk ------------------------------------------------------------------------------------------------------------
 
 

@@ -283,6 +283,10 @@ def test_another_model_is_refused(tmp_path: Path):
         concat([train, store("ViT-L-14")])
     with pytest.raises(ArgumentError, match="family"):
         concat([train, store("ViT-B-16", family="siglip")])
+    attention, mlp = (store("ViT-B-16", hook_points=[point]) for point in ("attn_out", "mlp_out"))
+    for others in ([train, attention], [attention, mlp]):
+        with pytest.raises(ArgumentError, match="store 1 .* has hook_points"):
+            concat(others)
 
 
 def test_the_same_recording_twice_is_refused(root: Path, stores: list[PlainStore]):
