@@ -52,6 +52,16 @@ def photographs(values: np.ndarray) -> Images:
     return Images([Image.fromarray(value) for value in values], 2, processor=processor)
 
 
+def in_palettes(last: int) -> Images:
+    """Images whose bytes are numbers of colours; only the palette of the last one is another."""
+    processor, found = transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}), []
+    for number, value in enumerate(PHOTOGRAPHS[..., 0] % 2):
+        image = Image.frombytes("P", (40, 36), value.tobytes())
+        image.putpalette([0, 0, 0, 250, 90, last if number == N - 1 else 7])
+        found.append(image)
+    return Images(found, 2, processor=processor)
+
+
 Make = Callable[[], object]
 #: What differs -> a source, and another one of which only the last example is another.
 CASES: dict[str, tuple[str, Make, Make]] = {
@@ -76,6 +86,7 @@ CASES: dict[str, tuple[str, Make, Make]] = {
         lambda: Images(torch.tensor(OTHER_PIXELS).bfloat16(), 2),
     ),
     "photographs": ("images", lambda: photographs(PHOTOGRAPHS), lambda: photographs(OTHER_PHOTOGRAPHS)),
+    "palettes": ("images", lambda: in_palettes(7), lambda: in_palettes(200)),
 }
 
 

@@ -21,6 +21,7 @@ from saev_store.errors import (
 )
 from saev_store.record import Images, Recorder, record
 from saev_store.sources import ImageFolder, MapStyle, PatchPlace, open_source
+from saev_store.sources.llmbatch import write_batch_file
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -314,9 +315,11 @@ def test_sources_without_images(processor: object, tmp_path: Path) -> None:
         Images([b"", b""], processor=processor, on_bad_image="skip")
     with pytest.raises(ArgumentError, match="on_bad_image is 'zero'"):
         Images([b""], processor=processor, on_bad_image="zero")
-    tokens = Path(__file__).parents[1] / "data" / "mmididx" / "core_seed_example_3_4_2_int32" / "data.idx"
-    with pytest.raises(ArgumentError, match="token ids.*Record them as texts"):
-        Images(open_source(tokens), processor=processor)
+    indexed = Path(__file__).parents[1] / "data" / "mmididx" / "core_seed_example_3_4_2_int32" / "data.idx"
+    write_batch_file(tmp_path / "x.batch", np.zeros((2, 3), np.uint32), 2)
+    for tokens in (indexed, tmp_path / "x.batch"):
+        with pytest.raises(ArgumentError, match="token ids.*Record them as texts"):
+            Images(open_source(tokens), processor=processor)
     (tmp_path / "loop").symlink_to(tmp_path)
     with pytest.raises(DocumentError, match="more than 32 deep"):
         ImageFolder(tmp_path)

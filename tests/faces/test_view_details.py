@@ -178,6 +178,8 @@ def test_statistics_do_not_outlive_a_repair(tmp_path: Path) -> None:
         (6, False),
         (3, True),
     ]  # of the other shard
+    dimensions = [answer["dimensions"] for answer in (answers["layers"], pages.views["layers"](Query({})))]
+    assert [found["n_vectors"] for found in dimensions] == [6 * 3, 3 * 3]
     with pytest.raises(CorruptShardError, match="another file has taken the place.*Open it again"):
         pages.views["compare"](Query({}))
 

@@ -11,7 +11,7 @@ from plain_stores import plain_store
 from waiting import HANG_S
 
 from saev_store import ShardStore
-from saev_store.errors import TransportError
+from saev_store.errors import NotFoundError, TransportError
 from saev_store.loaders import stage, staging
 from saev_store.loaders.staging import Lease
 from saev_store.transport import MemoryTransport
@@ -195,6 +195,25 @@ def test_a_new_recording_replaces_the_copy_in_a_bucket(tmp_path, bucket, layers)
         assert address == f"bucket://near/{name}"
         found = ShardStore.open(bucket.at(name))[:]
         np.testing.assert_array_equal(found, factor * (plain.acts if layers == "all" else plain.acts[:, [1]]))
+
+
+def test_a_copy_in_a_bucket_that_is_half_removed_is_no_store(tmp_path, bucket, monkeypatch):
+    bucket.all_looked.set()
+    plain = plain_store(tmp_path / "far", n=24, tokens=7, per_shard=5, d_model=64)
+    name = stage(plain.path, "bucket://near", layers=5).rpartition("/")[2]
+    delete = Bucket.delete
+
+    def broken(self: Bucket, path: str) -> None:
+        if path.endswith("acts000001.bin"):
+            raise TransportError("the connection is gone", where=path)
+        delete(self, path)
+
+    monkeypatch.setattr(Bucket, "delete", broken)
+    (np.fromfile(plain.shard(0), "<f4") * 2).tofile(plain.shard(0))
+    with pytest.raises(TransportError, match="the connection is gone"):
+        stage(plain.path, "bucket://near", layers=5)
+    with pytest.raises(NotFoundError):
+        ShardStore.open(bucket.at(name))
 
 
 def copies_in(bucket: Bucket) -> list[str]:

@@ -159,7 +159,11 @@ def test_indexed_rows(plain):
     assert labels.tolist() == [int(plain.labels[0, 6]), 255, int(plain.labels[0, 0])]
     few = IndexedDataset(IndexedConfig(shards=plain.path, layer=5, ignore_labels=range(100)))
     assert len(few) == int((plain.labels >= 100).sum())
-    assert dataset.transform(plain.acts[0, 0, 0]).shape == (16,)
+    vector = plain.acts[0, 0, 0].copy()
+    own = dataset.transform(vector)
+    assert own.shape == (16,)
+    own += 1
+    assert np.array_equal(vector, plain.acts[0, 0, 0])  # its memory is not the caller's
 
 
 def test_indices_that_are_no_integers(plain):

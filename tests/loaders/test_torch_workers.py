@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterable
+from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,28 @@ def test_a_pickled_loader_is_shared_out_by_the_ranks_where_it_arrives(kind, know
         expected.append(rows_of(direct))
     assert found == expected
     assert sorted(found[0] + found[1]) == [(example, token) for example in range(8) for token in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["ordered", "shuffled", "pair"])
+def test_a_loader_that_goes_to_a_process_being_started_keeps_its_rank(kind, tmp_path, monkeypatch):
+    """The rank is known to torch.distributed alone, which is not initialised in that process."""
+    path = plain_store(tmp_path, n=8, tokens=4).path
+    ranks(monkeypatch, None)
+    with monkeypatch.context() as here:
+        here.setattr(torch.distributed, "is_initialized", lambda: True)
+        here.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+        here.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+        expected = rows_of(made(kind, path))
+        loader = made(kind, path)
+        set_spawning_popen(object())  # as multiprocessing does while it pickles for the new process
+        try:
+            sent = pickle.dumps(loader)
+        finally:
+            set_spawning_popen(None)
+    arrived = pickle.loads(sent)
+    assert (arrived.rank, arrived.world) == (1, 2)
+    assert rows_of(arrived) == expected
+    assert len(expected) == 16
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -115,6 +115,16 @@ def test_statistics_are_those_of_one_process_also_when_a_worker_is_killed(
     assert all(begun(tmp_path / "noted")[place] >= 2 for place in killed)
 
 
+def test_statistics_are_made_by_the_active_client_where_none_is_named(client, tmp_path: Path, monkeypatch):
+    import distributed
+
+    plain = plain_store(tmp_path / "shards", n=5)
+    monkeypatch.setattr(distributed, "default_client", lambda: noting(client, tmp_path / "noted"))
+    stats = ShardStore.open(plain.path).stats(save=False, progress=False)
+    np.testing.assert_allclose(stats.mean, plain.acts.mean(axis=(0, 3), dtype=float), rtol=1e-12)
+    assert begun(tmp_path / "noted") == {0: 1}
+
+
 @pytest.mark.slow  # four workers start and die
 @pytest.mark.parametrize("call", ["stats", "validate"])
 @pytest.mark.parametrize("given", ["address", "client", "worker_client"])

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,20 @@ def test_listing_refused_or_useless_falls_back_to_sizes(store):
             return []
 
     assert quick_checks(Useless(files), metadata, index) == []
+
+
+def test_sizes_that_a_listing_does_not_tell_are_asked_for(store):
+    metadata, index = documents(store.path)
+    files = {path.name: path.read_bytes() for path in store.path.iterdir()}
+
+    class Silent(MemoryTransport):
+        def list(self, path: str = "") -> list[Entry]:
+            return [replace(entry, size=None) for entry in super().list(path)]
+
+    assert quick_checks(Silent(files), metadata, index) == []
+    name = "acts000001.bin"
+    files[name] = files[name][:-1]
+    assert [(p.kind, p.where) for p in quick_checks(Silent(files), metadata, index)] == [("short_shard", name)]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from waiting import HANG_S
 
 from saev_store._runtime import threads as _threads
-from saev_store._runtime.threads import ForkSafeLock, ahead, n_threads, share, without_variables
+from saev_store._runtime.threads import AbandonedObjects, ForkSafeLock, ahead, n_threads, share, without_variables
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 50])
@@ -159,6 +159,21 @@ abandoned.remove(opened.pop())
 def test_what_is_open_at_the_end_of_the_process_is_closed_once_and_before_what_it_uses():
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert (done.stdout, done.stderr) == ("first\nsecond\nwhat they use\n", "")
+
+
+def test_what_cannot_be_closed_at_the_end_does_not_keep_others_from_it():
+    class Refuses:
+        def close(self) -> None:
+            closed.append(self)
+            raise OSError
+
+    closed, abandoned, both = list[Refuses](), AbandonedObjects(), [Refuses(), Refuses()]
+    for some in both:
+        abandoned.add(some)
+    abandoned.close_all()
+    for some in both:
+        abandoned.remove(some)
+    assert closed == both
 
 
 class Big:

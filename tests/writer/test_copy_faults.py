@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import threading
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  # a fixture
 from waiting import HANG_S
@@ -506,12 +508,30 @@ def test_a_source_that_is_recorded_anew_meanwhile_is_not_published(source, tmp_p
     assert not list((tmp_path / "to").glob("*/metadata.json"))
 
 
-def test_replacing_never_deletes_the_source(source, tmp_path):
+@pytest.mark.parametrize("linked", [False, True])
+def test_replacing_never_deletes_the_source(source, tmp_path, linked):
+    """Nor does it where a link leads back to the folder of the source."""
     source.write_digests(256)
     rotten(str(source.path))
+    root = source.path.parent
+    if linked:
+        (tmp_path / "link").symlink_to(root)
+        root = tmp_path / "link"
     with pytest.raises(SaevStoreError):
-        copy_store(source.path, source.path.parent, replace=True)
+        copy_store(source.path, root, replace=True)
     assert (source.path / "acts000000.bin").exists()
+
+
+def test_digests_of_a_part_of_a_file_do_not_vouch_for_a_finished_copy(source, tmp_path):
+    """Digests of its first block alone are right, and say nothing of what comes behind."""
+    url = Path(copy_store(source.path, tmp_path / "to", progress=False))
+    data = (url / "acts000000.bin").read_bytes()
+    document = json.loads((url / "digests.json").read_text())
+    document["files"]["acts000000.bin"] = {"nbytes": 64, "digests": [xxhash.xxh3_128_hexdigest(data[:64])]}
+    (url / "digests.json").write_text(json.dumps(document))
+    (url / "acts000000.bin").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(StoreExistsError, match="another recording"):
+        copy_store(source.path, tmp_path / "to", progress=False)
 
 
 @pytest.mark.parametrize("sizes", [(256, 512), (512, 256), (256, None), (None, 256)], ids=str)

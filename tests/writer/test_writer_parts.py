@@ -27,6 +27,7 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
+from saev_store.names import CLAIM_PATH
 from saev_store.transport import MemoryTransport, Transport, open_transport
 from saev_store.writer import create_store, finalize_store
 from saev_store.writer.folder import Claim, Folder, read_claim
@@ -359,7 +360,10 @@ def test_what_is_missing_of_a_store_that_others_write() -> None:
     for rank in (0, 2):
         write_part(root, this, rank, 3)
     assert found.missing() == []
+    claim = root.read(f"{this.name}/{CLAIM_PATH}")
     assert finalize_store(root, this.metadata)
     assert found.missing() == []
     assert not found.publish()
+    assert UnpublishedStore.find(root.at(this.name)) is None
+    root.put(f"{this.name}/{CLAIM_PATH}", claim)  # as where a crash came before the hidden files were deleted
     assert UnpublishedStore.find(root.at(this.name)) is None
