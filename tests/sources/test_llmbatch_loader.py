@@ -218,7 +218,7 @@ def test_the_loop_of_the_specification_keeps_a_loaded_position():
 @pytest.mark.parametrize("then", ["iterate", "set_epoch", "load_state_dict"])
 def test_an_iteration_that_was_overtaken_is_over(then):
     """No batch comes from two iterations, and the state is that of the newer one."""
-    loader = BatchNativeLoader(reader_of(7), block_size=2)
+    loader = BatchNativeLoader(reader_of(7), block_size=2, output="numpy")
     later, older = 3, iter(loader)
     next(older)
     if then == "iterate":
@@ -237,7 +237,7 @@ def test_an_iteration_that_was_overtaken_is_over(then):
 
 def test_an_epoch_may_be_chosen_with_the_last_batch():
     """Nothing is left then that could come from two iterations."""
-    loader = BatchNativeLoader(reader_of(3), block_size=2)
+    loader = BatchNativeLoader(reader_of(3), block_size=2, output="numpy")
     found = []
     for batch in loader:
         found.append(int(batch[0, 0]))
