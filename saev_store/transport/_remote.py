@@ -33,10 +33,20 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
         TimeoutError: it took longer than `limit_s`.
         Exception: its own error.
     """
-    future = asyncio.run_coroutine_threadsafe(within(work, limit_s), loop)
+    task: asyncio.Task[T] | None = None
+    is_wanted = True
+
+    async def wanted() -> T:
+        nonlocal task
+        task = asyncio.current_task()
+        if not is_wanted:
+            raise asyncio.CancelledError
+        return await within(work, limit_s)
+
     # The loop keeps the time-out; this thread does so where the loop itself is stuck.
     deadline = time.monotonic() + limit_s + STUCK_S
     try:
+        future = asyncio.run_coroutine_threadsafe(wanted(), loop)
         while not future.done():
             left = deadline - time.monotonic()
             if left <= _SLICE_S:
@@ -44,9 +54,12 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
             with contextlib.suppress(TimeoutError):  # if it is the future's own, it is raised below
                 return future.result(_SLICE_S)
         return future.result()
-    finally:
-        if not future.done():
-            future.cancel()
+    except BaseException:
+        # Not by the future: a Ctrl-C may come before this thread has it, while the loop is already at work.
+        is_wanted = False
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: task is not None and task.cancel())
+        raise
 
 
 async def awaited_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.testing._reading import check_bytes
 from saev_store.testing.transport import FILES, UNSAFE, WriteContract
 from saev_store.transport import MemoryTransport, ReadCost
 from saev_store.transport.memory import MemorySink
@@ -414,3 +415,16 @@ def test_a_transport_without_a_fault_passes(name: str, arguments: tuple[object, 
 def test_a_transport_with_a_fault_fails(name: str, arguments: tuple[object, ...], methods: Methods) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception, SaevStoreError, ValueError)):
         run(name, arguments, methods)
+
+
+def test_long_bytes_that_differ_are_told_by_their_first_difference(monkeypatch) -> None:
+    """pytest compares long bytes line by line where `CI` is set, which takes minutes."""
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(
+        pytest.fail.Exception, match="part 1: 99,999 bytes instead of 100,000; they differ from byte 50,001 on"
+    ):
+        check_bytes([b"", bytes(50_001) + b"x" * 49_998], [b"", bytes(100_000)])
+    with pytest.raises(pytest.fail.Exception, match="0 bytes instead of 3; they differ from byte 0 on"):
+        check_bytes([b""], [b"abc"])
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        check_bytes([], [b""])

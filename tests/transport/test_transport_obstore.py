@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import CancelledError
 from functools import partial
 
 import numpy as np
@@ -407,24 +408,50 @@ def test_more_bytes_may_take_more_time(s3_bucket, monkeypatch, engine):
     assert limits_s == [60]
 
 
-def test_ctrl_c_cancels_what_is_waited_for():
+@pytest.mark.parametrize("moment", ["waiting", "submitting", "before it began"])
+def test_ctrl_c_cancels_what_is_waited_for(monkeypatch, moment):
     """A request that went on could change the object after another writer has."""
-    loop, cancelled = asyncio.new_event_loop(), threading.Event()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
+    loop, began, cancelled = asyncio.new_event_loop(), threading.Event(), threading.Event()
+    thread, submit = threading.Thread(target=loop.run_forever), asyncio.run_coroutine_threadsafe
+    main = threading.main_thread().ident
 
     async def work():
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        began.set()
+        if moment == "waiting":
+            await asyncio.sleep(0.05)  # until the other thread waits
+            signal.pthread_kill(main, signal.SIGINT)
         try:
             await asyncio.sleep(1000)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
+    def interrupted(*args):
+        """Ctrl-C behind the line that hands the work to the loop, before its future is there."""
+        if moment == "before it began":
+            blocked = threading.Event()
+            loop.call_soon_threadsafe(blocked.wait)
+            future = submit(*args)
+            threading.Timer(0.05, blocked.set).start()
+            ends.append(future)
+        else:
+            submit(*args)
+            assert began.wait(HANG_S)
+        raise KeyboardInterrupt
+
+    ends = []
+    if moment != "waiting":
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     try:
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
-            run_in_loop(work, loop, limit_s=60)
-        assert cancelled.wait(20)  # it takes no time
+            run_in_loop(work, loop, limit_s=1000)
+        if moment == "before it began":
+            with pytest.raises(CancelledError):
+                ends[0].result(HANG_S)
+            assert not began.is_set()
+        else:
+            assert cancelled.wait(HANG_S)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(HANG_S)
