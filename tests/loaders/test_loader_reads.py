@@ -386,10 +386,11 @@ def test_ranks_are_given_or_found(rank, world, environment, found, monkeypatch):
 
 def test_misspelled_options_show_no_value():
     """It may be a credential."""
-    with pytest.raises(ArgumentError) as refused:
-        ReadOptions(batch_size=8, storage_option={"secret": "hunter2"})  # type: ignore[call-arg]  # as users misspell it
-    assert "storage_option" in str(refused.value)
-    assert "hunter2" not in str(refused.value)
+    for name in ("storage_option", "strorage_options", "options"):
+        with pytest.raises(ArgumentError) as refused:
+            ReadOptions(batch_size=8, **{name: {"secret": "hunter2"}})
+        assert name in str(refused.value)
+        assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("n_rows", "is_right"), [(7, False), (8, True), (9, True)])

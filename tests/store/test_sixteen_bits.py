@@ -226,6 +226,16 @@ def test_a_state_is_refused_by_other_conditions_and_hook_points(made):
             one.load_state_dict(other.state_dict())
 
 
+def test_rows_of_another_condition_have_another_token(made):
+    """dask takes equal names for equal values."""
+    tokenize = pytest.importorskip("dask.base").tokenize
+    store = ShardStore.open(made[0])
+    chosen = [store.sel(where={"positions": position}, masked=True) for position in (1, 2, 1)]
+    names = [tokenize(selection) for selection in chosen]
+    assert len({len(selection) for selection in chosen}) == 1
+    assert names[0] == names[2] != names[1]
+
+
 def test_views_show_float32(made):
     import xarray as xr
     import zarr

@@ -389,6 +389,15 @@ def test_a_report_as_text_and_as_plain_data():
     assert str(Report("/lab/s", 1, 1, ())) == "/lab/s: ok\n  1 example in 1 shard, names and sizes only"
 
 
+@pytest.mark.parametrize(
+    ("n_lost", "end"), [(7, ", 12:13 are lost)"), (8, ", 14:15 are lost)"), (9, ", 14:15, … 1 more are lost)")]
+)
+def test_a_problem_names_the_first_eight_losses_and_counts_the_others(n_lost: int, end: str):
+    problem = Problem("rot", "other bytes", where="a.bin", lost=tuple((2 * i, 2 * i + 1) for i in range(n_lost)))
+    assert str(problem).startswith("error rot a.bin: other bytes (examples 0:1, 2:3, ")
+    assert str(problem).endswith(end)
+
+
 def test_a_report_as_a_page():
     """Twenty problems and eight ranges of each are shown, and said to be not all."""
     for n_problems, n_ranges in ((0, 0), (1, 8), (20, 9), (21, 1)):

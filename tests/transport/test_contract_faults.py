@@ -151,6 +151,15 @@ def no_lock(self: M, path: str):
     yield
 
 
+@contextlib.contextmanager
+def kept_lock(self: M, path: str):
+    """A lock that is never free again."""
+    with M.lock(self, path):
+        yield
+    self.stack = contextlib.ExitStack()
+    self.stack.enter_context(M.lock(self, path))
+
+
 def deeper(self: M, path: str) -> M:
     """A folder of the same class."""
     found = M.at(self, path)
@@ -316,6 +325,7 @@ FAULTS: dict[tuple[str, tuple[object, ...]], list[Methods]] = {
         {"delete": lambda self, path: self._files.content.clear()},
         {"delete": lambda self, path: [M.delete(self, name) for name in self.files if name.startswith(path)]},
         {"delete": lambda self, path: [M.delete(self, name) for name in ("part.txt", path) if name.startswith(path)]},
+        {"delete": lambda self, path: [M.delete(self, name) for name in ("part2", path) if name.startswith(path)]},
         {"list": lambda self, path="": [entry for entry in M.list(self) if entry.path.startswith(path)]},
     ],
     ("moves_over_other_files", ()): [
@@ -371,6 +381,7 @@ FAULTS: dict[tuple[str, tuple[object, ...]], list[Methods]] = {
     ],
     ("one_holder_of_a_lock", ()): [
         {"lock": no_lock}, {"lock": lambda self, path: self._files.held.discard(path) or M.lock(self, path)},
+        {"lock": kept_lock},
     ],
 }  # fmt: skip
 CASES = [(name, arguments, methods) for (name, arguments), faults in FAULTS.items() for methods in faults]

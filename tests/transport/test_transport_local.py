@@ -899,6 +899,15 @@ def test_a_killed_writer_leaves_what_it_has_synced(tmp_path):
     assert (tmp_path / "a.bin").read_bytes() == b"0123456789" + bytes(10)
 
 
+@pytest.mark.parametrize("found_nbytes", [9, 10, 11, 20, 30])
+def test_what_a_longer_file_held_behind_its_last_vector_is_zero_after_a_resume(tmp_path, found_nbytes):
+    (tmp_path / "a.bin").write_bytes(b"x" * found_nbytes)
+    sink = open_transport(tmp_path).open_sink("a.bin", used_nbytes=10, file_nbytes=20, resume=True)
+    sink.write(0, [memoryview(b"0123456789")])
+    sink.commit()
+    assert (tmp_path / "a.bin").read_bytes() == b"0123456789" + bytes(10)
+
+
 # Locks
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from saev_store.core.layout import Layout
-from saev_store.core.token_arrays import LABELS
+from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents import (
     VERSIONS,
     WrittenVersion,
@@ -255,6 +255,16 @@ def test_what_is_said_of_the_size_of_labels(nbytes: int, message: str, remedy: s
     assert (caught.value.remedy, caught.value.where) == (
         "It is of another store, or not of one byte each: replace it, or remove it.", "labels.bin",
     )  # fmt: skip
+
+
+def test_a_column_for_cls_is_counted_in_bytes_of_the_array():
+    """7 examples x 5 tokens of 4 bytes are 140; 35 bytes are not, whatever they are of labels."""
+    ids = TokenArray("token_ids", "int32")
+    for nbytes, is_column in ((140, True), (35, False)):
+        with pytest.raises(DocumentError) as caught:
+            parse_token_array_size(nbytes, ids, META.layout, where="token_ids.bin")
+        assert ("has a column for CLS, which has no token_id" in caught.value.message) is is_column
+        assert (caught.value.remedy == "Write it again without the first column.") is is_column
 
 
 def test_a_shards_json_is_bounded(monkeypatch: pytest.MonkeyPatch):

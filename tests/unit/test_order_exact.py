@@ -224,6 +224,7 @@ MIXINGS = {
         None,
         (333.3333333333333, 379.35737875875384),
     ),
+    "all layers": (order_of(50, 4, n_layers=3, window=150), 16, None, (50.0, 13.849928127643036)),
     "groups": (order_of(2001, 9, group=4, partitions=4, window=50, tick=100), 400, None, (768.0, 334.54178332466597)),
     "whole": (order_of(50, 4, window=50), 16, None, (50.0, 14.180351999999996)),
     "one row": (order_of(1, 1), 4, None, (1.0, 0.999999999999)),

@@ -374,17 +374,17 @@ def test_another_reading_of_an_unchanged_file_is_another_store(tmp_path: Path):
     assert_same_bits(ShardStore.from_array(Failing(acts, 99), tmp_path, **OPTIONS, token_arrays=with_mask), acts)
 
 
-@pytest.mark.parametrize("example", [2, 5])
-def test_a_change_that_the_identity_does_not_see_is_found_by_verifying(example: int, tmp_path: Path):
-    """Example 2 lies in a shard that was whole, 5 in one that was not."""
+@pytest.mark.parametrize(("example", "n_at_once"), [(2, 2), (5, 2), (2, 1), (4, 1)])
+def test_a_change_that_the_identity_does_not_see_is_found_by_verifying(example: int, n_at_once: int, tmp_path: Path):
+    """Example 2 lies in a shard that was whole; 4, where one example is read at once, in one that was half written."""
     acts = numbers(shape=(50, 3, 5, 8))
     with pytest.raises(Interrupted):
-        ShardStore.from_array(Failing(acts, 8 + 5), tmp_path, **OPTIONS, max_block_bytes=2 * acts[0].nbytes)
+        ShardStore.from_array(Failing(acts, 8 + 5), tmp_path, **OPTIONS, max_block_bytes=n_at_once * acts[0].nbytes)
     acts[example, 0, 0, 0] += 1
     array = Failing(acts, 999)
     with pytest.raises(ResumeError, match=f"examples {example // 2 * 2} to {example // 2 * 2 + 1} of the source"):
         ShardStore.from_array(array, tmp_path, **OPTIONS, max_block_bytes=1)
-    assert len(array.blocks) < 50
+    assert len(array.blocks) < 50 or example == 4  # its shard is compared when the rest of it is durable
     with pytest.raises(SaevStoreError):
         ShardStore.open(next(tmp_path.iterdir()))
 

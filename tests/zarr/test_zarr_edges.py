@@ -204,6 +204,22 @@ def test_hook_points_are_told_in_every_view(tmp_path: Path):
         assert "hook_point" not in store.as_xarray().variables
 
 
+def test_a_token_array_with_the_name_of_the_coordinate_of_hook_points(tmp_path: Path):
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=(5, 5), hook_points=["attn_out", "resid_post"], content_tokens_per_example=2, cls_token=False,
+        d_model=4, n_examples=3, protocol="3.0", token_arrays={"hook_point": "int32"},
+    )  # fmt: skip
+    values = np.arange(6, dtype=np.int32).reshape(3, 2)
+    with ShardStore.create(tmp_path, metadata) as writer:
+        writer.append(np.zeros((3, 2, 2, 4), np.float32), hook_point=values)
+    store = ShardStore.open(tmp_path / metadata.hash)
+    assert zarr.open_group(store.as_zarr(), mode="r")["tokens_hook_point"][...].tolist() == values.tolist()
+    pytest.importorskip("xarray")
+    dataset = store.as_xarray()
+    assert dataset["tokens_hook_point"].values.tolist() == values.tolist()
+    assert dataset["hook_point"].values.tolist() == ["attn_out", "resid_post"]
+
+
 def test_other_hook_points_do_not_continue_a_repository(tmp_path: Path):
     pytest.importorskip("icechunk")
     pytest.importorskip("virtualizarr")
