@@ -19,6 +19,7 @@ import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 from processes import in_process, read_part, read_whole
+from range_server import serving
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from waiting import HANG_S
 
@@ -57,6 +58,54 @@ def one_awaited(transport, path, start, end):
 
 
 both = pytest.mark.parametrize("one", [one, one_awaited])
+
+
+@both
+def test_a_body_that_breaks_off_is_asked_for_again(tmp_path, one):
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    with serving(tmp_path) as (url, server):
+        server.faults, server.counter = "truncated", 6  # of each seventh answer a half is sent
+        assert one(open_transport(url), "a.bin", 2, 8) == b"234567"
+        assert server.counter == 8
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ClientPayloadError",
+        "IncompleteRead",
+        "IncompleteReadError",
+        "ResponseStreamingError",
+        "ReadTimeoutError",
+        "ValueError",
+    ],
+)
+def test_what_is_asked_for_again(kind, monkeypatch):
+    """By the names of aiohttp, http.client, asyncio, botocore and urllib3: none of them is needed."""
+    broke_off = type(kind, (Exception,), {})
+    answers = [
+        broke_off("half of it"),
+        broke_off("half of it"),
+        (b"23", {"ETag": '"1"', "Content-Range": "bytes 2-3/10"}),
+    ]
+
+    async def get(*_):
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def no_wait(_):
+        pass
+
+    monkeypatch.setattr("saev_store.transport._remote.asyncio.sleep", no_wait)
+    reading = ranges(get, None, "a.bin", [2], [4], where="a.bin", arrived=len)
+    if kind == "ValueError":
+        with pytest.raises(broke_off):
+            asyncio.run(reading)
+        assert len(answers) == 2
+    else:
+        assert asyncio.run(reading) == [(b"23", ('"1"', 10))]
 
 
 class FakeFileSystem(AsyncFileSystem):
