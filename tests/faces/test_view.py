@@ -623,3 +623,13 @@ def test_two_stores_of_other_tokens_are_not_compared(images, texts):
     assert "cosine" not in answer
     with pytest.raises(SaevStoreError, match="no second store"):
         ask(open_pages(images), "compare")
+
+
+def test_why_two_stores_are_not_compared_shows_no_place(tmp_path):
+    """Also where the path of the second has blanks, behind which a path in a sentence may end."""
+    places = [tmp_path / name for name in ("one", "somebody's other recordings")]
+    layouts = [Layout(n, (2, 5, 11), 4, True, 8, 3) for n in (7, 8)]
+    paths = [plain_store(layout).write(place) for layout, place in zip(layouts, places, strict=True)]
+    why_not = ask(open_pages(paths[0], other=str(paths[1])), "compare")["why_not"]
+    assert paths[1].name in why_not
+    assert not [word for word in (str(tmp_path), "recordings") if word in why_not]

@@ -252,20 +252,22 @@ def test_class_sorted_data_is_mixed():
     assert 0.95 < quality.entropy_share < 1.05  # a window shares out more evenly than chance
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("n_batches", [1, 2, 5, 100])
-def test_quality_is_the_mean_over_the_batches_in_the_middle_of_an_epoch(n_batches: int) -> None:
+def test_quality_is_the_mean_over_the_batches_in_the_middle_of_an_epoch(n_batches: int, world: int) -> None:
     layout = Layout(40, (0,), 6, False, 1, 10)
     files = {f"acts{i:06d}.bin": bytes(10 * 6 * 4) for i in range(4)}
     rows = Selection(Reader(MemoryTransport(files), layout), row_space(layout))
-    with ShuffledLoader(rows, batch_size=11, window_blocks=7) as loader:
+    size = 12 // world
+    with ShuffledLoader(rows, batch_size=size, window_blocks=7, rank=0, world=world) as loader:
         found = shuffle_quality(loader, n_batches=n_batches)
-        n_full = 240 // 11
+        n_full = 240 // 12
         middle = range(n_full // 4, n_full - n_full // 4)
         assert found.n_batches == min(n_batches, len(middle))
         if n_batches < len(middle):
             middle = np.unique(np.linspace(middle[0], middle[-1], n_batches).astype(int)).tolist()
         counts = [np.unique(loader.examples_of(number), return_counts=True)[1] for number in middle]
-    shares = [each / 11 for each in counts]
+    shares = [each / size for each in counts]
     assert found.distinct_examples == pytest.approx(np.mean([len(each) for each in counts]))
     assert found.effective_examples == pytest.approx(np.mean([1 / (each**2).sum() for each in shares]))
     assert found.entropy_bits == pytest.approx(np.mean([-(each * np.log2(each)).sum() for each in shares]))

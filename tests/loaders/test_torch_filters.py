@@ -30,6 +30,7 @@ from saev_store.torch import (  # after the check that torch is there
     ShuffledPairConfig,
     ShuffledPairDataLoader,
 )
+from saev_store.writer.copying import copy_store  # after the check that torch is there
 
 N, LAYERS, TOKENS, D_MODEL = 23, (2, 5, 9), 6, 8
 
@@ -192,6 +193,16 @@ def test_where_bos_is_the_special_token_content_stays(special: Path, tmp_path: P
     assert make("ordered", special, layer=5, remove_bos=True).n_samples == N * TOKENS
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # a copy of the content tokens alone
     assert make("ordered", special, layer=5, remove_bos=True, use_tmpdir=True).n_samples == N * TOKENS
+
+
+@pytest.mark.parametrize(("bos", "first"), [(True, 0), (False, 1)])
+def test_a_copy_of_the_content_tokens_has_no_bos(tmp_path: Path, bos: bool, first: int):
+    """Where it was the special token of its source. Content that begins without BOS keeps the rule of the first token."""
+    source = write(tmp_path / "source", long_ones(cls=True), cls=True, text={"layout": "window", "bos": bos})
+    copy_store(source, tmp_path / "copy", tokens="content", progress=False)
+    (copied,) = (tmp_path / "copy").iterdir()
+    found = tokens_of(make("ordered", copied, layer=5, remove_bos=True))
+    assert found == [(example, token) for example in range(N) for token in range(first, TOKENS)]
 
 
 def test_in_a_stream_it_is_the_first_token_of_each_document(tmp_path: Path):

@@ -213,9 +213,11 @@ def test_providers_of_consumers_go_through_epochs(store: Path, expected: list[np
 @pytest.mark.parametrize("write", [
     lambda act: act.add_(1), lambda act: act[3].zero_(), lambda act: act.T.mul_(2), lambda act: act.copy_(-act),
 ])  # fmt: skip
-def test_who_writes_into_a_batch_is_named_to_all(store: Path, write: Callable):
+@pytest.mark.parametrize("names", [["good", "bad"], ["bad", "good"]])
+def test_who_writes_into_a_batch_is_named_to_all(store: Path, write: Callable, names: list[str]):
+    """And nobody else who has it at that time."""
     both = threading.Barrier(2)
-    with make(store).share(["good", "bad"]) as shared:
+    with make(store).share(names) as shared:
 
         def work(consumer: Consumer) -> None:
             with consumer:
@@ -224,6 +226,7 @@ def test_who_writes_into_a_batch_is_named_to_all(store: Path, write: Callable):
                         both.wait(60)
                         if consumer.name == "bad":
                             write(batch["act"])
+                        both.wait(60)
 
         found = in_threads(shared, work)
     assert found[0] is found[1]

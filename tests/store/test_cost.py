@@ -380,3 +380,6 @@ def test_dollars_are_for_the_bytes_that_travel():
     assert (found.request_dollars, found.transfer_dollars) == (1.5, 8.0)
     assert str(found) == "3,000 requests, 4,000.000 MB for 1,000.000 MB: $1.5000, and $8.0000 if they leave the region"
     assert str(estimate(Price(), requests=1, bytes_read=5, bytes_wanted=5)) == "1 requests, 0.000 MB"
+    for price, dollars in ((Price(0.5, 0.0), "$0.5000, and $0.0000"), (Price(0.0, 2e5), "$0.0000, and $0.0010")):
+        shown = str(estimate(price, requests=1_000, bytes_read=5, bytes_wanted=5))
+        assert shown == f"1,000 requests, 0.000 MB: {dollars} if they leave the region"

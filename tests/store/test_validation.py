@@ -383,6 +383,10 @@ def test_a_report_as_text_and_as_plain_data():
     with pytest.raises(CorruptShardError, match="1 error, 0 of 1,200 examples are lost") as raised:
         unread.raise_if_bad()
     assert "`repair`" not in str(raised.value.remedy)
+    one = Report("/lab/s", 1200, 3, (Problem("short_shard", "cut", where="acts000001.bin", lost=((5, 6),)),))
+    with pytest.raises(CorruptShardError, match="1 error, 1 of 1,200 examples are lost") as raised:
+        one.raise_if_bad()
+    assert "`repair`" in str(raised.value.remedy)
     warned = Report("/lab/s", 1, 1, problems[1:2])
     warned.raise_if_bad()
     assert str(warned).splitlines()[:2] == ["/lab/s: ok: 1 warning", "  1 example in 1 shard, names and sizes only"]

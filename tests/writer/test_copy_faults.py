@@ -508,6 +508,25 @@ def test_a_source_that_is_recorded_anew_meanwhile_is_not_published(source, tmp_p
     assert not list((tmp_path / "to").glob("*/metadata.json"))
 
 
+@pytest.mark.parametrize("layers", [None, "one"])
+def test_a_source_with_other_labels_meanwhile_is_not_published(tmp_path, monkeypatch, layers):
+    source = plain_store(tmp_path / "source", labels=True)
+    options = {} if layers is None else {"layers": [metadata_of(source).layout.layers[1]]}
+    module = _whole if layers is None else _layers
+    plainly = module.check_unchanged
+
+    def labelled_before(*args: object) -> None:
+        labels = source.path / "labels.bin"
+        (np.fromfile(labels, np.uint8) + np.uint8(1)).tofile(labels.with_suffix(".new"))
+        os.replace(labels.with_suffix(".new"), labels)
+        plainly(*args)
+
+    monkeypatch.setattr(module, "check_unchanged", labelled_before)
+    with pytest.raises(TransportError, match="replaced while they were copied"):
+        copy_store(source.path, tmp_path / "to", **options)
+    assert not list((tmp_path / "to").glob("*/metadata.json"))
+
+
 @pytest.mark.parametrize("linked", [False, True])
 def test_replacing_never_deletes_the_source(source, tmp_path, linked):
     """Nor does it where a link leads back to the folder of the source."""

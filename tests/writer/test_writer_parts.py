@@ -355,8 +355,8 @@ def test_what_is_missing_of_a_store_that_others_write() -> None:
     assert (found.n_parts, found.metadata.raw) == (3, this.metadata.raw)
     assert found.missing() == [(0, 2), (4, 7)]
     assert list(found.untouched_parts()) == [True, False, True]
-    ranges = ((0, 7), (0, 2), (2, 4), (3, 4), (3, 7), (4, 7))
-    assert [found.n_durable(first, end) for first, end in ranges] == [2, 0, 2, 1, 1, 0]
+    ranges = ((0, 7), (0, 2), (2, 4), (3, 4), (3, 7), (4, 7), (0, 3), (2, 3), (1, 2))
+    assert [found.n_durable(first, end) for first, end in ranges] == [2, 0, 2, 1, 1, 0, 1, 1, 0]
     for rank in (0, 2):
         write_part(root, this, rank, 3)
     assert found.missing() == []

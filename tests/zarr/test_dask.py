@@ -131,3 +131,13 @@ def test_chunks_that_do_not_fit(chunks: object):
     store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
     with pytest.raises(ArgumentError, match="chunks"):
         store.as_dask(chunks=chunks)
+
+
+def test_why_chunks_do_not_fit_is_told():
+    plain = plain_store(LAYOUT)
+    store = ShardStore.open(MemoryTransport(plain.files, label=plain.name))
+    with pytest.raises(ValueError) as reason:
+        dask.array.from_array(store, chunks="many")
+    with pytest.raises(ArgumentError) as caught:
+        store.as_dask(chunks="many")
+    assert str(reason.value) in str(caught.value)
