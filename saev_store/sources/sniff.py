@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -13,12 +13,11 @@ from saev_store.errors import (
     CorruptShardError,
     DocumentError,
     NotFoundError,
-    SaevStoreError,
     TransportError,
     brief,
 )
 from saev_store.sources.address import Url, full_url, locate
-from saev_store.transport import Engine, Lists, Transport
+from saev_store.transport import Engine, Entry, Lists, Transport
 
 if TYPE_CHECKING:
     from saev_store.sources._source import Source
@@ -106,6 +105,7 @@ def find_source(
     Raises:
         NotFoundError: nothing exists there.
         DocumentError: the file is of no known format.
+        AccessError, TransportError: the storage could not be read.
     """
     there, name = locate(url, storage_options, engine=engine, transport=transport)
     found = sniff(name, engine=engine, transport=there)
@@ -115,11 +115,14 @@ def find_source(
     try:
         there.size(name)
     except NotFoundError:
-        with contextlib.suppress(SaevStoreError):
-            folder = isinstance(there, Lists) and bool(there.list(name))
+        folder = bool(_listed(there, name))
         if not folder:
             raise NotFoundError("there is nothing of that name", where=where) from None
-    except SaevStoreError:
+    except CorruptShardError:
+        folder = True
+    except TransportError as error:
+        if error.transient:
+            raise
         folder = True
     if folder:
         raise DocumentError("the folder holds no data set of a known format", where=where)
@@ -237,12 +240,22 @@ def _format_of(transport: Transport, path: str) -> str | None:
     return {"batch": "llmbatch", "idx": "mmididx"}.get(path.rpartition(".")[2])
 
 
-def _in_folder(transport: Transport, path: str) -> Found | None:
+def _listed(transport: Transport, path: str) -> Sequence[Entry]:
+    """What a folder holds; nothing where there is none, or where the storage does not list."""
     if not isinstance(transport, Lists):
-        return None
-    names: list[str] = []
-    with contextlib.suppress(NotFoundError, TransportError):
-        names = [entry.path for entry in transport.list(path) if not entry.is_dir and entry.path.endswith(_ENDINGS)]
+        return []
+    try:
+        return transport.list(path)
+    except NotFoundError:
+        return []
+    except TransportError as error:
+        if error.transient:
+            raise
+        return []
+
+
+def _in_folder(transport: Transport, path: str) -> Found | None:
+    names = [entry.path for entry in _listed(transport, path) if not entry.is_dir and entry.path.endswith(_ENDINGS)]
     found = [(name, kind) for name in names if (kind := _format_of(transport, name)) is not None]
     if len(found) > 1:
         shown = ", ".join(name.rpartition("/")[2] for name, _ in found[:_MAX_SHOWN])

@@ -440,8 +440,11 @@ class TestBadTars:
     def test_part_twice(self, tmp_path):
         self.refused(tmp_path, tar_bytes([("a.txt", b"1"), ("a.txt", b"2")]), "has the part 'txt' twice")
 
-    def test_name_that_is_no_text(self, tmp_path):
-        self.refused(tmp_path, tar_bytes([("a\udcff.txt", b"1")], format="gnu"), "no UTF-8")
+    @pytest.mark.parametrize("name", ["a\udcff.txt", "a.t\udcffxt"])
+    def test_name_that_is_no_text(self, tmp_path, name):
+        """The key, or a part of a sample whose first part is one."""
+        members = [("a.jpg", b"0"), (name, b"1")]
+        self.refused(tmp_path, tar_bytes(members, format="gnu"), "no UTF-8")
 
     def test_endless_extension_header(self, tmp_path):
         info = tarfile.TarInfo("x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,39 @@ def test_which_errors_of_a_service_are_those_of_the_caller(error: SaevStoreError
         with pytest.raises((DocumentError, NotFoundError, TransportError)) as caught:
             find_source("x.idx", transport=transport)
         assert caught.value.where in {"x", "memory://x.idx"}
+
+
+class Busy(MemoryTransport):
+    """One request of one kind fails in a way that may pass; a folder is no file."""
+
+    def __init__(self, operation: str, path: str, passes: bool) -> None:
+        super().__init__({"f/x": b"a"})
+        self.fails, self.passes = (operation, path), passes
+
+    def _check(self, operation: str, path: str) -> None:
+        if (operation, path) == self.fails:
+            raise TransportError("busy", where=path, transient=self.passes)
+
+    def size(self, path: str) -> int:
+        self._check("size", path)
+        return super().size(path)
+
+    def list(self, path: str = "") -> Sequence[Entry]:
+        self._check("list", path)
+        return super().list(path)
+
+
+@pytest.mark.parametrize("operation", ["size", "list"])
+@pytest.mark.parametrize("call", [sniff, find_source])
+def test_a_failure_that_passes_is_never_told_as_the_absence_of_data(operation: str, call: Callable[..., object]):
+    """A script that tries again what passes would give up."""
+    error = refused(lambda: call("f", transport=Busy(operation, "f", passes=True)))
+    assert (type(error), error.message) == (TransportError, "busy")
+    lasting = Busy(operation, "f", passes=False)
+    if call is sniff:
+        assert sniff("f", transport=lasting) is None
+    else:
+        assert type(refused(lambda: call("f", transport=lasting))) in {DocumentError, NotFoundError}
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 9, 10])

@@ -85,6 +85,13 @@ def test_wrappers_can_what_the_wrapped_can(wrap, inner):
             assert hasattr(wrapper, name) == hasattr(inner, name)
 
 
+@pytest.mark.parametrize("limit", [0, 0.0, -1, float("nan")])
+@pytest.mark.parametrize("name", ["bytes_per_s", "requests_per_s"])
+def test_a_rate_at_which_nothing_ends_is_refused(name, limit):
+    with pytest.raises(ArgumentError, match=f"{name} is .*; it must be a number of more than 0"):
+        Rate(**{name: limit})
+
+
 def test_wrappers_keep_their_kind_and_options():
     rate = Rate(1e9, 7)
     inner = LimitTransport(LatencyTransport(MemoryTransport({"a": b"1"}, label="x"), 0.5, 1e6), rate)
