@@ -269,6 +269,24 @@ class TestInterrupted:
         assert (tmp_path / "killer/done").exists()
         check(EnergonDataset(tmp_path), truth)
 
+    def test_a_worker_that_is_killed_amid_an_answer_costs_nothing(self, tmp_path, monkeypatch):
+        truth = write_dataset(tmp_path, n_shards=6, odd=False)
+        (tmp_path / "killer").mkdir()
+        (tmp_path / "killer/sitecustomize.py").write_text(
+            "import os, signal, sys\n"
+            "if any('_scan_all' in argument for argument in sys.orig_argv):\n"
+            "    class Cut:\n"
+            "        def write(self, text):\n"
+            "            os.write(1, text[:len(text) // 2].encode())\n"
+            "            os.kill(os.getpid(), signal.SIGKILL)\n"
+            "        def flush(self):\n"
+            "            pass\n"
+            "    sys.stdout = Cut()\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path / "killer")
+        prepare(tmp_path, split="1,0,0", num_workers=2, progress=False)
+        check(EnergonDataset(tmp_path), truth)
+
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
     def test_workers_end_quietly_with_their_parent(self, tmp_path, how):
         """No worker goes on, and none prints a traceback."""

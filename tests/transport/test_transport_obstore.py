@@ -605,6 +605,17 @@ def test_other_processes_get_the_right_bytes(s3_bucket, method, engine):
     assert read_part(pickle.loads(pickle.dumps(transport))) == b"34560"
 
 
+def test_a_forked_child_refuses_an_object_that_was_replaced(s3_bucket):
+    """The version that the parent has read is the one that its child reads, through another client."""
+    transport = open_s3(s3_bucket)
+    transport.put("a.bin", b"0123456789")
+    assert read_part(transport) == b"34560"
+    open_s3(s3_bucket).put("a.bin", b"abcdefghij")
+    error = in_process("fork", transport)
+    assert isinstance(error, TransportError)
+    assert "replaced while it was being read" in str(error)
+
+
 def test_a_forked_child_without_fsspec_is_told_so_at_once(s3_bucket, monkeypatch):
     transport = open_s3(s3_bucket)
     transport.put("a.bin", b"0123456789")

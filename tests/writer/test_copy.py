@@ -565,6 +565,21 @@ def test_any_store_as_protocol_2_1(sample, tmp_path):
     assert copy_store(source.url, tmp_path / "to", protocol="2.1", progress=False) == url  # there already
 
 
+@pytest.mark.parametrize("agg", ["majority", "prefer-fg", None])
+@pytest.mark.parametrize("options", [{"protocol": "2.1"}, {"dtype": "float16"}], ids=str)
+def test_how_pixels_become_labels_is_kept(tmp_path, agg, options):
+    acts = np.zeros((2, 1, 3, 4), np.float32)
+    metadata = new_metadata(
+        family="clip", ckpt="a", layers=[1], content_tokens_per_example=3, cls_token=False, d_model=4, n_examples=2, protocol="2.1",
+        dataset="/data/ade", pixel_agg=agg,
+    )  # fmt: skip
+    with ShardStore.create(tmp_path / "from", metadata, progress=False) as writer:
+        writer.append(acts)
+    copied = ShardStore.open(copy_store(tmp_path / "from" / metadata.hash, tmp_path / "to", **options, progress=False))
+    assert copied.metadata.pixel_agg == metadata.pixel_agg
+    assert copied.metadata.dataset == "/data/ade"
+
+
 @pytest.mark.parametrize("can_link", [True, False])
 @pytest.mark.parametrize("digests", [True, False])
 def test_shards_are_shared_on_one_disk(store, tmp_path, monkeypatch, can_link, digests):

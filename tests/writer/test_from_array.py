@@ -489,6 +489,11 @@ def test_what_is_imported_is_named_in_the_metadata(tmp_path: Path):
     assert document["data"]["corpus"] == "birds"
     assert document["data"]["imported"]["url"] == str(tmp_path / "acts.raw")
     assert document["dataset"] == "/data/birds"
+    # Data that were taken from another store say what that one was imported from.
+    again = ShardStore.from_array(numbers(seed=2), tmp_path / "out", **OPTIONS, data=store.metadata.data)
+    assert again.metadata.data["corpus"] == "birds"
+    assert again.metadata.data["imported"]["digest"] != document["data"]["imported"]["digest"]
+    assert_same_bits(again, numbers(seed=2))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------
