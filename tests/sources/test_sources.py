@@ -413,6 +413,18 @@ def test_documents_padded_into_batches(sizes, seq_len, end, data):
         assert batches[order.places(np.array([i]))[0]].tolist() == wanted + [7] * (seq_len - len(wanted))
 
 
+def test_a_padded_document_ends_where_there_is_room():
+    """Of 2, 3, 4 and 5 tokens in records of 4: the first two have room for the end."""
+    source, store = documents_of([2, 3, 4, 5], doc_idx=[0, 1, 2, 3, 4]), MemoryTransport()
+    documents_to_batches(source, "y.batch", seq_len=4, batch_size=1, pad_token=7, end_token=999, transport=store)
+    batches = BatchFileReader("y.batch", transport=store)
+    places = RecordOrder(4, 0).places(np.arange(4))
+    assert [batches[place].tolist() for place in places] == [
+        [*source.document(0).tolist(), 999, 7], [*source.document(1).tolist(), 999], source.document(2).tolist(),
+        source.document(3)[:4].tolist(),
+    ]  # fmt: skip
+
+
 def test_long_documents_pass_in_pieces(monkeypatch):
     monkeypatch.setattr("saev_store.sources.convert._PIECE_TOKENS", 10)
     source, store = documents_of([3, 100, 0, 25, 4, 4, 4], doc_idx=[0, 1, 4, 5, 7]), MemoryTransport()
