@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -52,6 +53,34 @@ def test_torch_random_state_of_the_caller_survives_a_random_model() -> None:
     assert len({first.ckpt, *(other.ckpt for other in others)}) == 3
     assert others[0].model.dtype == torch.bfloat16
     assert not first.model.training
+
+
+@pytest.mark.parametrize("wrong", [(0, 0), (0, 1), (8, 0), (8, 1)])
+def test_the_largest_of_all_differences_is_told(wrong: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any batch and layer, not of the last one."""
+    monkeypatch.setattr(_demo_text, "BATCH_SIZE", 8)
+    kept = np.zeros((9, 2, 4, 5), np.float32)
+    kept[wrong[0], wrong[1], 2, 3] = 0.5
+
+    class Store:
+        token_arrays: ClassVar = {"token_ids": np.ones((9, 3), np.int32), "mask": np.ones((9, 3), bool)}
+        layers = (0, 1)
+
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, rows: slice) -> np.ndarray:
+            return kept[rows]
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+            return SimpleNamespace(hidden_states=[torch.zeros(*input_ids.shape, 5)] * 3)
+
+    assert _demo_text._compare(Store(), Network()) == (9 * 4 * 2, 0.0, 0.5)
 
 
 def test_the_hub_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

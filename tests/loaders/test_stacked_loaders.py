@@ -383,6 +383,13 @@ def test_an_epoch_costs_what_the_loader_says(kind, layer, tokens, world, d_model
     requests, nbytes = after.requests - before.requests, after.bytes_read - before.bytes_read
     assert (expected.requests, expected.bytes_read) == (requests, nbytes)
     assert expected.bytes_wanted == rows.nbytes // world
+    if kind is OrderedLoader:  # of some parts the whole is told, which are as long as the others
+        with pytest.MonkeyPatch.context() as patch, kind(rows, batch_size=1, world=world, rank=0) as loader:
+            whole = loader.explain().cost
+            patch.setattr("saev_store.loaders._explain._N_PLANNED", 50)
+            some = loader.explain().cost
+            assert some.requests == pytest.approx(whole.requests, rel=0.2)
+            assert some.bytes_read == pytest.approx(whole.bytes_read, rel=0.2)
     if world == 1 and kind is ShuffledLoader:
         # One read of a block, or two where a layer between is not wanted; the partitions may share a block.
         assert requests <= 61 * (1 if len(layer) == 3 else 2)

@@ -497,6 +497,8 @@ def test_hooks_of_other_names_need_layers_and_the_model_may_be_told(tmp_path: Pa
     (tmp_path / "c" / "cache_activations_runner_cfg.json").write_text('{"model_name": "gpt2-small"}')
     store = import_cache(tmp_path / "c", tmp_path / "out", **options, layers=[7])
     assert (store.metadata.ckpt, store.metadata.protocol, store.layers) == ("gpt2-small", "2.0", (7,))
+    store = import_cache(tmp_path / "c", tmp_path / "out", **options, layers=[7], ckpt="finetuned")
+    assert store.metadata.ckpt == "finetuned"
 
 
 def _ragged(column: str) -> Callable[[Path], None]:

@@ -260,6 +260,8 @@ PLAIN, GNU, PAX = (
         (header("a.txt", 3, tarfile.AREGTYPE), "a.txt", 3, None), (header("a.txt", 3, tarfile.CONTTYPE), "a.txt", 3, None),
         (GNU, LONG, 3, None), (PAX, "ä.txt", 3, None), (header("b", 1) + b"b".ljust(512) + GNU, LONG, 3, None),
         (header("b", 1) + b"b".ljust(512) + PAX, "ä.txt", 3, None),
+        (PLAIN, "b/a.txt", 3, "the tar has 'a.txt' there"), (header("b/a.txt", 3), "a.txt", 3, "the tar has 'b/a.txt' there"),
+        (header("b/a.txt", 3), "c/a.txt", 3, "the tar has 'b/a.txt' there"), (header("b/a.txt", 3), "b/a.txt", 3, None),
         (PLAIN, "a.tx", 3, "the tar has 'a.txt' there"), (PLAIN, "a.txt", 2, "the tar has a file of 3 bytes there, the index says 2"),
         (PLAIN, "a.txt", 4, "the tar has a file of 3 bytes there, the index says 4"), (PAX, "a.txt", 3, "the tar has 'ä.txt' there"),
         (GNU, LONG[:100], 3, f"the tar has {LONG!r} there"),

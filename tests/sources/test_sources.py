@@ -65,6 +65,9 @@ def copied(folder, to):
         ("zip://x.idx::s3://lab/all.zip", "zip://::s3://lab/all.zip", "x.idx"),
         ("/data/a::b/x.idx", "/data/a::b", "x.idx"),
         ("/data/x::y.idx", "/data", "x::y.idx"),
+        ("/data/what?/x.idx", "/data/what?", "x.idx"),
+        ("/data/why?.idx", "/data", "why?.idx"),
+        ("really?.idx", ".", "really?.idx"),
     ],
 )
 def test_addresses_are_cut_where_their_file_begins(url, folder, name):

@@ -20,10 +20,11 @@ from token_stores import token_store
 from waiting import HANG_S
 
 from saev_store import ShardStore
-from saev_store.errors import TransportError
+from saev_store.errors import DocumentError, TransportError
 from saev_store.transport import FREE, MemoryTransport, Transport, open_transport
 from saev_store.validation import Report, validate
 from saev_store.validation._judge import is_zero, merge_runs, scan_piece, whole_units
+from saev_store.writer._digests import parse_digests
 
 
 def look(store: Plain, transport: Transport | None = None, *, absent: bool = False) -> Report:
@@ -279,6 +280,16 @@ def test_a_digests_document_that_cannot_be_used_is_an_error(store, text):
     assert report.problems[0].severity == "error"
     assert not report.ok
     assert report.lost == ()
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_a_digests_document_that_is_no_json_may_be_deleted(raw):
+    with pytest.raises(DocumentError, match="no JSON: ") as caught:
+        parse_digests(raw, where="p/digests.json")
+    assert (caught.value.where, caught.value.remedy) == (
+        "p/digests.json",
+        "Delete it: the store stays readable, only unchecked.",
+    )
 
 
 def test_digests_of_another_store_are_named_file_by_file(store, tmp_path):

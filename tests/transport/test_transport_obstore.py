@@ -288,6 +288,8 @@ def test_parts_leave_while_the_next_are_written(s3_bucket):
     assert len(uploads(s3_bucket)) == 1
     with pytest.raises(TransportError, match="sent already"):
         sink.write(5, [memoryview(b"1")])
+    with pytest.raises(TransportError, match="sent already"):  # its first bytes; the last ones are not
+        sink.write((8 << 20) - 5, [memoryview(bytes(len(truth) - (8 << 20) + 5))])
     with pytest.raises(NotFoundError):
         transport.size("big.bin")
     sink.commit()

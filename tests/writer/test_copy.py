@@ -33,6 +33,7 @@ from saev_store.errors import (
 )
 from saev_store.store.opening import open_documents
 from saev_store.transport import MmapTransport, PreadTransport, open_transport
+from saev_store.transport.limit import Rate
 from saev_store.writer.copying import _copier, _whole, copy_store
 from saev_store.writer.copying._layers import copy_layers, kept_tokens
 from saev_store.writer.folder import Folder
@@ -289,6 +290,19 @@ def test_bad_arguments(store, tmp_path):
     with pytest.raises(SaevStoreError):
         copy_store(store.path, "nosuchprotocol://x")
     assert not (tmp_path / "to").exists()
+
+
+def test_limits_are_megabytes_of_a_million_bytes(store, tmp_path, monkeypatch):
+    told = []
+
+    def noted(*limits: float | None) -> Rate:
+        told.append(limits)
+        return Rate()
+
+    monkeypatch.setattr("saev_store.writer.copying.Rate", noted)
+    for name, limits in (("a", {"max_mb_per_s": 3}), ("b", {"max_requests_per_s": 4}), ("c", {})):
+        copy_store(store.path, tmp_path / name, **limits, progress=False)
+    assert told == [(3e6, None), (None, 4), (None, None)]
 
 
 def test_no_room(store, tmp_path, monkeypatch):
