@@ -385,6 +385,7 @@ def test_an_epoch_costs_what_the_loader_says(kind, layer, tokens, world, d_model
     assert expected.bytes_wanted == rows.nbytes // world
     if kind is OrderedLoader:  # of some parts the whole is told, which are as long as the others
         with pytest.MonkeyPatch.context() as patch, kind(rows, batch_size=1, world=world, rank=0) as loader:
+            patch.setattr("saev_store.loaders._explain._N_PLANNED", 10_000)
             whole = loader.explain().cost
             patch.setattr("saev_store.loaders._explain._N_PLANNED", 50)
             some = loader.explain().cost

@@ -30,6 +30,7 @@ from saev_store.errors import (
 )
 from saev_store.sources import Source, open_source, reopen, sniff
 from saev_store.sources._new_file import NewFile
+from saev_store.sources._records import RecordsOf
 from saev_store.sources.address import address_below, full_url, locate, split_address
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
@@ -422,10 +423,12 @@ def test_a_padded_document_ends_where_there_is_room():
     documents_to_batches(source, "y.batch", seq_len=4, batch_size=1, pad_token=7, end_token=999, transport=store)
     batches = BatchFileReader("y.batch", transport=store)
     places = RecordOrder(4, 0).places(np.arange(4))
-    assert [batches[place].tolist() for place in places] == [
+    expected = [
         [*source.document(0).tolist(), 999, 7], [*source.document(1).tolist(), 999], source.document(2).tolist(),
         source.document(3)[:4].tolist(),
     ]  # fmt: skip
+    assert [batches[place].tolist() for place in places] == expected
+    assert RecordsOf(source, 4, 999, 7).at(np.arange(4)).tolist() == expected  # as workers of a cluster make them
 
 
 def test_long_documents_pass_in_pieces(monkeypatch):
