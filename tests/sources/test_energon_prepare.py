@@ -250,13 +250,12 @@ class TestInterrupted:
             n_done += 1
         assert n_done > 10
 
-    def test_a_worker_that_is_killed_costs_nothing(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("amid_an_answer", [False, True])
+    def test_a_worker_that_is_killed_costs_nothing(self, tmp_path, monkeypatch, amid_an_answer):
         truth = write_dataset(tmp_path, n_shards=6, odd=False)
         (tmp_path / "killer").mkdir()
-        # In the workers alone: the process ends as if the system had killed it, once.
-        (tmp_path / "killer/sitecustomize.py").write_text(
-            "import os, signal, sys\n"
-            "if any('_scan_all' in argument for argument in sys.orig_argv):\n"
+        # In the workers alone: the process ends as if the system had killed it, one before it begins, or all of them.
+        once = (
             "    try:\n"
             f"        os.mkdir({str(tmp_path / 'killer/done')!r})\n"
             "    except FileExistsError:\n"
@@ -264,27 +263,23 @@ class TestInterrupted:
             "    else:\n"
             "        os.kill(os.getpid(), signal.SIGKILL)\n"
         )
-        monkeypatch.syspath_prepend(tmp_path / "killer")
-        prepare(tmp_path, split="1,0,0", num_workers=2, progress=False)
-        assert (tmp_path / "killer/done").exists()
-        check(EnergonDataset(tmp_path), truth)
-
-    def test_a_worker_that_is_killed_amid_an_answer_costs_nothing(self, tmp_path, monkeypatch):
-        truth = write_dataset(tmp_path, n_shards=6, odd=False)
-        (tmp_path / "killer").mkdir()
-        (tmp_path / "killer/sitecustomize.py").write_text(
-            "import os, signal, sys\n"
-            "if any('_scan_all' in argument for argument in sys.orig_argv):\n"
+        amid = (
             "    class Cut:\n"
             "        def write(self, text):\n"
+            f"            os.makedirs({str(tmp_path / 'killer/done')!r}, exist_ok=True)\n"
             "            os.write(1, text[:len(text) // 2].encode())\n"
             "            os.kill(os.getpid(), signal.SIGKILL)\n"
             "        def flush(self):\n"
             "            pass\n"
             "    sys.stdout = Cut()\n"
         )
+        (tmp_path / "killer/sitecustomize.py").write_text(
+            "import os, signal, sys\n"
+            "if any('_scan_all' in argument for argument in sys.orig_argv):\n" + (amid if amid_an_answer else once)
+        )
         monkeypatch.syspath_prepend(tmp_path / "killer")
         prepare(tmp_path, split="1,0,0", num_workers=2, progress=False)
+        assert (tmp_path / "killer/done").exists()
         check(EnergonDataset(tmp_path), truth)
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

@@ -431,23 +431,21 @@ def test_ctrl_c_cancels_what_is_waited_for(monkeypatch, moment):
     def interrupted(*args):
         """Ctrl-C behind the line that hands the work to the loop, before its future is there."""
         if moment == "before it began":
-            blocked = threading.Event()
-            loop.call_soon_threadsafe(blocked.wait)
-            future = submit(*args)
-            threading.Timer(0.05, blocked.set).start()
-            ends.append(future)
+            loop.call_soon_threadsafe(released.wait)
+            ends.append(submit(*args))
         else:
             submit(*args)
             assert began.wait(HANG_S)
         raise KeyboardInterrupt
 
-    ends = []
+    ends, released = [], threading.Event()
     if moment != "waiting":
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     try:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             run_in_loop(work, loop, limit_s=1000)
+        released.set()
         if moment == "before it began":
             with pytest.raises(CancelledError):
                 ends[0].result(HANG_S)
@@ -455,6 +453,7 @@ def test_ctrl_c_cancels_what_is_waited_for(monkeypatch, moment):
         else:
             assert cancelled.wait(HANG_S)
     finally:
+        released.set()
         loop.call_soon_threadsafe(loop.stop)
         thread.join(HANG_S)
         loop.close()
