@@ -74,6 +74,7 @@ class ChunkGrid:
     Attributes:
         chunk_nbytes: Bytes of a chunk.
         outer: Shape of what one key holds.
+        outer_nbytes: Its bytes, without the index.
         counts: How many keys there are along each axis.
         inner_counts: How many chunks one key holds along each axis.
         index_nbytes: Length of a shard's index with its checksum; 0 where keys are chunks.
@@ -93,6 +94,7 @@ class ChunkGrid:
 
     chunk_nbytes: int = field(init=False, repr=False, compare=False)
     outer: Shape = field(init=False, repr=False, compare=False)
+    outer_nbytes: int = field(init=False, repr=False, compare=False)
     counts: Shape = field(init=False, repr=False, compare=False)
     inner_counts: Shape = field(init=False, repr=False, compare=False)
     index_nbytes: int = field(init=False, repr=False, compare=False)
@@ -109,6 +111,7 @@ class ChunkGrid:
         self.__dict__.update(  # frozen: fields cannot be assigned
             chunk_nbytes=math.prod(chunk) * layout.itemsize,
             outer=outer,
+            outer_nbytes=math.prod(outer) * layout.itemsize,
             counts=tuple(-(-full // part) for full, part in zip(layout.shape, outer, strict=True)),
             inner_counts=inner_counts,
             index_nbytes=math.prod(inner_counts) * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES if self.sharded else 0,
@@ -120,9 +123,8 @@ class ChunkGrid:
         layout, example, layer = self.layout, position[0] * self.outer[0], position[1] * self.outer[1]
         shard_idx, in_shard = divmod(example, layout.examples_per_shard)
         start = (in_shard * layout.n_layers + layer) * layout.tokens_per_example * layout.vector_nbytes
-        nbytes = math.prod(self.outer) * layout.itemsize
-        end = min(start + nbytes, layout.used_nbytes(shard_idx))
-        return Extent(shard_name(shard_idx), start, end, nbytes, shard_idx, self.index_nbytes)
+        end = min(start + self.outer_nbytes, layout.used_nbytes(shard_idx))
+        return Extent(shard_name(shard_idx), start, end, self.outer_nbytes, shard_idx, self.index_nbytes)
 
     def index(self, shard_idx: int) -> npt.NDArray[np.uint64]:
         """Offset and length of each inner chunk of a shard, uint64 (n, 2), in C order; all ones where there is none."""

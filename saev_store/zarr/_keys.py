@@ -42,7 +42,7 @@ class TensorKeys:
     dtype: str = "float32"
     _indexes: dict[int, bytes] = field(default_factory=dict[int, bytes], compare=False, repr=False)
 
-    @property
+    @cached_property
     def converts(self) -> bool:
         """Whether readers see another dtype than the stored one."""
         return self.dtype != self.grid.layout.dtype
@@ -81,8 +81,9 @@ class TensorKeys:
         if counts is None or len(parts) != len(counts) + 1 or parts[0] != "c":
             return None
         position = [_number(part) for part in parts[1:]]
-        if any(not 0 <= place < count for place, count in zip(position, counts, strict=True)):
-            return None
+        for place, count in zip(position, counts, strict=True):
+            if not 0 <= place < count:
+                return None
         if name == ARRAY:
             return self.grid.extent(position)
         layout, array = self.grid.layout, self.token_arrays.get(name)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,45 +14,36 @@ from saev_store.core.dtypes import FLOAT32, converted
 from saev_store.transport import Buffer
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """Parts of one value, and where their bytes are.
 
     Attributes:
         value: A document, or a place in a file.
+        path: The file; "" for a document.
         shown: First bytes of the parts and one past their last, as Zarr counts.
         stored: The same in stored bytes.
         in_file: Bytes of the value that the file has.
+        starts: First bytes in the file.
+        ends: One past the last bytes in the file.
     """
 
     value: bytes | Extent
+    path: str
     shown: Sequence[tuple[int, int]]
     stored: Sequence[tuple[int, int]]
     in_file: int
+    starts: list[int]
+    ends: list[int]
 
-    @property
-    def path(self) -> str:
-        """The file; "" for a document."""
-        return "" if isinstance(self.value, bytes) else self.value.path
 
-    @cached_property
-    def starts(self) -> list[int]:
-        """First bytes in the file."""
-        return self._in_file([start for start, _ in self.stored])
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """One past the last bytes in the file."""
-        return self._in_file([stop for _, stop in self.stored])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts in the file."""
-        return sum(self.ends) - sum(self.starts)
-
-    def _in_file(self, places: Sequence[int]) -> list[int]:
-        first = 0 if isinstance(self.value, bytes) else self.value.start
-        return [first + min(place, self.in_file) for place in places]
+def parts_of(
+    value: bytes | Extent, shown: Sequence[tuple[int, int]], stored: Sequence[tuple[int, int]], in_file: int
+) -> Parts:
+    """Parts of a value, of which the file has the first `in_file` bytes."""
+    path, first = ("", 0) if isinstance(value, bytes) else (value.path, value.start)
+    starts = [first + min(start, in_file) for start, _ in stored]
+    ends = [first + min(stop, in_file) for _, stop in stored]
+    return Parts(value, path, shown, stored, in_file, starts, ends)
 
 
 def convert(numbers: npt.NDArray[np.generic], start: int, stop: int) -> Buffer:

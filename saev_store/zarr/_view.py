@@ -8,9 +8,8 @@ and many requests are in flight.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -30,7 +29,7 @@ from saev_store.transport import Buffer as Bytes
 from saev_store.transport.fetch import fetch_ranges
 from saev_store.validation import local_folder
 from saev_store.zarr._keys import Chunks, TensorKeys, chunk_shape
-from saev_store.zarr._parts import Parts, bounds, convert, nbytes_of
+from saev_store.zarr._parts import Parts, bounds, convert, nbytes_of, parts_of
 from saev_store.zarr.documents import attributes_of, token_variables
 
 if TYPE_CHECKING:
@@ -227,16 +226,17 @@ class ZarrView(Store):
         value = self._keys.find(key)
         if value is None:
             return None
-        shown = stored = [bounds(part, self._nbytes(value)) for part in byte_ranges]
+        nbytes = self._nbytes(value)
+        shown = stored = [bounds(part, nbytes) for part in byte_ranges]
         if isinstance(value, bytes) or not shown:
-            return Parts(value, shown, stored, 0)
+            return parts_of(value, shown, stored, 0)
         if self._converts(value):
             size, stored_size = FLOAT32.itemsize, self._keys.grid.layout.itemsize
             stored = [(start // size * stored_size, -(-stop // size) * stored_size) for start, stop in shown]
         in_file = value.end - value.start
         if in_file < min(value.nbytes, max(stop for _, stop in stored)) and self._is_padded(value):
             in_file = value.nbytes  # the last chunk needs no copy either
-        parts = Parts(value, shown, stored, in_file)
+        parts = parts_of(value, shown, stored, in_file)
         if self._readable and parts.starts != parts.ends:
             pairs = zip(parts.starts, parts.ends, strict=True)
             self._check_readable(value, max(end for start, end in pairs if start < end))
@@ -255,18 +255,23 @@ class ZarrView(Store):
         array = self._token_files.get(parts.path)
         if array is not None and (self._is_mapped or parts.path not in self._whole):
             self._check_size(array)
-        with self._losses(parts):
+        try:
             return fetch_ranges(self._transport, parts.path, parts.starts, parts.ends)
+        except NotFoundError as error:
+            raise self._lost(parts) from error
 
     async def _fetch_async(self, parts: Parts) -> Sequence[Bytes]:
         """The same without blocking the event loop: awaited where the transport can be, else in a thread."""
         if self._is_mapped or parts.starts == parts.ends:
             return self._fetch(parts)
-        is_request = len(parts.starts) == 1 and parts.nbytes <= self._transport.cost.max_request_bytes
+        start, end = parts.starts[0], parts.ends[0]
+        is_request = len(parts.starts) == 1 and end - start <= self._transport.cost.max_request_bytes
         is_compared = parts.path in self._whole or parts.path not in self._token_files
         if self._awaits is not None and is_request and is_compared:
-            with self._losses(parts):
-                return [await self._awaits.get_range_async(parts.path, start=parts.starts[0], end=parts.ends[0])]
+            try:
+                return [await self._awaits.get_range_async(parts.path, start=start, end=end)]
+            except NotFoundError as error:
+                raise self._lost(parts) from error
         try:
             fetching = asyncio.get_running_loop().run_in_executor(_pool(), self._fetch, parts)
         except RuntimeError:  # no more threads
@@ -281,17 +286,13 @@ class ZarrView(Store):
             raise CorruptShardError(error.message, where=error.where, remedy=error.remedy) from error
         self._whole.add(array.file_name)
 
-    @contextlib.contextmanager
-    def _losses(self, parts: Parts) -> Generator[None]:
-        """A block in which a missing file is a damaged store."""
-        try:
-            yield
-        except NotFoundError as error:
-            raise CorruptShardError(
-                "the file is missing, although the store's documents list it",
-                where=f"{self._transport.url}/{parts.path}",
-                remedy=_REMEDY,
-            ) from error
+    def _lost(self, parts: Parts) -> CorruptShardError:
+        """What a missing file is."""
+        return CorruptShardError(
+            "the file is missing, although the store's documents list it",
+            where=f"{self._transport.url}/{parts.path}",
+            remedy=_REMEDY,
+        )
 
     def _finish(self, parts: Parts, found: Sequence[Bytes]) -> list[Bytes]:
         """The parts as readers see them: what the file holds, the zeros after its end, the index; converted."""

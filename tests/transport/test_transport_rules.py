@@ -233,8 +233,8 @@ def test_uploads_of_all_pages_that_are_in_the_folder_or_are_it():
 @pytest.mark.parametrize(
     ("headers", "version"),
     [
-        ({"ETag": "e", "x-goog-generation": "7", "Last-Modified": "t"}, ("7", 100)),
-        ({"ETag": "e", "Last-Modified": "t"}, ("e", 100)),
+        ({"etag": "e", "x-goog-generation": "7", "last-modified": "t"}, ("7", 100)),
+        ({"etag": "e", "last-modified": "t"}, ("e", 100)),
         ({"last-modified": "t"}, ("t", 100)),
         ({}, (None, 100)),
     ],
@@ -243,7 +243,7 @@ def test_the_version_of_an_answer(headers: dict[str, str], version: tuple[str | 
     async def get(
         fs: object, path: str, start: int, end: int, arrived: Callable[[int], object]
     ) -> tuple[bytes, Mapping[str, str]]:
-        return bytes(end - start), {"Content-Range": f"bytes {start}-{end - 1}/100", **headers}
+        return bytes(end - start), {"content-range": f"bytes {start}-{end - 1}/100", **headers}
 
     found = asyncio.run(ranges(get, SimpleNamespace(), "a", [0, 10], [4, 11], where="x", arrived=lambda _: None))
     assert found == [(bytes(4), version), (bytes(1), version)]

@@ -29,6 +29,7 @@ Answer = tuple[bytes, Version]
 _FileSystem = Any
 #: Told how many bytes have arrived, while they do.
 _Arrived = Callable[[int], None]
+#: Bytes and headers; these are found by their names in lower case, whatever the server writes.
 _Get = Callable[[_FileSystem, str, int, int, _Arrived], Awaitable[tuple[bytes, Mapping[str, str]]]]
 #: Requests under way at once, in each loop: what is under way shares the line, and more of it would only end later.
 _SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
@@ -63,7 +64,7 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arri
     async with session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
         parts = list[bytes]()
-        async for part in answer.content.iter_any():
+        while part := await answer.content.readany():
             arrived(len(part))
             parts.append(part)
         return b"".join(parts), answer.headers
@@ -98,7 +99,10 @@ async def ranges(
         TransportError: an answer is of another range than the one requested.
         Exception: whatever the file system raises.
     """
-    slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(IN_FLIGHT))
+    loop = asyncio.get_running_loop()
+    slots = _SLOTS.get(loop)
+    if slots is None:
+        slots = _SLOTS.setdefault(loop, asyncio.Semaphore(IN_FLIGHT))
 
     async def one(start: int, end: int) -> Answer:
         async with slots:
@@ -133,12 +137,11 @@ async def _checked(
     get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str, arrived: _Arrived
 ) -> Answer:
     data, headers = await get(fs, path, start, end, arrived)
-    names = {name.lower(): value for name, value in headers.items()}
-    said = _RANGE.fullmatch(names.get("content-range", ""))
+    said = _RANGE.fullmatch(headers.get("content-range", ""))
     size = None if said is None or said[3] == "*" else int(said[3])
     if said and (int(said[1]), int(said[2]) + 1) != (start, end) and len(data) == end - start:
         raise TransportError(
             f"the answer says {said[0]!r}, but bytes {start:,} to {end:,} were asked for", where=where, transient=True
         )
-    version = names.get("x-goog-generation") or names.get("etag") or names.get("last-modified")
+    version = headers.get("x-goog-generation") or headers.get("etag") or headers.get("last-modified")
     return data, (version, size)
