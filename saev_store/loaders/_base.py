@@ -332,6 +332,7 @@ class Loader(ABC):
                 world=self._world,
                 waits=self._medium.kind in WAITING,
             ),
+            first_batch_bytes=plan.first_batch_bytes,
             keeps_pages=None if self._medium.path is None else not drops_pages,
             window_bytes=plan.window_bytes,
             in_flight_bytes=plan.ahead_bytes + (self.n_threads * self._read_bytes if is_copied else 0),

@@ -31,6 +31,7 @@ class Plan:
         runs: The reads of a part.
         n_vectors: Vectors that all parts bring.
         n_buffers: Batches that are in memory at a time.
+        first_batch_bytes: What the first batch of an epoch waits for.
         into_batches: Whether vectors are read straight into batches, where the transport can.
         window_bytes: Memory of the window; 0 without one.
         ahead_bytes: Memory of what is read ahead besides the window.
@@ -44,6 +45,7 @@ class Plan:
     runs: Callable[[int], Runs]
     n_vectors: int
     n_buffers: int
+    first_batch_bytes: int
     into_batches: bool = False
     window_bytes: int = 0
     ahead_bytes: int = 0
@@ -119,6 +121,7 @@ class Explanation:
         extent_bytes: What one read brings, typically.
         cost: Requests, bytes and dollars of an epoch, this rank's: what `store.transport.counters` will have more. Of a
             long epoch some parts are planned and the rest is taken to be like them.
+        first_batch_bytes: What has to arrive before the first batch of an epoch: of a shuffle about half the window.
         keeps_pages: Whether what was read stays in the page cache; None where there is none.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.
@@ -137,6 +140,7 @@ class Explanation:
     n_threads: int
     extent_bytes: int
     cost: Estimate
+    first_batch_bytes: int
     keeps_pages: bool | None
     window_bytes: int
     buffer_bytes: int
@@ -164,6 +168,7 @@ class Explanation:
             ("medium", f"{self.medium}: {self.reason} (engine {self.engine})"),
             ("reads", f"{self.n_requests:,} of about {_size(self.extent_bytes)}, {self.n_threads} at a time"),
             ("bytes", f"{_size(self.bytes_read)} per epoch{_PAGES[self.keeps_pages]}"),
+            ("start", f"{_size(self.first_batch_bytes)} before the first batch"),
             ("memory", memory),
         ]
         if self.medium == "remote":

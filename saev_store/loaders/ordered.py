@@ -207,4 +207,5 @@ class OrderedLoader(Loader):
             n_vectors=-(-space.n_rows // self._world) * space.vectors_per_row,
             into_batches=space.vectors_per_row == 1 and self._rows.dtype == self._reader.dtype,
             n_buffers=self._prefetch + self._n_ahead + 2,
+            first_batch_bytes=int(runs(0).n_vectors.sum()) * layout.vector_nbytes if self._batching.n_batches else 0,
         )

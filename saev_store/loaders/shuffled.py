@@ -258,6 +258,11 @@ class ShuffledLoader(Loader):
             found = [part.block_numbers(number) for part in parts if number < part.n_cohorts]
             return runs_of_blocks(blocks, np.concatenate(found), np.array([len(some) for some in found]))
 
+        # Cohorts of the same number are waited for together.
+        last = [
+            part.tick_of(min(order.rows_per_tick, part.n_rows) - 1) + part.window_ticks for part in parts if part.n_rows
+        ]
+        n_first = sum(part.first_block(min(max(last, default=0), part.n_cohorts)) for part in parts if part.n_rows)
         batch_bytes = self.batch_size * (space.row_nbytes + TABLE_BYTES)
         window_bytes = n_batches_ahead(parts, self._n_ahead) * batch_bytes
         return Plan(
@@ -267,6 +272,7 @@ class ShuffledLoader(Loader):
             n_vectors=sum(part.n_blocks for part in parts) * blocks.cells_per_block * space.vectors_per_row,
             # Besides those that are lent, one is begun and one ends.
             n_buffers=self._prefetch + 4,
+            first_batch_bytes=n_first * blocks.cells_per_block * space.row_nbytes,
             window_bytes=window_bytes,
             ahead_bytes=n_batches_ahead(parts, self._n_cohorts_ahead()) * batch_bytes - window_bytes,
             n_partitions=order.n_partitions,

@@ -175,7 +175,7 @@ def test_a_plan_as_text() -> None:
     far = Explanation(
         n_rows=1_234_567, n_batches=76, medium="remote", reason="it is far", engine="obstore:s3", n_threads=32,
         extent_bytes=8 << 20, cost=Estimate(3_000, 5 << 40, 5 << 40, request_dollars=1.5, transfer_dollars=8.25),
-        keeps_pages=None, window_bytes=3 << 29, buffer_bytes=1023, in_flight_bytes=1024, n_partitions=8,
+        first_batch_bytes=768 << 20, keeps_pages=None, window_bytes=3 << 29, buffer_bytes=1023, in_flight_bytes=1024, n_partitions=8,
         examples_per_block=3, mixing=mixing,
     )  # fmt: skip
     assert str(far).splitlines() == [
@@ -183,6 +183,7 @@ def test_a_plan_as_text() -> None:
         "medium  remote: it is far (engine obstore:s3)",
         "reads   3,000 of about 8.0 MiB, 32 at a time",
         "bytes   5.0 TiB per epoch",
+        "start   768.0 MiB before the first batch",
         "memory  1.5 GiB window, 1023 B batches, 1.0 KiB on the way",
         "price   $1.50 per epoch for requests, and $8.25 if the bytes leave the region",
         "window  3 example(s) per block, 8 partitions",
@@ -191,6 +192,7 @@ def test_a_plan_as_text() -> None:
     near = replace(far, medium="disk", in_flight_bytes=0, mixing=None, keeps_pages=True)
     assert str(near).splitlines()[3:] == [
         "bytes   5.0 TiB per epoch, kept in the page cache",
+        "start   768.0 MiB before the first batch",
         "memory  1.5 GiB window, 1023 B batches",
     ]
     dropped = str(replace(near, keeps_pages=False))

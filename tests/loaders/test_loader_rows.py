@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import resource
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from saev_store import ShardStore
 from saev_store._runtime.threads import n_cores
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, DeadlineError
 from saev_store.loaders import (
     NO_LABEL,
     OrderedLoader,
@@ -474,6 +475,55 @@ def test_labels_only_cost_what_is_kept(plain, store):
         found = rows_of(loader, plain, store, [5])
     assert sorted(found) == [(20, 1, 3), (31, 1, 0), (31, 1, 1)]
     assert len(transport.seen) <= 4
+
+
+class Stalling(Wrapper):
+    """Reads wait once so many bytes were asked for, until `goes_on` is set."""
+
+    left, goes_on = 1 << 40, threading.Event()
+
+    @property
+    def cost(self):
+        """Nothing is read that is not wanted."""
+        return ReadCost(0, 1 << 20)
+
+    def readinto(self, path, *, starts, buffers):
+        Stalling.left -= sum(buffer.nbytes for buffer in buffers)
+        if Stalling.left < 0:
+            Stalling.goes_on.wait(60)
+        super().readinto(path, starts=starts, buffers=buffers)
+
+    def get_ranges(self, path, *, starts, ends):
+        Stalling.left -= sum(ends) - sum(starts)
+        if Stalling.left < 0:
+            Stalling.goes_on.wait(60)
+        return super().get_ranges(path, starts=starts, ends=ends)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (OrderedLoader, {}),
+        (ShuffledLoader, {"window_blocks": 6, "n_partitions": 1}),
+        (ShuffledLoader, {"window_blocks": 4, "n_partitions": 2}),
+        (ShuffledLoader, {"window_blocks": 60, "n_partitions": 1}),
+    ],
+)
+@pytest.mark.parametrize(("layer", "missing"), [(5, 0), ((5, 2), 0), (5, 1)])
+def test_the_plan_says_what_the_first_batch_waits_for(plain, monkeypatch, kind, options, layer, missing):
+    """One byte less, and there is no batch."""
+    monkeypatch.setattr(Stalling, "goes_on", threading.Event())
+    monkeypatch.setattr(Stalling, "left", 1 << 40)
+    rows = ShardStore.open(Stalling(in_memory(plain))).sel(layer=layer, tokens="content")
+    loader = kind(rows, batch_size=6, n_threads=1, batch_timeout_s=60 if missing == 0 else 0.1, **options)
+    monkeypatch.setattr(Stalling, "left", loader.explain().first_batch_bytes - missing)
+    with loader:
+        if missing:
+            with pytest.raises(DeadlineError):
+                next(iter(loader))
+        else:
+            assert len(next(iter(loader))["act"]) == 6
+        Stalling.goes_on.set()
 
 
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
