@@ -204,6 +204,35 @@ def test_errors_of_arguments(arguments: dict, where: str, message: str, remedy: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [({"max_block_bytes": 0}, "max_block_bytes"), ({"verify": "no"}, "verify"), ({"layers": "12"}, "layers"), ({"layers": 3}, "layers"), ({"layers": {1, 2}}, "layers")],
+)  # fmt: skip
+def test_arguments_are_checked_before_anything_is_read(arguments: dict, where: str, tmp_path: Path):
+    error = refused(lambda: imported(tmp_path / "nowhere", tmp_path / "out", **arguments))
+    assert (type(error), error.where) == (ArgumentError, where)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_format_that_is_named_decides_not_the_ending(tmp_path: Path):
+    values = np.arange(24, dtype=np.float32).reshape(1, 1, 3, 8)
+    with open(tmp_path / "array.data", "wb") as file:
+        np.save(file, values)
+    store = import_cache(tmp_path / "array.data", tmp_path / "out", **MODEL, format="npy", layers=[1])
+    assert store.read(dtype="stored").tobytes() == values.tobytes()
+    folder = write(tmp_path / "hs.npy", request(4))
+    assert imported(folder, tmp_path / "out", format="hidden-states").layout.n_examples == 2
+    error = refused(lambda: imported(folder, tmp_path / "out"))
+    assert type(error) is not NotFoundError  # the ending says that it is an array
+
+
+def test_the_address_of_a_cache_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever folder the next program runs in."""
+    write(tmp_path / "hs", request(4))
+    monkeypatch.chdir(tmp_path)
+    assert imported(Path("hs"), tmp_path / "out").metadata.data["imported"]["url"] == str(tmp_path / "hs")
+
+
 @pytest.mark.parametrize("name", ["layer_ids", "context", "bos_token"])
 def test_an_array_has_no_such_thing(name: str, tmp_path: Path):
     np.save(tmp_path / "x.npy", np.ones((3, 4, 8), np.float32))

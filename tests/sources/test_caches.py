@@ -501,6 +501,17 @@ def test_hooks_of_other_names_need_layers_and_the_model_may_be_told(tmp_path: Pa
     assert store.metadata.ckpt == "finetuned"
 
 
+def test_one_hook_of_another_name_suffices_that_layers_are_needed(tmp_path: Path):
+    columns = cached()
+    columns["model.layers.7"] = columns[HOOK] + 1
+    arrow(tmp_path / "c", columns, [11])
+    with pytest.raises(ArgumentError, match="the cache has 2 layers and does not say which"):
+        import_cache(tmp_path / "c", tmp_path / "out", **MODEL)
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[3, 7])
+    assert store.layers == (3, 7)
+    assert store.read(dtype="stored").tobytes() == np.stack([columns[HOOK], columns[HOOK] + 1], axis=1).tobytes()
+
+
 def _ragged(column: str) -> Callable[[Path], None]:
     """One row of a column lacks its last item."""
 

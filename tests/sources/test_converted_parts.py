@@ -21,7 +21,7 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
-from saev_store.sources import _convert_cluster, _converted_parts
+from saev_store.sources import _convert_cluster, _converted_parts, convert
 from saev_store.sources._converted_parts import (
     Place,
     Receipt,
@@ -328,3 +328,72 @@ def test_no_document_is_left_out_when_a_data_set_is_read_back(wrong: int, monkey
     else:
         error = refused(lambda: samples_to_documents(source, "y", **options))
         assert (type(error), error.where) == (CorruptShardError, "memory://y.idx")
+
+
+def test_a_token_that_is_read_back_in_the_next_document_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """All documents together are the same run of tokens."""
+    rows, source = IndexedDataset.rows, documents()
+
+    def moved(self: IndexedDataset, indices: Any) -> list[np.ndarray]:
+        first, second, *rest = rows(self, indices)
+        if self is source:
+            return [first, second, *rest]
+        return [first[:-1], np.concatenate([first[-1:], second]), *rest]
+
+    monkeypatch.setattr(IndexedDataset, "rows", moved)
+    error = refused(lambda: samples_to_documents(source, "y", transport=MemoryTransport(), progress=False))
+    assert (type(error), error.where) == (CorruptShardError, "memory://y.idx")
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_samples_that_are_read_in_several_steps_are_all_there(n: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saev_store.sources._token_ids._BATCH", n)
+    memory = MemoryTransport()
+    assert samples_to_documents(documents(), "y", transport=memory, progress=False) == 5
+    found = IndexedDataset("y", transport=memory)
+    assert [tokens.tolist() for tokens in found] == [sequence.tolist() for sequence in SEQUENCES]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_nothing_is_read_back_unless_that_is_asked_for(verify: bool, monkeypatch: pytest.MonkeyPatch):
+    source, memory, opened = documents(), MemoryTransport(), list[object]()
+    for name in ("BatchFileReader", "IndexedDataset"):
+        kind = getattr(convert, name)
+        monkeypatch.setattr(convert, name, lambda *a, kind=kind, **more: (opened.append(a[0]), kind(*a, **more))[1])
+    options = {"transport": memory, "verify": verify, "progress": False}
+    assert documents_to_batches(source, "x.batch", seq_len=3, batch_size=2, **options) == 4
+    assert samples_to_documents(source, "y", **options) == 5
+    assert opened == (["x.batch", "y"] if verify else [])
+
+
+@pytest.mark.parametrize("client", [None, "c"])
+def test_files_are_written_and_read_back_with_the_options_of_the_caller(
+    client: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Credentials, for example."""
+    memory, opened = MemoryTransport(), list[object]()
+
+    def noted(url: object, options: object = None, *, engine: str = "auto") -> MemoryTransport:
+        opened.append((url, options, engine))
+        return memory
+
+    monkeypatch.setattr("saev_store.sources.address.open_transport", noted)
+    options: Any = {"storage_options": {"key": "k"}, "engine": "pread", "client": client, "progress": False}
+    documents_to_batches(documents(), "s3://b/x.batch", seq_len=3, batch_size=2, **options)
+    samples_to_documents(documents(), "s3://b/y", **options)
+    assert sorted(memory.files) == ["x.batch", "y.bin", "y.idx"]
+    assert opened == [("s3://b", {"key": "k"}, "pread")] * (4 if client is None else 2)
+
+
+@pytest.mark.parametrize("client", [None, "c"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_documents_without_tokens_have_the_dtype_that_was_asked_for(client: str | None, dtype: str, tmp_path: Path):
+    """Nothing in the files tells which of the two it is."""
+    memory = MemoryTransport()
+    with IndexedDatasetBuilder("x", transport=memory) as builder:
+        for _ in range(3):
+            builder.add_document([])
+    source = IndexedDataset("x", transport=memory)
+    assert samples_to_documents(source, tmp_path / "y", dtype=dtype, client=client, progress=False) == 3
+    with IndexedDataset(tmp_path / "y", dtype=dtype) as found:
+        assert (found.sizes.tolist(), found.dtype) == ([0, 0, 0], dtype)

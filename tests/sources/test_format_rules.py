@@ -345,3 +345,22 @@ def test_the_end_token_of_texts_may_be_zero_and_a_text_may_have_no_tokens(tmp_pa
             )
             documents = IndexedDataset("a", transport=memory)
             assert [documents.document(number).tolist() for number in range(3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "message"),
+    [
+        ("txt", b"\xff", "part 'txt' is no text in 'utf-8'"),
+        ("json[a]", b'{"a": 7}', "'json[a]' is 7, which is no text"),
+    ],
+)
+def test_a_text_that_does_not_decode_is_named_by_tar_and_key(part: str, text: bytes, message: str, tmp_path: Path):
+    name, good = part.partition("[")[0], {"txt": b"x", "json": b'{"a": "x"}'}
+    for number in range(2):
+        files = [(f"{number}.{name}", good[name]), (f"{number}b.{name}", text if number else good[name])]
+        (tmp_path / f"{number}.tar").write_bytes(tar_bytes(files))
+    prepare(tmp_path, split="1,0,0", progress=False)
+    with EnergonDataset(tmp_path) as dataset, pytest.raises(DocumentError) as caught:
+        samples_to_documents(dataset, "a", lambda _: [1], part=part, transport=MemoryTransport(), progress=False)
+    assert caught.value.message.startswith(message)
+    assert caught.value.where == f"{tmp_path}/1.tar/1b"

@@ -87,6 +87,24 @@ def test_an_image_has_at_most_so_many_pixels(monkeypatch: pytest.MonkeyPatch) ->
             decode_rgb(png(noise(0, *shape)), where="x")
 
 
+def test_too_little_memory_is_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise MemoryError("none left")
+
+    raw = png(noise(0, 2, 2))
+    monkeypatch.setattr(Image.Image, "convert", none_left)
+    with pytest.raises(MemoryError, match="none left"):
+        decode_rgb(raw, where="x")
+
+
+def test_no_program_is_started_for_an_image() -> None:
+    """Pillow gives EPS to Ghostscript, which executes it."""
+    file = io.BytesIO()
+    Image.fromarray(noise(0, 4, 4)).save(file, "EPS")
+    with pytest.raises(DocumentError, match="its format is not known"):
+        size_px(file.getvalue(), where="x")
+
+
 def test_masks_have_one_channel_of_integers() -> None:
     palette = Image.fromarray(np.array([[0, 3], [7, 255]], np.uint8), mode="P")
     palette.putpalette(list(range(256)) * 3)
@@ -226,6 +244,23 @@ def test_what_a_digest_of_a_folder_sees(tmp_path: Path, monkeypatch: pytest.Monk
         assert not {*digests(write_folder(tmp_path / f"name{i}", renamed))} & {sampled, full}
     more = write_folder(tmp_path / "more", files | {"9.png": b""})
     assert not {*digests(more)} & {sampled, full}
+
+
+def test_a_full_digest_of_a_folder_is_of_every_byte(tmp_path: Path) -> None:
+    """Of a file beyond 1 MiB 32 even pieces of 32 KiB are sampled, so that here the bytes between the first two are not."""
+    raw = bytearray(2 << 20)
+    sampled, full = digests(write_folder(tmp_path / "a", {"x.png": bytes(raw)}))
+    raw[40_000] = 1
+    other = digests(write_folder(tmp_path / "b", {"x.png": bytes(raw)}))
+    assert (other[0] == sampled, other[1] == full) == (True, False)
+
+
+def test_the_bytes_of_an_image_by_any_kind_of_position(tmp_path: Path) -> None:
+    folder = ImageFolder(write_folder(tmp_path, {"a.png": b"A", "b.png": b"B"}))
+    assert [folder.raw(position) for position in (0, 1, -1, np.int64(0))] == [b"A", b"B", b"B", b"A"]
+    for wrong in (2, -3, "0"):
+        with pytest.raises(SelectionError):
+            folder.raw(wrong)
 
 
 def test_a_report_about_a_folder(tmp_path: Path) -> None:

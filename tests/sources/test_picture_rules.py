@@ -140,6 +140,9 @@ def test_the_field_map_tells_the_image_and_the_text(tmp_path: Path):
         assert text_of(source, sample, "caption", where="x") == "j"
         assert text_of(source, sample, "txt", where="x") == "t"
         assert text_of(source, sample, "text", where="x") == "t"
+    kind["field_map"]["image"] = "json[said]"  # the name of an image, say; the only part that is one is meant
+    with EnergonDataset(write_energon(tmp_path / "g", [[parts[0], *parts[2:]]], **kind)) as source:
+        assert picture_of(source, source[0], None, where="x") == parts[0][1]
     with EnergonDataset(write_energon(tmp_path / "f", [parts])) as source:
         error = refused(lambda: picture_of(source, source[0], None, where="x"))
         assert (error.message, error.remedy) == ("x has several images: png, thumb.png", "Name the part of the image.")
@@ -385,7 +388,8 @@ def test_a_new_file_leaves_nothing_in_the_temporary_folder(tmp_path: Path, monke
             if is_committed:
                 file.commit()
                 for call in (lambda file=file: file.write(b"d"), file.commit):
-                    assert refused(call).message == "this file is complete or abandoned"
+                    error = refused(call)
+                    assert (error.message, error.where) == ("this file is complete or abandoned", "memory://xTrue")
         assert list(tmp_path.iterdir()) == []
     assert memory.files == {"xTrue": b"abc"}
 
@@ -427,3 +431,13 @@ def test_a_new_file_grows_under_a_hidden_name_in_its_folder(path: str, tmp_path:
             assert growing.exists()
         assert file.temporary != other.temporary
     assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", ""])
+def test_a_new_file_lies_below_the_root(path: str, overwrite: bool, tmp_path: Path):
+    (tmp_path / "root").mkdir()
+    for transport in (open_transport(tmp_path / "root"), MemoryTransport()):
+        with pytest.raises(SaevStoreError):
+            NewFile(transport, path, overwrite=overwrite)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "root"]

@@ -233,6 +233,9 @@ def test_errors_of_a_data_set_are_of_the_sample_or_of_the_system() -> None:
         with pytest.raises(kind) as caught:
             source[position]
         assert type(caught.value) is kind
+        if kind is not SelectionError:
+            assert caught.value.where == "Failing"
+            assert caught.value.message.startswith(f"sample {position} cannot be read: ")
     assert source.describe() == {
         "format": "map_style", "class": "Failing", "n_samples": 5, "split": "train", "fingerprint": "abc",
     }  # fmt: skip
@@ -240,6 +243,15 @@ def test_errors_of_a_data_set_are_of_the_sample_or_of_the_system() -> None:
     for wrong in (7, iter([1]), {1, 2}):
         with pytest.raises(ArgumentError, match="no map-style data set"):
             MapStyle(wrong)
+
+
+def test_too_little_memory_is_no_fault_of_a_sample() -> None:
+    """The caller may make room and ask again."""
+    source = MapStyle(Failing(MemoryError("none left")))
+    with pytest.raises(MemoryError, match="none left"):
+        source[0]
+    with pytest.raises(MemoryError, match="none left"):
+        list(source.rows([0]))
 
 
 # -- what a store says of its source ------------------------------------------------------------------------------------

@@ -364,6 +364,14 @@ def test_of_a_long_document_only_what_fits_into_its_record_is_read(monkeypatch: 
     assert records == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 9, 9, 9]]
 
 
+@pytest.mark.parametrize(("seq_len", "n"), [(1, 6), (2, 3), (3, 2), (4, 1), (5, 1), (6, 1), (7, 0)])
+def test_a_record_that_is_just_filled_is_a_record(seq_len: int, n: int):
+    source, memory = dataset_of([np.arange(4, dtype=np.int32), np.arange(4, 6, dtype=np.int32)]), MemoryTransport()
+    assert convert.documents_to_batches(source, "x.batch", seq_len=seq_len, batch_size=1, transport=memory) == n
+    records = BatchFileReader("x.batch", transport=memory).rows(slice(None)).tolist()
+    assert sorted(records) == [list(range(seq_len * i, seq_len * i + seq_len)) for i in range(n)]
+
+
 def test_the_largest_tokens_keep_their_values():
     """Also beyond 2^63, which no signed integer holds, and with a token behind them."""
     tokens = np.array([2**64 - 1, 2**63, 1], np.uint64)

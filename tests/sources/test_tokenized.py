@@ -62,6 +62,7 @@ def test_every_text_is_a_document(tmp_path: Path) -> None:
         ({}, lambda text: [0.5], ArgumentError),
         ({}, lambda text: [[1, 2]], ArgumentError),
         ({}, int, ArgumentError),
+        ({}, lambda text: len(text) + text, ArgumentError),
     ],
 )
 def test_nothing_is_left_behind_by_what_fails(
