@@ -211,6 +211,24 @@ def test_what_does_not_fit_is_refused_and_nothing_of_it_kept():
     assert set(memory.files) == {"f.idx", "f.bin", "x.idx", "x.bin"}
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 2**24), ("float64", 2**53)])
+@pytest.mark.parametrize("given_as", ["int64", "uint64"])
+def test_integers_that_no_float_holds_exactly_are_refused(dtype, most, given_as):
+    """They were rounded to the next float: another token."""
+    memory = MemoryTransport()
+    tokens = np.array([0, most - 1, most], given_as)
+    if given_as == "int64":
+        tokens = np.concatenate((tokens, -tokens))
+    with IndexedDatasetBuilder("x", dtype, transport=memory) as builder:
+        builder.add_document(tokens)
+        for wrong in [[most + 1], [0, most + 3], [2**63 - 1]] + ([[-most - 1]] if given_as == "int64" else []):
+            with pytest.raises(ArgumentError, match=f"{dtype} holds every integer from -{most} to {most}") as caught:
+                builder.add_document(np.array(wrong, given_as))
+            assert caught.value.where == "tokens"
+    found = IndexedDataset("x", transport=memory)
+    assert [each.tolist() for each in found] == [tokens.tolist()]
+
+
 def test_merging_needs_the_same_kind():
     memory = MemoryTransport()
     for name, dtype, modes in (("a", "uint16", False), ("b", "int32", False), ("c", "uint16", True)):

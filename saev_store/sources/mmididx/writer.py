@@ -268,6 +268,13 @@ class IndexedDatasetBuilder:
                     where="tokens",
                     remedy="Write a data set of float64.",
                 )
+        if self.dtype.kind == "f" and found.dtype.kind != "f":
+            low, high, most = int(found.min()), int(found.max()), 2 ** (np.finfo(self.dtype.name).nmant + 1)
+            if low < -most or high > most:
+                raise ArgumentError(
+                    f"tokens reach from {low} to {high}; {self.dtype.name} holds every integer from -{most} to {most}",
+                    where="tokens",
+                )
         # The bitwise or of all tokens is an upper bound; it takes one pass where the two extremes take two.
         if self._limits is not None and not 0 <= np.bitwise_or.reduce(found) <= self._limits[1]:
             low, high = int(found.min()), int(found.max())
