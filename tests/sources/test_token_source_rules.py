@@ -191,6 +191,20 @@ def test_reports_say_what_was_read():
     assert TokenSamples(documents(), 3).validate(deep=True, progress=False).checked_bytes == len(BIN)
 
 
+def test_nothing_is_lost_of_what_holds_nothing():
+    """No range of examples is `0:0`."""
+    idx, bin_ = mmididx_bytes([])
+    memory = MemoryTransport({"x.batch": llmbatch_bytes(np.zeros((0, 2, 3))), "x.idx": idx, "x.bin": bin_})
+    sources = (BatchFileReader("x.batch", transport=memory), IndexedDataset("x", transport=memory))
+    memory.put("x.batch", llmbatch_bytes(np.zeros((0, 2, 4))))
+    memory.delete("x.idx")
+    memory.put("x.bin", b"more")
+    reports = [source.validate() for source in sources]
+    assert [[(each.kind, each.lost) for each in report.problems] for report in reports] == [
+        [("corrupt_shard", ())], [("not_found", ()), ("changed_size", ())],
+    ]  # fmt: skip
+
+
 # -- closing -----------------------------------------------------------------------------------------------------------
 
 

@@ -273,7 +273,7 @@ class IndexedDataset(Source[TokenArray]):
         Opening has checked every number of the index; `deep` reads every byte of `.bin`.
         """
         started, problems, checked = time.perf_counter(), list(self.problems), 0
-        lost = ((0, self._n),)
+        lost = ((0, self._n),) if self._n else ()
         for path, nbytes in self._sized_files():
             where = full_url(self.transport, path)
             try:
