@@ -74,6 +74,15 @@ def test_dtype_and_layer_are_those_that_are_asked_for(tmp_path: Path):
     assert torch.equal(batch["my.hook"], torch.from_numpy(acts_of()[2:3, 0]).bfloat16())
 
 
+def test_all_tensors_are_on_the_device_that_is_asked_for(tmp_path: Path):
+    into = activations(device=torch.device("meta"))
+    use_store(into, make(tmp_path))
+    batch = into.cached_activation_dataset[1:4]
+    assert {name: (values.device.type, tuple(values.shape)) for name, values in batch.items()} == {
+        HOOK: ("meta", (3, CONTEXT, D_MODEL)), "token_ids": ("meta", (3, CONTEXT)),
+    }  # fmt: skip
+
+
 def test_stores_that_are_no_such_data_set_are_refused(tmp_path: Path):
     store = make(tmp_path / "plain", mask=np.ones((N, CONTEXT), bool))
     use_store(activations(), store)  # a mask that hides nothing

@@ -172,6 +172,8 @@ def test_the_order_of_layers_is_that_of_the_loader(path: Path):
 
 def test_checkpoints_that_are_none_say_what_to_do(path: Path, tmp_path: Path):
     with data_provider(ShuffledDataLoader(ShuffledConfig(shards=str(path), layer=5, batch_size=8))) as provider:
+        error = refused(lambda: provider.save_to_checkpoint(tmp_path / "nowhere"))
+        assert error.where == str(tmp_path / "nowhere" / STATE_NAME)
         error = refused(lambda: provider.load_from_checkpoint(tmp_path))
         assert error.where == str(tmp_path / "saev_store_provider.json")
         assert error.message == "the checkpoint does not say which batch comes next"

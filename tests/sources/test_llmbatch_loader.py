@@ -344,3 +344,30 @@ def test_a_consumer_that_leaves_leaves_no_thread(tmp_path):
     next(batches)
     batches.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 3 * 4096, 7 * 4096 + 1])
+def test_batches_that_are_fetched_in_groups_are_all_there(tmp_path, monkeypatch, nbytes):
+    """Ten batches of one page, in groups of one, one, three and seven."""
+    monkeypatch.setattr("saev_store.sources.llmbatch.loader._GROUP_BYTES", nbytes)
+    write_batch_file(tmp_path / "x.batch", np.arange(40).reshape(20, 2), 2)
+    mapped = [batch.tolist() for batch in BatchNativeLoader(tmp_path / "x.batch", 3, output="numpy")]
+    assert sorted(np.array(mapped).reshape(-1).tolist()) == list(range(40))
+    with BatchNativeLoader(tmp_path / "x.batch", 3, output="numpy", engine="pread") as fetched:
+        assert [batch.tolist() for batch in fetched] == mapped
+
+
+def test_a_file_is_opened_with_the_options_of_the_caller(tmp_path, monkeypatch):
+    """Credentials, for example."""
+    write_batch_file(tmp_path / "x.batch", np.arange(12).reshape(6, 2), 2)
+    opened = []
+
+    def noted(url, options=None, *, engine="auto"):
+        opened.append((url, options, engine))
+        return open_transport(tmp_path)
+
+    monkeypatch.setattr("saev_store.sources.address.open_transport", noted)
+    given = {"storage_options": {"key": "k"}, "engine": "pread"}
+    with BatchNativeLoader("s3://b/x.batch", output="numpy", **given) as loader:
+        assert len(list(loader)) == 3
+    assert opened == [("s3://b", {"key": "k"}, "pread")]

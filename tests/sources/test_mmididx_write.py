@@ -320,6 +320,30 @@ def test_tokens_whose_index_could_not_be_published_do_not_stay(tmp_path, monkeyp
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"x.idx": b"another program's"}
 
 
+def test_tokens_that_have_replaced_others_stay_where_their_index_could_not_be_published(tmp_path, monkeypatch):
+    """The others are gone by then."""
+    for dtype, name in (("uint8", "x"), ("uint8", "y")):
+        with IndexedDatasetBuilder(tmp_path / name, dtype) as builder:
+            builder.add_document([1, 2] if name == "x" else [7, 8, 9])
+    commit = NewFile.commit
+
+    def failing(self):
+        if self.path == "x.idx":
+            raise OSError(28, "no space left")
+        commit(self)
+
+    builder = IndexedDatasetBuilder(tmp_path / "x", "uint8", overwrite=True)
+    builder.add_document([7, 8, 9])
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space left"):
+        patched.setattr(NewFile, "commit", failing)
+        builder.finalize()
+    assert (tmp_path / "x.bin").read_bytes() == (tmp_path / "y.bin").read_bytes() == bytes([7, 8, 9])
+    assert not (tmp_path / "x.idx").exists()
+    with IndexedDatasetBuilder(tmp_path / "x", "uint8", overwrite=True) as builder:
+        builder.add_document([5])
+    assert IndexedDataset(tmp_path / "x")[0].tolist() == [5]
+
+
 def test_two_that_replace_do_it_one_after_the_other(tmp_path):
     for token in (1, 2):
         with IndexedDatasetBuilder(tmp_path / "x", overwrite=True) as builder:

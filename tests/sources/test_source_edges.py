@@ -301,8 +301,9 @@ def test_other_modes_are_noticed_where_no_versions_are_told():
     assert dataset[0].tolist() == SEQUENCES[0].tolist()
     dataset.close()
     memory.put("x.idx", files[1][0])
-    with pytest.raises(CorruptShardError, match="taken the place"):
-        dataset[0]
+    for read in (lambda: dataset[0], lambda: dataset.get(0), lambda: dataset.rows([0]), lambda: dataset[0]):
+        with pytest.raises(CorruptShardError, match="taken the place"):
+            read()
 
 
 @pytest.mark.parametrize("n", range(1, 8))

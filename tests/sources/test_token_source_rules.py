@@ -287,6 +287,13 @@ def test_a_pickle_keeps_the_dtype_that_was_asked_for(tmp_path: Path):
         assert pickle.loads(pickle.dumps(IndexedDataset(tmp_path / "x", dtype=dtype))).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", "float32", np.float32])
+def test_a_dtype_is_asked_for_in_either_byte_order(dtype: object):
+    """Files are little-endian; on this machine `>` is the other one."""
+    dataset = documents(*mmididx_bytes([np.array([1.5, -2], np.float32)], code=7), dtype=dtype)
+    assert (dataset.dtype, dataset[0].tolist()) == (np.dtype("<f4"), [1.5, -2])
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -433,6 +440,17 @@ def test_a_description_of_chosen_documents_says_what_to_do():
     error = refused(lambda: from_description(documents(), samples.describe()["samples"]))
     assert (type(error), error.where) == (DocumentError, "description")
     assert error.remedy == "Make TokenSamples with documents= as then."
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("separate_below", "a"), ("separate_below", None), ("separate_below", 2), ("seed", None), ("seq_length", "3"), ("num_samples", [1])],
+)  # fmt: skip
+def test_settings_of_samples_that_are_none_are_faults_of_the_description(name: str, value: object):
+    settings = TokenSamples(documents(), 3).describe()["samples"]
+    assert len(from_description(documents(), settings)) == 4
+    error = refused(lambda: from_description(documents(), {**settings, name: value}))
+    assert (type(error), error.where) == (DocumentError, "description")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
