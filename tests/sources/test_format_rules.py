@@ -14,6 +14,7 @@ from energon_tars import sample_files, tar_bytes
 from token_files import llmbatch_bytes, mmididx_bytes
 
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, StoreExistsError, UnsafeContentError
+from saev_store.sources import _files, open_source
 from saev_store.sources.convert import samples_to_documents
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.index_sqlite import SqliteIndex
@@ -103,6 +104,13 @@ def test_preparing_again_keeps_what_was_not_given_and_replaces_what_was(tmp_path
     assert not (meta / "split.json").exists()
     with EnergonDataset(tmp_path) as dataset:
         assert [len(dataset.split(name)) for name in ("new", "rest")] == [2, 2]
+
+
+def test_the_folder_of_documents_is_an_address_of_its_data_set(tmp_path: Path):
+    prepare(tars(tmp_path, "a.tar"), split="1,0,0", progress=False)
+    for address in (tmp_path, tmp_path / ".nv-meta"):
+        with open_source(address) as source:
+            assert (source.format, len(source), source.url) == ("energon", 2, str(tmp_path))
 
 
 # -- the index -----------------------------------------------------------------------------------------------------------
@@ -277,6 +285,18 @@ def test_padding_begins_behind_the_last_token(offset: int, batch: int | None):
     )
     expected = [] if batch is None else [f"padding of batch {batch} is not zero, at byte {offset:,}"]
     assert [problem.message for problem in report.problems] == expected
+
+
+@pytest.mark.parametrize("piece", [100, 4096, 5000, 1 << 20])
+@pytest.mark.parametrize("offset", [12, 4096 + 12, 2 * 4096 + 4094])
+def test_the_first_byte_of_padding_that_is_not_zero_is_told(piece: int, offset: int, monkeypatch: pytest.MonkeyPatch):
+    """In whatever piece of the file it is, and once, though the last byte is not zero either."""
+    monkeypatch.setattr(_files, "CHUNK_BYTES", piece)
+    content = bytearray(llmbatch_bytes(np.zeros((3, 1, 3), np.uint32)))
+    content[4096 + offset] = content[-1] = 1
+    reader = BatchFileReader("a.batch", transport=MemoryTransport({"a.batch": bytes(content)}))
+    (problem,) = reader.validate(deep=True, progress=False).problems
+    assert problem.message == f"padding of batch {offset // 4096} is not zero, at byte {4096 + offset:,}"
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread"])

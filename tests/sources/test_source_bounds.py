@@ -23,7 +23,7 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.sources import MapStyle, TextFile, _files, _new_file, recorded_from
+from saev_store.sources import MapStyle, TextFile, TokenPlace, _files, _new_file, recorded_from
 from saev_store.sources._files import digest_files
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.energon import EnergonDataset, _yaml
@@ -404,6 +404,49 @@ def test_a_data_set_in_memory_is_compared_and_must_be_passed_on(tmp_path: Path):
         assert error.message == f"{message} when the store was recorded"
         assert error.remedy == "Pass the data set that was recorded."
     assert store.origin(0, source=MapStyle(["x", "y"])).sample == "x"  # nothing is known of a list
+
+
+def lines(raw: bytes) -> TextFile:
+    return TextFile("x.jsonl", transport=MemoryTransport({"x.jsonl": raw}))
+
+
+TWO_LINES = b'{"text": "a"}\n{"text": "b"}\n'
+
+
+def test_other_texts_than_those_that_were_recorded_are_noticed(tmp_path: Path):
+    store = recorded(tmp_path, recorded_from(lines(TWO_LINES), first_token=0))
+    assert store.origin(1, source=lines(TWO_LINES)).sample == "b"
+    for other, message in (
+        (TWO_LINES.replace(b"b", b"c"), "digest is "),
+        (TWO_LINES[:14], "n_samples is 1, but was 2"),
+    ):
+        error = refused(lambda other=other: store.origin(0, source=lines(other)))
+        assert (type(error), error.where) == (CorruptShardError, "source")
+        assert error.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "before", "after"), [(0, (), ()), (1, (14,), (16,)), (2, (14,), (16, 17)), (9, (14,), (16, 17))]
+)
+def test_a_token_of_a_text_has_the_neighbours_that_were_recorded(
+    neighbours: int, before: tuple, after: tuple, tmp_path: Path
+):
+    """The source has texts, not tokens: what the store has of both sides."""
+    metadata = new_metadata(
+        family="gpt2", ckpt="tiny", layers=[0], content_tokens_per_example=4, cls_token=False, d_model=2, n_examples=2, protocol="3.0",
+        token_arrays={"token_ids": "int32", "document_ids": "int64", "positions": "int32"}, text={"layout": "window", "bos": False},
+        data=recorded_from(lines(TWO_LINES), by_token=True),
+    )  # fmt: skip
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(
+            np.ones((2, 1, 4, 2), np.float32),
+            token_ids=np.arange(10, 18).reshape(2, 4),
+            document_ids=np.repeat([0, 1], 4).reshape(2, 4),
+            positions=np.tile(np.arange(4), 2).reshape(2, 4),
+        )
+    found = ShardStore.open(writer.url).origin(1, 1, source=lines(TWO_LINES), neighbours=neighbours)
+    assert (found.sample_idx, found.sample) == (1, "b")
+    assert found.place == TokenPlace(1, 15, before, after)
 
 
 def test_servers_are_asked_only_where_that_is_allowed(tmp_path: Path):

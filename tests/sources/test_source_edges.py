@@ -157,6 +157,21 @@ def test_the_source_is_opened_once(text: Path, tmp_path: Path, monkeypatch: pyte
     assert len(opened) == 1
 
 
+def test_a_source_is_opened_with_the_options_of_the_caller(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = open_source(text)
+    store = recorded(tmp_path / "root", recorded_from(source))
+    given: list[object] = []
+
+    def noted(description: object, options: object = None, *, url: object = None) -> object:
+        given.append((options, url))
+        return source
+
+    monkeypatch.setattr(provenance, "reopen", noted)
+    assert provenance.source_of(store.metadata, {"key": "k"}, url="s3://b/x.idx") is source
+    assert provenance.source_of(store.metadata) is source
+    assert given == [({"key": "k"}, "s3://b/x.idx"), (None, None)]
+
+
 # -- parts of sequences and documents ----------------------------------------------------------------------------------
 
 SEQUENCES = [np.arange(size, dtype=np.int32) + 10 * number for number, size in enumerate((3, 0, 2, 0, 0, 4, 1, 0))]
