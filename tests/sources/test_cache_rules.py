@@ -463,3 +463,29 @@ def test_counts_of_a_layer_are_positive_integers(name: str, value: object, tmp_p
     assert (type(error), error.where) == (DocumentError, f"{folder}/config.json")
     assert error.message.startswith(f"{name} is ")
     assert error.message.endswith("; it must be a positive integer")
+
+
+def memmap_layer(folder: Path, value: float, *dtypes: str, named: bool = True) -> None:
+    """A layer of one token for each dtype, of which each is a shard."""
+    folder.mkdir(parents=True)
+    config = {"shard_count": len(dtypes), "total_size": len(dtypes), "d_model": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    for number, dtype in enumerate(dtypes):
+        (folder / f"shard_{number}.memmap").write_bytes(np.full((1, 4), value, dtype).tobytes())
+        meta = {"shape": [1, 4], **({"dtype": dtype} if named else {})}
+        (folder / f"shard_{number}.meta").write_text(json.dumps(meta))
+
+
+def test_folders_of_layers_are_in_the_order_of_their_numbers(tmp_path: Path):
+    """One without a number comes first; a shard without a dtype is float32."""
+    for name, value in (("layer_10_out", 10), ("layer_2_out", 2), ("embed_out", 0)):
+        memmap_layer(tmp_path / "c" / name, value, "float32", named=False)
+    store = imported(tmp_path / "c", tmp_path / "out", format="memmap", layers=[0, 2, 10], context=1)
+    assert store.read(dtype="stored")[0, :, 0].tolist() == [[0] * 4, [2] * 4, [10] * 4]
+
+
+def test_shards_of_a_layer_have_one_dtype(tmp_path: Path):
+    memmap_layer(tmp_path / "c" / "layer_1", 1, "float32", "float16")
+    error = refused(lambda: imported(tmp_path / "c", tmp_path / "out", format="memmap", layers=[1]))
+    assert (type(error), error.where) == (DocumentError, f"{tmp_path}/c/layer_1/config.json")
+    assert error.message == "total_size is 2; the shards have 2 tokens of ['float16', 'float32']"

@@ -501,6 +501,14 @@ def test_hooks_of_other_names_need_layers_and_the_model_may_be_told(tmp_path: Pa
     assert store.metadata.ckpt == "finetuned"
 
 
+@pytest.mark.parametrize("config", [{"model_name": 3}, {"model_name": None}, {}, []])
+def test_a_model_without_a_name_has_to_be_told(config: object, tmp_path: Path):
+    arrow(tmp_path / "c", cached(), [11])
+    (tmp_path / "c" / "cache_activations_runner_cfg.json").write_text(json.dumps(config))
+    with pytest.raises(ArgumentError, match="does not name its model"):
+        import_cache(tmp_path / "c", tmp_path / "out", family="llama", progress=False)
+
+
 def test_one_hook_of_another_name_suffices_that_layers_are_needed(tmp_path: Path):
     columns = cached()
     columns["model.layers.7"] = columns[HOOK] + 1
