@@ -255,6 +255,19 @@ def test_signalling_nans_are_told_like_others(tmp_path, dtype):
     assert np.array_equal(bits(ShardStore.open(writer.url).read(dtype="stored")), bits(acts))
 
 
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_numbers_that_are_not_finite_are_found_in_either_byte_order(tmp_path, number):
+    """The two bytes of these numbers, the other way round, are those of small finite ones."""
+    metadata = new_metadata(**META | PLAIN, dtype="float16")
+    for order in "<>":
+        acts = np.ones((6, 3, 4, 4), f"{order}f2")
+        acts[4, 1, 2, 3] = number
+        with ShardStore.create(tmp_path / str(ord(order)), metadata, progress=False) as writer:
+            with pytest.raises(ArgumentError, match="example 4 holds 1 values that are not finite"):
+                writer.append(acts)
+            writer.append(np.ones((6, 3, 4, 4), f"{order}f2"))
+
+
 def test_16_bits_always_fit_into_float32(tmp_path):
     for dtype in ("bfloat16", "float16"):
         acts = odd_numbers(dtype)

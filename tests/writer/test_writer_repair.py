@@ -257,6 +257,50 @@ def test_anything_else_is_refused() -> None:
         opened(memory, this)
 
 
+def test_what_is_compared_of_several_shards_belongs_to_their_examples() -> None:
+    """One call fills two holes, and says what the tokens of the examples of both are."""
+    this = case(n=11, per_shard=3, block_bytes=48)
+    memory = store_of(this)
+    change(memory, "acts000000.bin", None)
+    change(memory, "acts000002.bin", None)
+    missing = [0, 1, 2, 6, 7, 8]
+    with opened(memory, this) as writer:
+        assert writer.missing == [(0, 3), (6, 9)]
+        wrong = this.labels[missing]
+        wrong[4, 1] ^= 1
+        with pytest.raises(ArgumentError, match="labels of example 7 are others"):
+            writer.append(this.acts[missing], wrong)
+        writer.append(this.acts[missing], this.labels[missing])
+    this.check(memory.files)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "message"),
+    [
+        ("float32", np.nan, "example 7 holds 1 values that are not finite"),
+        ("float16", 1e5, "example 7 holds 1 numbers"),
+    ],
+)
+def test_numbers_of_a_second_shard_are_told_by_its_examples(dtype: str, number: float, message: str) -> None:
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=[0], content_tokens_per_example=1, cls_token=False, d_model=2, n_examples=9,
+        max_tokens_per_shard=3, dtype=dtype,
+    )  # fmt: skip
+    memory, acts = MemoryTransport(), np.ones((9, 1, 1, 2), np.float32)
+    with create_store(memory, metadata, progress=False) as writer:
+        writer.append(acts)
+    store = memory.at(metadata.hash)
+    change(store, "acts000000.bin", None)
+    change(store, "acts000002.bin", None)
+    wrong = acts[:6].copy()
+    wrong[4, 0, 0, 1] = number
+    with open_repair(store, metadata) as repair:
+        with pytest.raises(ArgumentError, match=message):
+            repair.append(wrong)
+        assert repair.missing == [(0, 3), (6, 9)]  # nothing of it was written
+        repair.append(acts[:6])
+
+
 def test_lost_labels() -> None:
     this = case()
     for damage in (None, b"", bytes(14)):
