@@ -62,7 +62,8 @@ def compare_rows(
         ArgumentError: the store has other values, or none.
     """
     n = sum(end - start for start, end in ranges)
-    rows = np.frombuffer(_bytes_of(array, values, n, layout), np.uint8).reshape(n, -1)
+    width, at = array.example_nbytes(layout), 0
+    rows = np.frombuffer(_bytes_of(array, values, n, layout), np.uint8).reshape(n, width)
     if state != "whole":
         absent = state == "absent"
         restore = "restore_labels" if array == LABELS else "restore_array"
@@ -73,7 +74,6 @@ def compare_rows(
             where=array.name,
             remedy="Leave them out." if absent else f"Give all of them to `{restore}`.",
         )
-    width, at = array.example_nbytes(layout), 0
     for start, end in ranges:
         there = np.frombuffer(folder.get_range(array.file_name, start * width, end * width), np.uint8)
         same = (there.reshape(-1, width) == rows[at : at + end - start]).all(axis=1)
