@@ -16,7 +16,7 @@ from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import same_value
 from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
 from saev_store.loaders._pickled import pickled
-from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions
+from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions, chosen_options
 from saev_store.loaders.ordered import OrderedLoader
 from saev_store.loaders.shuffled import Geometry, ShuffledLoader
 from saev_store.store.pair import PairSelection
@@ -239,7 +239,7 @@ class OrderedPairLoader(PairLoader):
         **changed: Unpack[ReadArguments],
     ) -> None:
         _check(rows)
-        given = replace(options or ReadOptions(), **changed)
+        given = chosen_options(options, ReadOptions, changed)
         of_a, of_b = _token_arrays(rows, given.token_arrays)
         a = OrderedLoader(rows.a, replace(given, token_arrays=of_a), labels=labels)
         super().__init__(a, OrderedLoader(rows.b, replace(given, token_arrays=of_b)), rows, given, labels)
@@ -270,7 +270,7 @@ class ShuffledPairLoader(PairLoader):
         **changed: Unpack[ShuffleArguments],
     ) -> None:
         _check(rows)
-        given = replace(options or ShuffleOptions(), **changed)
+        given = chosen_options(options, ShuffleOptions, changed)
         of_a, of_b = _token_arrays(rows, given.token_arrays)
         a = _First(rows, replace(given, token_arrays=of_a), labels)
         super().__init__(a, _Second(rows, a, replace(given, token_arrays=of_b)), rows, given, labels)

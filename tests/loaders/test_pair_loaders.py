@@ -256,6 +256,16 @@ def test_states_of_other_loaders_are_refused(stores, kind):
         kind(rows.a, batch_size=16)
 
 
+@pytest.mark.parametrize("wrong", [{}, {"batch_size": 16}, 16, "options"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_are_those_of_loaders_of_one_store(stores, kind, wrong):
+    rows = opened(stores)
+    for make in (lambda: kind(rows, wrong), lambda: ALONE[kind](rows.a, wrong)):
+        with pytest.raises(ArgumentError, match=f"options is a {type(wrong).__name__}; it must be") as caught:
+            make()
+        assert caught.value.where == "options"
+
+
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shard_that_is_gone_in_one_store(stores, kind, side):
