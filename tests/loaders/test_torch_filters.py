@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore, new_metadata, pair  # after the check that torch is there
 from saev_store.errors import ArgumentError, SelectionError  # after the check that torch is there
-from saev_store.loaders import below_norms, filtered, filtered_pair  # after the check that torch is there
+from saev_store.loaders import below_norms, filtered, filtered_pair, filters  # after the check that torch is there
 from saev_store.loaders.filters import mean_norms  # after the check that torch is there
 from saev_store.torch import (  # after the check that torch is there
     ConfigError,
@@ -235,6 +235,25 @@ def test_a_pair_leaves_out_what_either_store_leaves_out(tmp_path: Path):
             found = tokens_of(loader)
         assert sorted(found) == [tuple(row) for row in np.argwhere(stays).tolist()]
         assert loader.n_samples == len(found)
+        with loader:
+            for batch in loader:  # vectors of both are of the same tokens
+                example, token = batch["example_idx"].numpy(), batch["token_idx"].numpy()
+                assert np.array_equal(batch["act_a"].numpy(), long_ones(0)[example, 0, token])
+                assert np.array_equal(batch["act_b"].numpy(), long_ones(1)[:, [2, 1]][example, :, token])
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_pair_leaves_out_what_only_one_store_leaves_out(side: int, tmp_path: Path) -> None:
+    acts = [np.ones((N, len(LAYERS), TOKENS, D_MODEL), np.float32) for _ in range(2)]
+    acts[side][3, :, 2] = 100
+    stores = [ShardStore.open(write(tmp_path / str(i), acts[i], data={"side": i})) for i in range(2)]
+    rows = pair(*stores).sel(layer_a=2, layer_b=5, tokens="content")
+    left = filtered_pair((stores[0], stores[1]), rows, max_norm_multiple=5.0)
+    stays = np.ones((N, TOKENS), bool)
+    stays[3, 2] = False
+    for part in (left.a, left.b):
+        assert len(part) == N * TOKENS - 1
+        np.testing.assert_array_equal(part.kept, stays)
 
 
 def test_random_access_has_the_same_rows(plain: Path):
@@ -288,6 +307,22 @@ def test_a_vector_stays_that_is_just_as_long_as_the_limit(cls: bool, tmp_path: P
         [True] * TOKENS,
         [False] * TOKENS,
     ]
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 5])
+def test_every_piece_of_the_vectors_is_told_by_its_own_examples(
+    rows_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokens are read at a time, of two layers; pieces end within an example and at its end."""
+    acts = np.ones((N, len(LAYERS), TOKENS, D_MODEL), np.float32)
+    truth = np.ones((N, TOKENS), bool)
+    for layer, example, token in ((0, 0, 1), (1, 1, 0), (0, N - 2, TOKENS - 1), (1, N - 1, 2)):
+        acts[example, layer, token, 3] = 100
+        truth[example, token] = False
+    rows = ShardStore.open(write(tmp_path, acts)).sel(layer=LAYERS[:2], tokens="content", examples=[N - 1, 0, N - 2])
+    truth[1] = True  # of an example that is not chosen
+    monkeypatch.setattr(filters, "_PIECE_BYTES", rows_at_once * 2 * D_MODEL * 4)
+    np.testing.assert_array_equal(below_norms(rows, [50.0, 50.0]), truth)
 
 
 def test_rows_of_which_nothing_is_left_out_are_the_same_object(plain: Path) -> None:

@@ -528,6 +528,28 @@ def test_tokens_that_are_not_there_or_all_there_are(tmp_path):
         copy_store(bare.path, tmp_path / "to", tokens="special")
 
 
+@pytest.mark.parametrize("choice", [{"layers": [5]}, {"tokens": "special"}], ids=["layers", "tokens"])
+def test_every_piece_of_a_token_array_is_compared_with_a_finished_copy(choice, store, tmp_path, monkeypatch):
+    """Without digests both are read; here an example at a time."""
+    monkeypatch.setattr(_whole, "BLOCK_BYTES", 1)
+    url, labels = copy_store(store.path, tmp_path / "to", **choice), store.labels.copy()
+    assert copy_store(store.path, tmp_path / "to", **choice) == url
+    for example in (1, len(labels) - 1):
+        changed = labels.copy()
+        changed[example, 0] ^= 1
+        (store.path / "labels.bin").write_bytes(changed.tobytes())
+        with pytest.raises(StoreExistsError, match="copy of another recording"):
+            copy_store(store.path, tmp_path / "to", **choice)
+    changed = labels.copy()
+    changed[:, 1:] ^= 1  # tokens that are not in a copy of the special ones
+    (store.path / "labels.bin").write_bytes(changed.tobytes())
+    if "tokens" in choice:
+        assert copy_store(store.path, tmp_path / "to", **choice) == url
+    else:
+        with pytest.raises(StoreExistsError, match="copy of another recording"):
+            copy_store(store.path, tmp_path / "to", **choice)
+
+
 def test_an_interrupted_copy_of_layers_continues(store, tmp_path, monkeypatch):
     from saev_store.writer.copying import _layers
 

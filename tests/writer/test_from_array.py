@@ -239,10 +239,19 @@ def test_blocks_are_no_larger_than_was_asked_for(tmp_path: Path):
     assert array.blocks == [(i, i + 1) for i in range(11)]
 
 
-def test_a_chunk_that_fits_is_read_once(tmp_path: Path):
-    array = Counted(numbers(), chunks=(3, 1, 5, 8))
+@pytest.mark.parametrize(
+    ("chunks", "blocks"),
+    [
+        ((3, 1, 5, 8), [(0, 3), (3, 6), (6, 9), (9, 11)]),
+        ((2, 1, 5, 8), [(0, 4), (4, 8), (8, 11)]),
+        (((2, 2, 2, 1, 4), (3,), (5,), (8,)), [(0, 4), (4, 7), (7, 11)]),
+    ],
+)
+def test_a_chunk_that_fits_is_read_once(tmp_path: Path, chunks: tuple[object, ...], blocks: list[tuple[int, int]]):
+    """Together with as many others as fit."""
+    array = Counted(numbers(), chunks=chunks)
     ShardStore.from_array(array, tmp_path, **OPTIONS, max_block_bytes=4 * array._values[0].nbytes)
-    assert array.blocks == [(0, 3), (3, 6), (6, 9), (9, 11)]
+    assert array.blocks == blocks
 
 
 @pytest.mark.parametrize("chunks", [(5, 1, 5, 8), ((5, 5, 1), (3,), (5,), (8,))])

@@ -325,6 +325,27 @@ def test_a_publisher_that_crashed_is_succeeded() -> None:
         this.check(disk.content(this.name))
 
 
+def test_a_publisher_of_what_it_has_found_passes_on_what_it_is_told() -> None:
+    """How much is verified, and that another publisher is dead."""
+    this, disk = case(n=6, per_shard=2), Disk(posix=False)
+    for rank in range(2):
+        write_part(disk, this, rank, 2)
+    folder = Folder(disk, this.name)
+    claim = read_claim(folder)
+    assert claim is not None
+    found = UnpublishedStore(this.metadata, 2, folder, claim)
+    right = disk.content(this.name)["acts000001.bin"]
+    disk._set(f"{this.name}/acts000001.bin", bytes([right[0] ^ 1]) + right[1:])
+    with pytest.raises(CorruptShardError, match="acts000001.*not what was written"):
+        found.publish(verify="digests", takeover=True)
+    disk._set(f"{this.name}/acts000001.bin", right)
+    disk._set(f"{this.name}/.saev_store/publisher.json", b'{"attempt": "dead"}')
+    with pytest.raises(WriterConflictError, match="takeover=True"):
+        found.publish(verify="digests")
+    assert found.publish(verify="digests", takeover=True)
+    this.check(disk.content(this.name))
+
+
 def test_a_store_that_is_there_with_other_metadata_is_no_success() -> None:
     this, disk = case(n=6, per_shard=2), Disk()
     disk._set(f"{this.name}/metadata.json", b"{}")

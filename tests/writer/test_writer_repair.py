@@ -126,6 +126,27 @@ def test_a_shard_is_replaced_once_whole_not_after_each_of_its_lost_ranges() -> N
     assert [(file.name, file.examples) for file in writer.repaired] == [("acts000000.bin", ((0, 1), (3, 4)))]
 
 
+@pytest.mark.parametrize(("example", "place"), [(3, "0:48"), (5, "96:144")])
+def test_neighbours_of_what_was_lost_must_not_change_while_they_are_copied(example: int, place: str) -> None:
+    """Here a block is one example; what is right next to the lost one was checked when the repair was opened."""
+    this = case(n=11, per_shard=3, block_bytes=48)
+    memory = store_of(this)
+    changed = bytearray(memory.read("acts000001.bin"))
+    changed[(example - 3) * 48 + 7] ^= 1
+    writer = opened(memory, this, lost=[(4, 5)])
+    change(memory, "acts000001.bin", bytes(changed))
+    with pytest.raises(CorruptShardError, match=f"bytes {place} changed while they were copied") as caught:
+        writer.append(this.acts[4:5])
+    assert caught.value.where.endswith("acts000001.bin")
+    assert memory.read("acts000001.bin") == bytes(changed)
+    assert writer.repaired == []
+    writer.close()
+    with opened(memory, this, deep=True) as writer:
+        assert writer.missing == [(example, example + 1)]
+        fill(writer, this)
+    this.check(memory.files)
+
+
 def test_what_a_report_names_is_recorded_again_and_told_apart() -> None:
     """Other numbers than the first time (another GPU, say) are fine: digests.json then tells of the new ones."""
     this = case(n=11, per_shard=3, block_bytes=48)
