@@ -14,7 +14,7 @@ from transports import CountingTransport
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, DeadlineError, LayerNotFoundError, StoreExistsError
-from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background
+from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background, staging
 from saev_store.loaders.staging import open_for_training
 from saev_store.transport import PreadTransport, open_transport
 from saev_store.writer.copying import copy_store
@@ -343,3 +343,22 @@ def test_a_folder_that_cannot_be_used_is_said(plain, tmp_path):
     with pytest.raises(ArgumentError, match="cannot be used"):
         cached(plain, tmp_path / "file")
     assert threading.active_count() >= 1
+
+
+def test_all_that_says_what_to_stage_is_handed_on(plain, tmp_path, monkeypatch):
+    calls = []
+
+    def recorded(url, to, **options):
+        calls.append((url, to, options))
+        return str(plain.path)
+
+    monkeypatch.setattr(staging, "stage", recorded)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    given = {"tokens": "content", "storage_options": {"region": "here"}}
+    some = {"use_tmpdir": True, "cache_dir": None, "cache_bytes": 1}
+    staging.open_for_training("s3://b/s", {"region": "here"}, layer=5, tokens="content", **some).close()
+    assert staging.stage_in_background("s3://b/s", tmp_path, layers=(5, 2), **given).result() == str(plain.path)
+    assert calls == [
+        ("s3://b/s", "$TMPDIR", {"layers": 5, **given}),
+        ("s3://b/s", tmp_path, {"layers": (5, 2), **given}),
+    ]

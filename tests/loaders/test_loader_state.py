@@ -346,3 +346,23 @@ def test_a_last_batch_of_repeated_rows_alone_is_continued_with(tmp_path, batch_s
             found = [(batch["act"].copy(), batch["example_idx"].copy()) for batch in fresh]
             assert same([act for act, _ in found], [act for act, _ in whole[stop_at:]])
             assert same([example for _, example in found], [example for _, example in whole[stop_at:]])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, -2.0, float("inf"), float("nan"), 2, "2.0"])
+def test_a_state_with_a_scale_that_no_loader_has_is_refused(rows, scale):
+    loader = OrderedLoader(rows, batch_size=24, scale_norm=2.0)
+    with pytest.raises(ArgumentError, match="scale"):
+        loader.load_state_dict({**loader.state_dict(), "scale": scale})
+    assert loader.scale == 2.0
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_a_state_is_of_the_tokens_that_are_left_not_of_their_number(kind, tmp_path):
+    """Each selection leaves out one token, another one."""
+    store = ShardStore.open(plain_store(tmp_path, n=12, tokens=4).path)
+    masks = np.ones((2, 12, 4), bool)
+    masks[0, 3, 1] = masks[1, 3, 2] = False
+    one, other = (kind(store.sel(layer=5, tokens="content").only(mask), batch_size=8) for mask in masks)
+    assert len(one) == len(other)
+    with pytest.raises(ArgumentError, match="saved with rows"):
+        other.load_state_dict(one.state_dict())

@@ -25,6 +25,7 @@ from saev_store.torch import (
     OrderedDataLoader,
     ShuffledConfig,
     ShuffledDataLoader,
+    indexed,
 )
 
 
@@ -42,6 +43,23 @@ def test_the_scale_is_that_of_the_rows_where_labels_are_ignored(tmp_path):
     config = OrderedConfig(shards=plain.path, layer=5, batch_size=8, scale_norm=True, ignore_labels=[0])
     expected = OrderedLoader(store.sel(layer=5, tokens="content", ignore_labels=[0]), batch_size=8, scale_norm=True)
     assert OrderedDataLoader(config).scale == expected.scale
+
+
+@pytest.mark.parametrize("stack_layers", [False, True])
+def test_large_batches_by_number_may_be_of_any_sizes(tmp_path, monkeypatch, stack_layers):
+    """Memory of a batch is used again for one that it is large enough for; a batch that is kept stays as it is."""
+    monkeypatch.setattr(indexed, "_MIN_ROWS_PER_THREAD", 4)
+    plain = plain_store(tmp_path, n=24, tokens=4)
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer=(2, 5), stack_layers=stack_layers))
+    rows = plain.acts[:, :2, 1:]  # (example, layer, token, d_model)
+    rows = rows.swapaxes(1, 2).reshape(-1, 2, 8) if stack_layers else rows.reshape(-1, 8)
+    kept = []
+    for size in (8, 31, 5, 96, 4, 33, 3):
+        numbers = np.arange(size)[::-1] * 96 // size
+        kept.append((numbers, dataset.batch(numbers)["act"]))
+    for numbers, act in kept:
+        assert np.array_equal(act.numpy(), rows[numbers])
+    dataset.close()
 
 
 def test_a_state_taken_after_set_epoch_is_of_that_epoch(tmp_path):
@@ -213,3 +231,11 @@ def test_stored_half_precision_keeps_the_bits_of_every_nan(tmp_path):
         ((numbers[is_nan] & 0x8000).astype("<u4") << 16) | 0x7F800000 | ((numbers[is_nan] & 0x3FF).astype("<u4") << 13)
     )
     assert np.array_equal(wide[is_nan].view("<u4") | 0x400000, expected | 0x400000)
+
+
+@pytest.mark.parametrize("options", ["AKIA-hush", ["AKIA-hush"], {"key": "AKIA-hush", 3: "AKIA-hush"}])
+@pytest.mark.parametrize("config", [IndexedConfig, OrderedConfig, ShuffledConfig])
+def test_options_of_file_systems_are_not_shown_where_they_are_refused(config, options):
+    with pytest.raises(ConfigError, match="storage_options; it must be") as caught:
+        config(storage_options=options)
+    assert "hush" not in str(caught.value)
