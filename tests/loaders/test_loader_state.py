@@ -366,3 +366,14 @@ def test_a_state_is_of_the_tokens_that_are_left_not_of_their_number(kind, tmp_pa
     assert len(one) == len(other)
     with pytest.raises(ArgumentError, match="saved with rows"):
         other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_a_state_is_of_the_labels_that_are_left_not_of_their_number(kind, tmp_path):
+    plain = plain_store(tmp_path, n=12, tokens=4, labels=True)
+    np.tile(np.arange(4, dtype=np.uint8), (12, 1)).tofile(plain.path / "labels.bin")  # as many of each
+    store = ShardStore.open(plain.path)
+    one, other = (kind(store.sel(layer=5, tokens="content", ignore_labels=[label]), batch_size=8) for label in (1, 2))
+    assert len(one) == len(other)
+    with pytest.raises(ArgumentError, match="saved with rows"):
+        other.load_state_dict(one.state_dict())
