@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -458,3 +459,209 @@ def test_what_a_server_does_not_answer_is_not_missing(store):
         (problem,) = quick_checks(Answering(sizes | {store.shard(1).name: error}), metadata, index)
         assert (problem.kind, problem.where, problem.lost) == (kind, store.shard(1).name, (store.span(1),))
         assert (str(error.message) in problem.message) is (kind == "unreadable_shard")
+
+
+def damaged(store: Plain, name: str, change: object) -> Problem:
+    """The only problem of a store after a change of one of its files: an int is its new size."""
+    path = store.path / name
+    if isinstance(change, int):
+        data = path.read_bytes()
+        path.write_bytes(data[:change] + bytes(max(0, change - len(data))))
+    else:
+        path.unlink()
+        if change is not None:
+            change(path)
+    (problem,) = look(store).problems
+    assert problem.where == name
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "kind", "message"),
+    [
+        ("acts000001.bin", None, "missing_shard", "acts000001.bin cannot be read: it is not there; was it purged, or not copied?"),
+        ("acts000001.bin", os.mkdir, "not_a_file", "acts000001.bin cannot be read: it is a folder"),
+        ("acts000001.bin", os.mkfifo, "not_a_file", "acts000001.bin cannot be read: it is no regular file"),
+        ("acts000001.bin", 479, "short_shard",
+         "acts000001.bin has 479 bytes, but its 3 examples take 1,440; not one is whole"),
+        ("acts000001.bin", 1439, "short_shard",
+         "acts000001.bin has 1,439 bytes, but its 3 examples take 1,440; the first 2 are whole"),
+        ("acts000002.bin", 100, "short_shard", "acts000002.bin has 100 bytes, but its 1 examples take 480; not one is whole"),
+        ("acts000000.bin", 1920, "oversized_shard",
+         ("acts000000.bin has 1,920 bytes, but a full shard is 1,440 (3 examples); it was written with another capacity than "
+         "metadata.json implies, so its vectors may belong to other examples")),
+        ("acts000002.bin", 1919, "trailing_bytes",
+         ("acts000002.bin has 1,919 bytes: 479 of those after its 1 examples are no whole row of 480 bytes; all vectors are in "
+         "place, but bytes were appended to the file, or cut from the zeros at its end")),
+        ("labels.bin", os.mkdir, "unreadable_labels", "labels.bin cannot be read: it is a folder"),
+        ("labels.bin", 29, "labels_size",
+         ("labels.bin has 29 bytes; 7 examples of 4 content tokens take 28. Vectors are readable, labels are not. Copy the file "
+         'again, or write it anew with store.repair().restore_array("labels", ...)')),
+    ],
+)  # fmt: skip
+def test_a_damage_is_told_in_numbers(store: Plain, name: str, change: object, kind: str, message: str):
+    found = damaged(store, name, change)
+    assert (found.kind, found.message, found.severity) == (
+        kind,
+        message,
+        "warning" if kind == "trailing_bytes" else "error",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "kind", "message"),
+    [
+        ("mask.bin", None, "missing_token_array",
+         ("mask.bin is missing. Vectors are readable, mask are not. Copy the file again, or write it anew with "
+         'store.repair().restore_array("mask", ...)')),
+        ("token_ids.bin", 111, "token_array_size",
+         ("token_ids.bin has 111 bytes; 7 examples of 4 content tokens of int32 take 112. Vectors are readable, token_ids are not. "
+         'Copy the file again, or write it anew with store.repair().restore_array("token_ids", ...)')),
+        ("document_ids.bin", os.mkdir, "unreadable_token_array", "document_ids.bin cannot be read: it is a folder"),
+    ],
+)  # fmt: skip
+def test_a_damage_of_a_declared_array_is_told_in_numbers(tmp_path: Path, name: str, change, kind: str, message: str):
+    found = damaged(plain_store(tmp_path, protocol="3.0"), name, change)
+    assert (found.kind, found.message, found.severity, found.lost) == (kind, message, "error", ())
+
+
+def test_a_link_of_an_array_is_told_and_what_is_behind_it_is_judged(store: Plain, tmp_path: Path):
+    elsewhere = tmp_path / "labels.elsewhere"
+    shutil.move(store.path / "labels.bin", elsewhere)
+    (store.path / "labels.bin").symlink_to(elsewhere)
+    (problem,) = look(store).problems
+    assert (problem.kind, problem.where, problem.severity) == ("symlinked_labels", "labels.bin", "info")
+    assert problem.message == f"labels.bin is a symbolic link to {str(elsewhere)!r}"
+    os.truncate(elsewhere, 3)
+    assert kinds(look(store)) == ["labels_size", "symlinked_labels"]
+    elsewhere.unlink()  # labels of such a store are optional, but a link says that there were some
+    (problem,) = look(store).problems
+    assert (problem.kind, problem.severity) == ("unreadable_labels", "error")
+    assert (
+        problem.message == f"labels.bin cannot be read: it is a symbolic link to {str(elsewhere)!r}, where nothing is"
+    )
+
+
+def test_links_are_told_where_the_folder_cannot_be_listed(
+    store: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.move(store.shard(1), tmp_path / "safe.bin")
+    store.shard(1).symlink_to(tmp_path / "safe.bin")
+    store.shard(2).rename(store.path / "acts2.bin")
+    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(PermissionError(13, "no", path)))
+    found = [(problem.kind, problem.where) for problem in look(store).problems]
+    # Names that nobody asked for are not seen.
+    assert found == [("missing_shard", "acts000002.bin"), ("symlinked_shard", "acts000001.bin")]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "severity"),
+    [(None, "missing_empty_shard", "info"), (os.mkdir, "not_a_file", "warning"), (1920, "oversized_shard", "warning")],
+)
+def test_a_shard_without_examples_loses_nothing(tmp_path: Path, change: object, kind: str, severity: str):
+    store = plain_store(tmp_path, n=6, trailer=True)
+    found = damaged(store, "acts000002.bin", change)
+    assert (found.kind, found.severity, found.lost) == (kind, severity, ())
+
+
+def test_names_that_are_not_read_are_told_in_order(store: Plain):
+    for name in (
+        "acts3",
+        "acts-1.bin",
+        "acts 2.bin",
+        "acts_2.bin",
+        "actsx.bin",
+        "acts",
+        "xacts1.bin",
+        "acts0000003.bin",
+    ):
+        (store.path / name).write_bytes(b"x")
+    for name in ("acts000003.bin", "acts1000000.bin"):
+        (store.path / name).write_bytes(b"x")
+    found = [(problem.kind, problem.where) for problem in look(store).problems]
+    assert found == [
+        ("misnamed_shard", "acts 2.bin"), ("misnamed_shard", "acts-1.bin"), ("misnamed_shard", "acts0000003.bin"),
+        ("unlisted_shard", "acts000003.bin"), ("unlisted_shard", "acts1000000.bin"), ("misnamed_shard", "acts3"),
+        ("misnamed_shard", "acts_2.bin"),
+    ]  # fmt: skip
+    assert (
+        look(store).problems[3].message
+        == "acts000003.bin is there, but shards.json lists only 3 shards; it is not read"
+    )
+
+
+def test_problems_of_the_documents_come_first(tmp_path: Path):
+    """Those of metadata.json, then those of shards.json, in a quick and in a deep report."""
+    store = plain_store(tmp_path, layers=(5, 2, 11))
+    text = (store.path / "shards.json").read_text()
+    (store.path / "shards.json").write_text(text.replace('"n_ex"', '"n_imgs"'))
+    store.shard(2).rename(store.path / "acts2.bin")
+    metadata, index = documents(store.path)
+    for deep in (False, True):
+        report = validate(open_transport(store.path), metadata, index, deep=deep, progress=False)
+        assert kinds(report)[:4] == ["missing_shard", "layer_order", "count_key", "misnamed_shard"]
+        assert [problem.where for problem in report.problems][:3] == ["acts000002.bin", "metadata.json", "shards.json"]
+
+
+def test_a_link_to_a_folder_or_to_itself_is_told_as_both(store: Plain, tmp_path: Path):
+    for shard_idx, target in ((0, tmp_path), (1, store.shard(1))):
+        store.shard(shard_idx).unlink()
+        store.shard(shard_idx).symlink_to(target)
+    report = look(store)
+    found = [(problem.kind, problem.where, problem.lost) for problem in report.problems]
+    assert found == [
+        ("not_a_file", "acts000000.bin", ((0, 3),)),
+        ("unreadable_shard", "acts000001.bin", ((3, 6),)),
+        ("symlinked_shard", "acts000000.bin", ()),
+        ("symlinked_shard", "acts000001.bin", ()),
+    ]
+    why = os.strerror(errno.ELOOP)
+    assert report.problems[1].message == f"acts000001.bin cannot be read: its status cannot be read ({why})"
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_the_file_of_somebody_else_is_readable_if_the_system_says_so(
+    store: Plain, monkeypatch: pytest.MonkeyPatch, mine: bool
+):
+    """Of a file that is ours its bits tell; of another one they may be for its owner alone."""
+    if not mine:
+        monkeypatch.setattr("saev_store.validation._quick._EUID", os.geteuid() + 1)
+    assert look(store).problems == ()
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("1.bin"))
+    assert kinds(look(store)) == ([] if mine else ["unreadable_shard"])
+
+
+def test_a_folder_that_gives_an_error_is_asked_for_sizes(store: Plain, monkeypatch: pytest.MonkeyPatch):
+    os.truncate(store.shard(1), 3)
+    (store.path / "acts7.bin").write_bytes(b"x")
+    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "no", path)))
+    assert kinds(look(store)) == ["short_shard"]
+
+
+def test_a_listing_counts_if_it_has_one_name_of_the_store(store: Plain):
+    """A listing of other names is not believed; one that lacks a shard is, and shows what is there instead."""
+    metadata, index = documents(store.path)
+    files = {path.name: path.read_bytes() for path in store.path.iterdir()}
+
+    class Elsewhere(MemoryTransport):
+        def list(self, path: str = "") -> list[Entry]:
+            return [Entry("acts9.bin", is_dir=False, size=5)]
+
+    assert quick_checks(Elsewhere(files), metadata, index) == []
+    files["acts9.bin"] = files.pop("acts000001.bin")
+    found = quick_checks(MemoryTransport(files), metadata, index)
+    assert [(problem.kind, problem.where) for problem in found] == [
+        ("missing_shard", "acts000001.bin"), ("misnamed_shard", "acts9.bin"),
+    ]  # fmt: skip
+
+
+def test_a_folder_in_a_listing_is_no_file(store: Plain):
+    metadata, index = documents(store.path)
+    files = {path.name: path.read_bytes() for path in store.path.iterdir()}
+
+    class WithFolder(MemoryTransport):
+        def list(self, path: str = "") -> list[Entry]:
+            return [replace(entry, is_dir=entry.path == "acts000001.bin") for entry in super().list(path)]
+
+    (problem,) = quick_checks(WithFolder(files), metadata, index)
+    assert (problem.kind, problem.message) == ("not_a_file", "acts000001.bin cannot be read: it is a folder")

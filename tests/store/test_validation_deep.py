@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -629,3 +630,229 @@ def test_a_link_that_leads_nowhere_is_no_absence_of_digests(digested: Plain, eng
     assert kinds(report) == ["unreadable_digests"]
     assert "symbolic link to 'elsewhere/digests.json', where nothing is" in report.errors[0].message
     assert not report.ok
+
+
+def messages(report: Report) -> dict[tuple[str, str], str]:
+    return {(problem.kind, problem.where): problem.message for problem in report.problems}
+
+
+@pytest.mark.parametrize(
+    ("first", "where", "message"),
+    [
+        (0, "acts000000.bin", "the whole store is zeros: nothing was ever recorded"),
+        (1, "acts000000.bin", ("the last 6 examples are nothing but zeros (acts000000.bin to acts000002.bin): the recording most "
+         "likely stopped after example 0")),
+        (3, "acts000001.bin", ("the last 4 examples are nothing but zeros (acts000001.bin to acts000002.bin): the recording most "
+         "likely stopped after example 2")),
+        (6, "acts000002.bin", ("the last 1 examples are nothing but zeros (acts000002.bin): the recording most likely stopped "
+         "after example 5")),
+    ],
+)  # fmt: skip
+def test_where_a_recording_stopped_is_told(store, first, where, message):
+    for example in range(first, 7):
+        overwrite(store.shard(example // 3), example % 3 * 480, bytes(480))
+    assert messages(look(store)) == {("unwritten_tail", where): message}
+
+
+def test_zeros_are_counted_in_their_shard(tmp_path):
+    """Written ones, which digests confirm, and others; the last shard has fewer examples than others."""
+    store = plain_store(tmp_path, n=8)
+    for example in (1, 2, 3, 7):
+        overwrite(store.shard(example // 3), example % 3 * 480, bytes(480))
+        store.acts[example] = 0
+    overwrite(store.shard(2), 0, store.acts[6:].tobytes())
+    store.write_digests(480)
+    written = "are nothing but zeros; digests.json says that they were recorded like this"
+    assert messages(look(store)) == {
+        ("zero_rows", "acts000000.bin"): f"2 of the 3 examples of acts000000.bin {written}",
+        ("zero_rows", "acts000001.bin"): f"1 of the 3 examples of acts000001.bin {written}",
+        ("zero_rows", "acts000002.bin"): f"1 of the 2 examples of acts000002.bin {written}",
+    }
+    (store.path / "digests.json").unlink()
+    overwrite(store.shard(2), 480, b"\1")  # no tail
+    unwritten = "are nothing but zeros, as rows that were never written are"
+    assert messages(look(store)) == {
+        ("zero_rows", "acts000000.bin"): f"2 of the 3 examples of acts000000.bin {unwritten}",
+        ("zero_rows", "acts000001.bin"): f"1 of the 3 examples of acts000001.bin {unwritten}",
+        (
+            "zero_vectors",
+            "",
+        ): "14 vectors are zero in examples that are not; models that mask or gate tokens produce these",
+    }
+
+
+def test_blocks_that_differ_are_counted_and_the_first_is_named(digested):
+    for position in (300, 700, 701, 1439):
+        overwrite(digested.shard(1), position, b"\x99")
+    os.truncate(digested.shard(0), 1000)
+    overwrite(digested.shard(0), 520, b"\x99")
+    suspect = "all examples in these blocks are suspect"
+    assert messages(look(digested)) == {
+        ("short_shard", "acts000000.bin"): "acts000000.bin has 1,000 bytes, but its 3 examples take 1,440; the first 2 are whole",
+        ("digest_mismatch", "acts000000.bin"):
+            f"1 of the 6 blocks of acts000000.bin are not what was written, the first at byte 512; {suspect}",
+        ("digest_mismatch", "acts000001.bin"):
+            f"3 of the 6 blocks of acts000001.bin are not what was written, the first at byte 256; {suspect}",
+    }  # fmt: skip
+
+
+def test_oddities_are_told_beside_other_damage(digested):
+    overwrite(digested.shard(2), 0, np.float32([np.nan, 1, np.inf]).tobytes())
+    overwrite(digested.shard(2), 480, b"\1")
+    report = look(digested)
+    assert [(p.kind, p.severity) for p in report.problems] == [
+        ("digest_mismatch", "error"), ("non_finite", "warning"), ("nonzero_padding", "warning"),
+    ]  # fmt: skip
+
+
+def test_padding_in_several_blocks_that_is_zero_at_the_end_is_told(digested):
+    """Also where a later block cannot be read."""
+    overwrite(digested.shard(2), 480, b"\1")
+    assert kinds(look(digested)) == ["nonzero_padding"]
+    assert kinds(look(digested, Bad(digested, {"acts000002.bin"}, 1439))) == ["nonzero_padding"]
+
+
+def test_numbers_that_are_none_are_counted_over_all_blocks_and_pieces(store, monkeypatch):
+    monkeypatch.setattr("saev_store.validation._validate._LOCAL_PIECE_BYTES", 64)
+    store.write_digests(256)
+    for position in (0, 64, 128, 1436):
+        overwrite(store.shard(1), position, np.float32(np.nan).tobytes())
+    found = messages(look(store))
+    assert found["non_finite", "acts000001.bin"].startswith("4 numbers in acts000001.bin are")
+
+
+def test_zeros_in_several_blocks_are_one_run(store):
+    store.write_digests(64)
+    overwrite(store.shard(1), 480, bytes(480))
+    overwrite(store.shard(0), 0, bytes(480))
+    found = {(p.kind, p.where): p.lost for p in look(store).problems if p.kind == "zero_rows"}
+    assert found == {("zero_rows", "acts000000.bin"): ((0, 1),), ("zero_rows", "acts000001.bin"): ((4, 5),)}
+
+
+def test_a_second_copy_names_the_first(tmp_path):
+    store = plain_store(tmp_path, n=12)
+    for shard_idx in (2, 3):
+        shutil.copy(store.shard(0), store.shard(shard_idx))
+    rule = "byte for byte; one of them holds the wrong examples, unless the same examples were recorded twice"
+    assert messages(look(store)) == {
+        ("duplicate_shards", "acts000002.bin"): f"acts000002.bin is a copy of acts000000.bin, {rule}",
+        ("duplicate_shards", "acts000003.bin"): f"acts000003.bin is a copy of acts000000.bin, {rule}",
+    }
+
+
+def test_arrays_that_are_cut_or_gone_are_not_compared(tmp_path):
+    store = plain_store(tmp_path, protocol="3.0")
+    store.write_digests(64)
+    whole = look(store, absent=True)
+    assert whole.problems == ()
+    assert whole.checked_bytes == 3 * 720 + 28 * (4 + 8 + 1)
+    os.truncate(store.path / "token_ids.bin", 64)
+    (store.path / "mask.bin").unlink()
+    report = look(store, absent=True)
+    assert [(p.kind, p.where) for p in report.problems] == [
+        ("token_array_size", "token_ids.bin"), ("missing_token_array", "mask.bin")
+    ]  # fmt: skip
+    assert report.checked_bytes == 3 * 720 + 28 * 8
+
+
+def test_each_array_is_compared_with_its_own_digests(tmp_path):
+    """The wrong blocks of the second and of the third one, counted; a bool is judged by its digests where there are some."""
+    store = plain_store(tmp_path, protocol="3.0")
+    store.write_digests(16)
+    overwrite(store.path / "document_ids.bin", 8 * 27, b"\x55" * 8)
+    overwrite(store.path / "document_ids.bin", 0, b"\x55")
+    overwrite(store.path / "mask.bin", 20, b"\2")
+    anew = "cannot be trusted. Copy the file again, or write it anew with store.repair().restore_array"
+    assert messages(look(store)) == {
+        ("token_array_digest_mismatch", "document_ids.bin"):
+            f'2 of the 14 blocks of document_ids.bin are not what was written; document_ids {anew}("document_ids", ...)',
+        ("token_array_digest_mismatch", "mask.bin"):
+            f'1 of the 2 blocks of mask.bin are not what was written; mask {anew}("mask", ...)',
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("position", [0, 15, 16, 27])
+def test_digests_of_bytes_that_are_no_bools_do_not_make_them_some(tmp_path, position):
+    store = plain_store(tmp_path, protocol="3.0")
+    values = bytearray(store.arrays["mask"].tobytes())
+    values[position] = 2
+    (store.path / "mask.bin").write_bytes(values)
+    store.arrays["mask"] = np.frombuffer(bytes(values), np.uint8)
+    store.write_digests(16)
+    (problem,) = look(store).problems
+    assert (problem.kind, problem.where, problem.severity) == ("token_array_values", "mask.bin", "error")
+
+
+def test_a_later_block_of_labels_that_cannot_be_read_is_told(store):
+    store.write_digests(8)
+    found = look(store, Bad(store, {"labels.bin"}, 20))
+    assert messages(found) == {("unreadable_labels", "labels.bin"): "labels.bin cannot be read: Input/output error"}
+
+
+def test_an_entry_of_digests_that_is_missing_or_of_another_size_is_told(tmp_path):
+    store = plain_store(tmp_path, protocol="3.0")
+    store.write_digests(64)
+    document = json.loads((store.path / "digests.json").read_text())
+    document["files"]["mask.bin"] |= {"nbytes": 27}
+    del document["files"]["token_ids.bin"], document["files"]["acts000001.bin"]
+    (store.path / "digests.json").write_text(json.dumps(document))
+    rest = (
+        "so its contents were not compared. Copy the file again; a store without one can be validated, but not compared"
+    )
+    found = look(store)
+    assert [(p.kind, p.where, p.severity, p.loc) for p in found.problems] == [
+        ("digests_document", "digests.json", "error", ("files", name))
+        for name in ("acts000001.bin", "token_ids.bin", "mask.bin")
+    ]
+    assert [p.message for p in found.problems] == [
+        f"acts000001.bin has no entry in digests.json, {rest}",
+        f"token_ids.bin has no entry in digests.json, {rest}",
+        f"mask.bin has 27 bytes, metadata.json implies 28 in digests.json, {rest}",
+    ]
+
+
+def test_labels_without_digests_are_not_compared_and_those_of_digests_may_be_absent(store):
+    """Labels may be written after the digests; but digests of labels that are gone say that there were some."""
+    store.write_digests(64)
+    document = json.loads((store.path / "digests.json").read_text())
+    entry = document["files"].pop("labels.bin")
+    (store.path / "digests.json").write_text(json.dumps(document))
+    assert look(store, absent=True).problems == ()
+    document["files"]["labels.bin"] = entry
+    (store.path / "digests.json").write_text(json.dumps(document))
+    (store.path / "labels.bin").unlink()
+    (problem,) = look(store, absent=True).problems
+    assert (problem.kind, problem.where, problem.severity) == ("missing_labels", "labels.bin", "error")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "finite", "none"),
+    [("float16", [0x7BFF, 0xFBFF, 0x8000], [0x7C00, 0xFC00, 0x7E01]), ("bfloat16", [0x7C00, 0x7F7F, 0xFF7F], [0x7F80, 0xFF80, 0xFFC1])],
+)  # fmt: skip
+def test_numbers_of_16_bits_that_are_none_are_counted_by_their_own_rule(dtype: str, finite: list[int], none: list[int]):
+    bits = np.full(3000, 1, "<u2")
+    bits[:3] = finite
+    assert scan_piece(memoryview(bits).cast("B"), start=0, d_model=3, dtype=dtype).n_nonfinite == 0
+    for n in (1, 2, 3):
+        bits[3000 - n] = none[n - 1]
+        assert scan_piece(memoryview(bits).cast("B"), start=0, d_model=3, dtype=dtype).n_nonfinite == n
+
+
+def test_the_parts_of_a_vector_that_is_cut_are_zero_only_as_a_whole():
+    for values, start, runs in (
+        ([0, 1, 1, 1, 1], 1, []), ([1, 0, 1, 1, 1], 1, []), ([0, 0, 1, 1, 1], 1, [[1, 3]]), ([0, 0, 1, 1, 1, 0], 1, [[1, 3], [6, 7]]),
+        ([0, 1, 0, 0, 0, 0], 1, [[3, 6], [6, 7]]), ([0, 1], 2, [[2, 3]]), ([0, 1], 1, []), ([1, 1, 1, 0, 1], 0, []),
+        ([1, 1, 1, 1, 0], 0, []), ([1, 1, 1, 0, 0], 0, [[3, 5]]), ([0, 0], 0, [[0, 2]]),
+    ):  # fmt: skip
+        found = scan_piece(memoryview(np.array(values, "<f4")).cast("B"), start=start, d_model=3).zero_runs
+        assert found.tolist() == runs, (values, start)
+
+
+def test_positions_in_a_shard_have_more_than_32_bits():
+    start = 3 * 2**32
+    values = np.array([1, 1, 1, 0, 0, 0, 0], "<f4")
+    found = scan_piece(memoryview(values).cast("B"), start=start, d_model=3).zero_runs
+    assert found.tolist() == [[start + 3, start + 6], [start + 6, start + 7]]
+    assert scan_piece(memoryview(np.zeros(4, "<f4")).cast("B"), start=start, d_model=3).zero_runs.tolist() == [
+        [start, start + 4]
+    ]
