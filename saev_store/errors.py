@@ -108,7 +108,8 @@ setattr(SaevStoreError, "__context__", property(_shown_context, _CONTEXT.__set__
 
 
 def _rebuild(cls: type[SaevStoreError], state: dict[str, object]) -> SaevStoreError:
-    error = cls.__new__(cls, state.get("message"))
+    error = cls.__new__(cls)
+    error.args = (state.get("message"),)  # those that are an OSError take none from `__new__`
     error.__dict__.update(state)
     return error
 
