@@ -210,7 +210,7 @@ def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) ->
     try:
         kept = _read_kept(store)
     except SaevStoreError as error:
-        warnings.warn(f"{error}. The statistics are computed again", SaevStoreWarning, stacklevel=5)
+        warnings.warn(f"{error}. The statistics are computed again", SaevStoreWarning, stacklevel=4)
         return None
     if kept is None:
         return None

@@ -34,14 +34,16 @@ from saev_store.errors import (
     CorruptShardError,
     DocumentError,
     LayerNotFoundError,
+    ReadOnlyError,
+    SaevStoreError,
     SaevStoreWarning,
     TransportError,
 )
-from saev_store.stats import STATISTICS, Stats, _compute, _moments
+from saev_store.stats import STATISTICS, Stats, _compute, _moments, kept_stats, stats_of, store_stats
 from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.stats._store import parse_stats, sampled_stats, stats_bytes
 from saev_store.store.identity import recording_identity
-from saev_store.transport import MemoryTransport
+from saev_store.transport import MemoryTransport, Writes
 
 
 def dense_stats(acts: np.ndarray) -> dict[str, np.ndarray]:
@@ -717,3 +719,253 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert found["layers"] == [2, 5, 11]
     assert (plain.path / "stats.json").exists()
     assert main(["stats", str(plain.path), "--sample", "0"]) == 2
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def refused(call) -> SaevStoreError:
+    with pytest.raises(SaevStoreError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recording": "sizes:1"}, "recording: 'sizes:1' is not a recording identity"),
+        ({"recording": "x" * 101}, "recording: String should have at most 100 characters"),
+        ({"metadata_sha256": "0" * 64}, "it was computed for a store with another metadata.json"),
+        ({"mean": [[1.0] * 5] * 2, "n_zeros": [[0] * 4] * 3}, "n_zeros, mean: not of shape (3, 5), (layer, token)"),
+        ({"n_examples": 8, "n_values": [[64] * 5] * 3}, "its counts do not match this store"),
+        ({"n_vectors": [[7] * 5, [7] * 5, [7, 7, 7, 7, 8]]}, "its counts do not match this store"),
+        ({"n_finite": [[56] * 5, [56] * 5, [56, 56, 56, 56, 57]]}, "its counts do not match this store"),
+        ({"n_values": [[56] * 5, [56] * 5, [56, 56, 56, 56, 55]]}, "its counts do not match this store"),
+        ({"n_subnormal": [[0] * 5, [0] * 5, [0, 0, 0, 0, 57]]}, "its counts do not match this store"),
+        ({"seed": "0"}, "seed: Input should be a valid integer"),
+    ],
+)
+def test_a_kept_file_that_breaks_a_rule_says_which(tmp_path: Path, change: dict[str, object], message: str):
+    store = ShardStore.open(plain_store(tmp_path).path)
+    recording = recording_identity(store.transport, store.layout)
+    right = json.loads(stats_bytes(store.stats(save=False), store.metadata, recording=recording, seed=None))
+    parse_stats(json.dumps(right).encode(), store.metadata, where="p/stats.json")
+    error = refused(lambda: parse_stats(json.dumps(right | change).encode(), store.metadata, where="p/stats.json"))
+    assert (type(error), error.message, error.where) == (DocumentError, message, "p/stats.json")
+
+
+def test_what_is_no_json_is_it(tmp_path: Path):
+    store = ShardStore.open(plain_store(tmp_path).path)
+    error = refused(lambda: parse_stats(b"{", store.metadata, where="p/stats.json"))
+    assert error.message.startswith("it: Invalid JSON")
+
+
+def test_a_kept_file_is_named_by_its_address_and_the_caller_is_warned(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    (plain.path / "stats.json").write_text("{}")
+    store = ShardStore.open(plain.path)
+    with pytest.warns(SaevStoreWarning) as caught:
+        store.stats()
+    assert str(caught[0].message).startswith(f"{store.url}/stats.json: version: Field required")
+    assert str(caught[0].message).endswith(". The statistics are computed again")
+    assert caught[0].filename == __file__
+
+
+def test_the_caller_is_warned_of_what_could_not_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = ShardStore.open(plain_store(tmp_path).path)
+
+    def fail(*_):
+        raise TransportError("no space left on device", where="d")
+
+    monkeypatch.setattr(type(store.transport), "put", fail)
+    with pytest.warns(
+        SaevStoreWarning, match="^stats.json could not be written beside the store: d: no space"
+    ) as caught:
+        store.stats()
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("error", [AccessError("no", where="p"), ReadOnlyError("no", where="p")])
+def test_where_nothing_may_be_written_nothing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(type(store.transport), "put", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(store.stats(), plain.acts)
+        assert sampled_stats(store, 3).n_examples == 3
+
+
+def test_a_transport_that_cannot_write_keeps_nothing():
+    plain = random_bits(Layout(7, (2, 5), 3, False, 4, 3))
+
+    class OnlyReads(MemoryTransport):
+        put = None
+
+    transport = OnlyReads(plain.files, label=plain.name)
+    assert not isinstance(transport, Writes)
+    assert_same(ShardStore.open(transport).stats(), plain.dense, rtol=1e-9)
+    assert kept_stats(ShardStore.open(transport)) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"refresh": "no"}, "refresh"), ({"save": 1}, "save"), ({"progress": "yes"}, "progress"),
+        ({"sample": 2.5}, "sample, seed"), ({"sample": 0}, "sample, seed"), ({"sample": 3, "seed": -1}, "sample, seed"),
+        ({"sample": 3, "seed": "x"}, "sample, seed"),
+    ],
+)  # fmt: skip
+def test_what_is_no_option_names_the_argument(tmp_path: Path, options: dict[str, object], where: str):
+    plain = plain_store(tmp_path)
+    error = refused(lambda: ShardStore.open(plain.path).stats(**options))
+    assert (type(error), error.where) == (ArgumentError, where)
+    assert not (plain.path / "stats.json").exists()
+
+
+def test_statistics_are_of_an_opened_store(tmp_path: Path):
+    error = refused(lambda: store_stats(str(plain_store(tmp_path).path)))
+    assert (type(error), error.where) == (ArgumentError, "store")
+    assert error.message.endswith("; it must be a ShardStore")
+
+
+def test_a_block_that_differs_is_named_by_its_bytes(tmp_path: Path):
+    """The last block of the last shard ends with its last vector."""
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=400)
+    for shard_idx, at, what in ((1, 450, "400 to 800"), (2, 479, "400 to 480")):
+        data = bytearray(plain.truth(shard_idx).tobytes())
+        data[at] ^= 1
+        plain.shard(shard_idx).write_bytes(data)
+        store = ShardStore.open(plain.path)
+        error = refused(store.stats)
+        assert (
+            error.message == f"bytes {what} differ from their digest in digests.json, so statistics of them are refused"
+        )
+        assert error.where == f"{store.url}/acts{shard_idx:06d}.bin"
+        plain.shard(shard_idx).write_bytes(plain.truth(shard_idx).tobytes())
+
+
+def test_padding_has_no_digests_and_none_is_needed(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=100)
+    with plain.shard(2).open("r+b") as file:
+        file.seek(plain.shard_nbytes - 1)
+        file.write(b"\1")
+    assert_same(ShardStore.open(plain.path).stats(), plain.acts)
+
+
+# -- a sample for a loader, and what is only looked up -------------------------------------------------------------------
+
+
+def test_a_sample_of_a_loader_is_read_in_all_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compute, "_TASK_BYTES", 1000)  # two examples
+    plain = plain_store(tmp_path, n=40, per_shard=7)
+    store = ShardStore.open(plain.path)
+    chosen = np.sort(np.random.default_rng(5).choice(40, 11, replace=False, shuffle=False))
+    found = sampled_stats(store, 11, seed=5)
+    assert_same(found, plain.acts[chosen])
+    assert (found.n_examples, found.is_sample) == (11, True)
+    assert parse_stats((plain.path / "stats.json").read_bytes(), store.metadata, where="x").seed == 5
+
+
+def test_a_loader_that_samples_everything_compares_with_digests(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=100)
+    data = bytearray(plain.truth(1).tobytes())
+    data[0] ^= 1
+    plain.shard(1).write_bytes(data)
+    with pytest.raises(CorruptShardError, match="digest"):
+        sampled_stats(ShardStore.open(plain.path), 7)
+
+
+def test_what_is_kept_is_looked_up_without_a_word(tmp_path: Path):
+    """Of a sample as well; a file that is broken, or of a recording that is gone, is none."""
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    assert kept_stats(store) is None
+    store.stats(sample=3, seed=2)
+    found = kept_stats(store)
+    assert found is not None
+    assert found.n_examples == 3
+    file = plain.path / "stats.json"
+    right = file.read_bytes()
+    for broken in (b"", b"{", b"x" * 10_000_000):
+        file.write_bytes(broken)
+        assert kept_stats(store) is None
+    file.write_bytes(right)
+    assert kept_stats(store) is not None
+    os.utime(plain.shard(0), ns=(7, 7))
+    assert kept_stats(ShardStore.open(plain.path)) is None
+
+
+def test_a_sample_replaces_another_one_and_a_broken_file(tmp_path: Path):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    file = plain.path / "stats.json"
+    for n_examples in (3, 2):
+        store.stats(sample=n_examples)
+        assert json.loads(file.read_text())["n_examples"] == n_examples
+    file.write_text("{")
+    with pytest.warns(SaevStoreWarning, match="computed again"):
+        store.stats(sample=2)
+    assert json.loads(file.read_text())["n_examples"] == 2
+
+
+def test_statistics_of_whole_shards_are_not_those_of_a_seed(tmp_path: Path):
+    """What is kept of all examples has no seed, also where one was given."""
+    plain = plain_store(tmp_path)
+    ShardStore.open(plain.path).stats(sample=7, seed=5)
+    found = json.loads((plain.path / "stats.json").read_text())
+    assert (found["n_examples"], found["seed"]) == (7, None)
+
+
+def test_a_file_of_the_widest_numbers_is_read_again(tmp_path: Path):
+    plain = plain_store(tmp_path, n=40, layers=tuple(range(12)), tokens=30)
+    plain.acts *= np.float32(1e-38) * np.float32(1.2345678)
+    for shard_idx in range(plain.n_shards):
+        plain.shard(shard_idx).write_bytes(plain.truth(shard_idx).tobytes())
+    ShardStore.open(plain.path).stats()
+    kept = kept_stats(ShardStore.open(plain.path))
+    assert kept is not None
+    assert_same(kept, plain.acts)
+
+
+@pytest.mark.parametrize(("layer", "rows"), [([2, 11], [0, 2]), ([11, 2], [0, 2]), ([5], [1]), ("all", [0, 1, 2])])
+def test_the_scale_is_of_the_chosen_layers_alone(tmp_path: Path, layer: object, rows: list[int]):
+    plain = plain_store(tmp_path)
+    plain.acts[:, 1] *= 5
+    for shard_idx in range(plain.n_shards):
+        plain.shard(shard_idx).write_bytes(plain.truth(shard_idx).tobytes())
+    stats = ShardStore.open(plain.path).stats()
+    norm = np.sqrt((plain.acts[:, rows, 1:].astype(np.float64) ** 2).sum(-1)).mean()
+    assert stats.scale(layer) == pytest.approx(np.sqrt(8) / norm, rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_vectors_without_a_norm_have_no_scale(value: float):
+    stats = stats_of(Layout(2, (3, 7), 2, True, 4, 2), np.full((2, 2, 3, 4), value, np.float32))
+    error = refused(lambda: stats.scale(7, "content"))
+    assert (type(error), error.where) == (ArgumentError, "scale")
+    assert error.message == "the mean norm of layer 7, content tokens, is 0.0: no factor makes it sqrt(d_model)"
+
+
+def test_large_whole_numbers_are_shown_in_full_up_to_15_digits():
+    layout = Layout(1, (0, 1, 2), 1, False, 1, 1)
+    stats = stats_of(layout, np.float32([[[[2.0**40]], [[2.0**60]], [[2.5]]]]))
+    assert [row[2] for row in stats.rows()] == ["1,099,511,627,776", "1.153e+18", "2.5"]
+
+
+def test_statistics_in_memory_are_about_the_dtype_of_the_store():
+    acts = np.float32([[[[65504.0, 2.0**-15, 0.0, 1.0]]], [[[1.0, 1.0, 1.0, 1.0]]]])
+    narrow = stats_of(Layout(9, (0,), 1, False, 4, 3, "float16"), acts)
+    assert (narrow.saturated_count.item(), narrow.subnormal_count.item(), narrow.n_examples) == (1, 1, 2)
+    assert narrow.is_sample
+    wide = stats_of(Layout(2, (0,), 1, False, 4, 3), acts)
+    assert (wide.saturated_count.item(), wide.subnormal_count.item(), wide.is_sample) == (0, 0, False)
