@@ -665,3 +665,44 @@ def test_a_folder_in_a_listing_is_no_file(store: Plain):
 
     (problem,) = quick_checks(WithFolder(files), metadata, index)
     assert (problem.kind, problem.message) == ("not_a_file", "acts000001.bin cannot be read: it is a folder")
+
+
+def test_ranges_that_lie_within_another_are_merged():
+    assert merge_ranges([(2, 5), (0, 10), (10, 11), (12, 13), (3, 4)]) == ((0, 11), (12, 13))
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_last_shard_of_a_wrong_name_is_guessed_by_either_size(tmp_path: Path, padded: bool):
+    store = plain_store(tmp_path, padded=padded)
+    store.shard(2).rename(store.path / "acts2.bin")
+    (_, problem) = look(store).problems
+    assert problem.message == (
+        "'acts2.bin' looks like a shard, but shards are named like acts000000.bin; it is not read; it has the size of "
+        "acts000002.bin, which is missing"
+    )
+
+
+def test_the_only_shard_and_an_empty_one_behind_it_are_told_apart(tmp_path: Path):
+    store = plain_store(tmp_path, n=3, trailer=True)
+    for shard_idx in (0, 1):
+        store.shard(shard_idx).unlink()
+    assert [(problem.kind, problem.where) for problem in look(store).problems] == [
+        ("missing_shard", "acts000000.bin"), ("missing_empty_shard", "acts000001.bin"),
+    ]  # fmt: skip
+
+
+def test_the_name_of_the_folder_is_judged_by_quick_checks_where_it_is_given(store: Plain):
+    metadata, index = documents(store.path)
+    transport = open_transport(store.path)
+    assert quick_checks(transport, metadata, index, dirname=store.path.name) == []
+    (problem,) = quick_checks(transport, metadata, index, dirname="my-store")
+    assert (problem.kind, problem.where) == ("hash_mismatch", "metadata.json")
+
+
+def test_why_a_file_cannot_be_read_is_told_once(store: Plain):
+    """Without the address, which `where` has."""
+    metadata, index = documents(store.path)
+    sizes = {store.shard(i).name: store.shard(i).stat().st_size for i in range(store.n_shards)}
+    sizes |= {"labels.bin": AccessError("forbidden", where="x://store/labels.bin", remedy="Ask.")}
+    (problem,) = quick_checks(Answering(sizes), metadata, index)
+    assert problem.message == "labels.bin cannot be read: forbidden"
