@@ -706,3 +706,24 @@ def test_why_a_file_cannot_be_read_is_told_once(store: Plain):
     sizes |= {"labels.bin": AccessError("forbidden", where="x://store/labels.bin", remedy="Ask.")}
     (problem,) = quick_checks(Answering(sizes), metadata, index)
     assert problem.message == "labels.bin cannot be read: forbidden"
+
+
+def test_an_error_of_a_report_lists_twenty_and_says_where():
+    for n_errors, more in ((20, ""), (21, "\n  … and 1 more")):
+        gone = tuple(
+            Problem("missing_shard", "gone", where=f"acts{i:06d}.bin", lost=((i, i + 1),)) for i in range(n_errors)
+        )
+        odd = Problem("odd", "strange", severity="warning")
+        with pytest.raises(CorruptShardError) as caught:
+            Report("/lab/s", 500, 500, (odd, *gone)).raise_if_bad()
+        error = caught.value
+        assert (error.where, error.problems) == ("/lab/s", (*gone, odd))
+        assert error.message.endswith(f"\n  {gone[19]}{more}")
+        assert error.message.splitlines()[0] == f"{n_errors} errors, {n_errors} of 500 examples are lost:"
+
+
+def test_a_page_of_a_report_has_no_tags_of_others():
+    tag = "<b>&"
+    page = Report(tag, 1, 1, (Problem(tag, tag, where=tag),))._repr_html_()
+    assert page.count("&lt;b&gt;&amp;") == 4
+    assert tag not in page
