@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+from contextlib import contextmanager
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -969,3 +970,54 @@ def test_statistics_in_memory_are_about_the_dtype_of_the_store():
     assert narrow.is_sample
     wide = stats_of(Layout(2, (0,), 1, False, 4, 3), acts)
     assert (wide.saturated_count.item(), wide.subnormal_count.item(), wide.is_sample) == (0, 0, False)
+
+
+# -- how the work is cut -------------------------------------------------------------------------------------------------
+
+
+def test_a_store_of_any_size_is_a_bounded_number_of_tasks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compute, "_TASK_BYTES", 64)
+    monkeypatch.setattr(_compute, "MAX_TASKS", 10)
+    layout = Layout(1000, (0,), 1, False, 16, 1000)  # an example has 64 bytes
+    assert _compute.plan(layout, None) == [(start, start + 100) for start in range(0, 1000, 100)]
+    chosen = np.arange(0, 1000, 2)
+    assert [work.tolist() for work in _compute.plan(layout, chosen)] == [part.tolist() for part in np.split(chosen, 5)]
+
+
+def test_an_example_that_is_larger_than_a_piece_is_read_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+    read: list[tuple[int, ...]] = []
+    original = _compute.moments_of
+    monkeypatch.setattr(
+        _compute, "moments_of", lambda block, dtype: (read.append(block.shape), original(block, dtype))[1]
+    )
+    for nbytes, shapes in (
+        (960, {(2, 3, 5, 8), (1, 3, 5, 8)}), (959, {(1, 3, 5, 8)}), (480, {(1, 3, 5, 8)}), (479, {(1, 1, 5, 8)}),
+    ):  # fmt: skip
+        monkeypatch.setattr(_compute, "_READ_BYTES", nbytes)
+        read.clear()
+        assert_same(ShardStore.open(plain.path).stats(save=False), plain.acts)
+        assert set(read) == shapes
+        assert sum(shape[0] * shape[1] for shape in read) == 7 * 3
+
+
+def test_the_active_client_is_taken_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    taken: list[object] = []
+
+    @contextmanager
+    def connected(client):
+        taken.append(client)
+        yield "its cluster"
+
+    def results(cluster, call, tasks):
+        taken.append(cluster)
+        yield from map(call, tasks)
+
+    monkeypatch.setattr(_compute, "active_client", lambda: "the active one")
+    monkeypatch.setattr(_compute, "connected", connected)
+    monkeypatch.setattr(_compute, "results", results)
+    plain = plain_store(tmp_path)
+    for client, expected in ((None, "the active one"), ("another", "another")):
+        taken.clear()
+        assert_same(ShardStore.open(plain.path).stats(save=False, client=client), plain.acts)
+        assert taken == [expected, "its cluster"]

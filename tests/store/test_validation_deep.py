@@ -856,3 +856,32 @@ def test_positions_in_a_shard_have_more_than_32_bits():
     assert scan_piece(memoryview(np.zeros(4, "<f4")).cast("B"), start=start, d_model=3).zero_runs.tolist() == [
         [start, start + 4]
     ]
+
+
+def test_the_bar_counts_what_is_read(store, monkeypatch):
+    """Bytes behind a full shard are not read, and not promised either."""
+    from saev_store.validation import _validate
+
+    bars: list[Bar] = []
+
+    class Bar:
+        def __init__(self, total: int, title: str, *, shown: bool | None) -> None:
+            self.total, self.title, self.shown, self.done = total, title, shown, 0
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def advance(self, n: int) -> None:
+            self.done += n
+
+    monkeypatch.setattr(_validate, "Progress", Bar)
+    with store.shard(1).open("ab") as file:
+        file.write(bytes(1000))
+    store.shard(0).unlink()
+    metadata, index = documents(store.path)
+    validate(open_transport(store.path), metadata, index, deep=True, progress=True)
+    assert [(bar.total, bar.done, bar.title, bar.shown) for bar in bars] == [(2880, 2880, "validating", True)]

@@ -11,6 +11,7 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -157,6 +158,7 @@ def test_documents_are_equal_when_their_bytes_are():
     assert (one == same, one == other, one == "x", one != other) == (True, False, False, True)
     assert len({one, same, other}) == 2
     assert hash(one) == hash(same) != hash(other)
+    assert one == ANY  # what is no metadata is asked itself
     assert one.hashes == content_hashes(json.loads(one.raw))
     assert one.hash == one.hashes["sorted-ascii"]
 

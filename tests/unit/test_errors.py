@@ -141,6 +141,7 @@ class Verbose:
 )
 def test_a_value_in_a_message_is_short(value: object):
     assert len(brief(value)) < 120
+    assert len(brief(Verbose())) == len(brief("a" * 1000)) == 80
 
 
 def test_integers_are_shown_up_to_128_bits():
