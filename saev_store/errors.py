@@ -29,6 +29,7 @@ Handlers may rely on `kind`: codes are append-only and never change their meanin
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 from collections.abc import Sequence
 from types import GetSetDescriptorType
@@ -56,6 +57,14 @@ def brief(value: object) -> str:
         return _BRIEF.repr(value)
     except ValueError:  # a list of integers too long to print
         return f"a {type(value).__name__}"
+
+
+def outside() -> int:
+    """The `stacklevel` with which a warning points at the code that called this package, however deep the caller of this is in it."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]:
+        frame, level = frame.f_back, level + 1
+    return max(level, 1)
 
 
 def counted(n: int, noun: str) -> str:

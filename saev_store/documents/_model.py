@@ -20,7 +20,7 @@ from saev_store.core.layout import MAX_INT64, Layout
 from saev_store.core.token_arrays import MAX_ARRAYS, TokenArray
 from saev_store.documents._parse import Findings, key_list, shown
 from saev_store.documents.versions import FIELDS, PROTOCOLS, SPEC, VERSIONS, Spelling, WrittenVersion
-from saev_store.errors import ArgumentError, BreakingProtocolWarning, UnknownProtocolError
+from saev_store.errors import ArgumentError, BreakingProtocolWarning, UnknownProtocolError, outside
 
 MIN_INT64 = -(2**63)
 #: Wrong layers that are reported one by one.
@@ -247,7 +247,7 @@ def _refuse(document: Mapping[str, object], findings: Findings) -> None:
             f"{findings.where}: breaking change of the protocol: protocol {shown(protocol)}, dtype {shown(dtype)}; the "
             "shards are not read",
             BreakingProtocolWarning,
-            stacklevel=5,
+            stacklevel=outside(),
         )
     raise findings.error(remedy="Look for a newer saev_store, or for a copy of the store.", kind=UnknownProtocolError)
 

@@ -20,7 +20,7 @@ from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents._parse import Findings, parse_json, shown
 from saev_store.documents.versions import PROTOCOLS, SPEC, WRITABLE_VERSIONS, Recipe, WrittenVersion
 from saev_store.documents.writing import composed, content_hashes, known_names, replaced
-from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, outside
 from saev_store.problems import Problem
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _find_oddities(document: Document, version: WrittenVersion, findings: Findin
             "which minor versions must allow"
         )
         findings.add("unknown_minor", message, loc=("protocol",), severity="warning")
-        warnings.warn(f"{findings.where}: {message}", SaevStoreWarning, stacklevel=4)
+        warnings.warn(f"{findings.where}: {message}", SaevStoreWarning, stacklevel=outside())
     elif protocol != version.protocol:
         findings.add(
             "unusual_protocol",

@@ -27,6 +27,7 @@ from saev_store.errors import (
     SaevStoreError,
     SaevStoreWarning,
     brief,
+    outside,
 )
 from saev_store.stats._compute import compute, plan, work_on
 from saev_store.stats._moments import Moments, merge, moments_of
@@ -210,7 +211,7 @@ def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) ->
     try:
         kept = _read_kept(store)
     except SaevStoreError as error:
-        warnings.warn(f"{error}. The statistics are computed again", SaevStoreWarning, stacklevel=4)
+        warnings.warn(f"{error}. The statistics are computed again", SaevStoreWarning, stacklevel=outside())
         return None
     if kept is None:
         return None
@@ -236,7 +237,9 @@ def _keep(store: ShardStore, stats: Stats, sample: Sample | None, recording: Rec
     except (AccessError, ReadOnlyError):
         return  # statistics of a read-only store are not kept
     except SaevStoreError as error:
-        warnings.warn(f"{STATS_NAME} could not be written beside the store: {error}", SaevStoreWarning, stacklevel=5)
+        warnings.warn(
+            f"{STATS_NAME} could not be written beside the store: {error}", SaevStoreWarning, stacklevel=outside()
+        )
 
 
 # -- stats.json --------------------------------------------------------------------------------------------------------
