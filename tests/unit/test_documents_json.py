@@ -165,3 +165,21 @@ def test_refusing_a_hostile_document_takes_memory_in_proportion_to_it(raw):
 @pytest.mark.parametrize("n_digits", [4299, 4300])
 def test_numbers_of_as_many_digits_as_are_allowed(n_digits):
     assert loads(b"[" + b"9" * n_digits + b"]") == [10**n_digits - 1]
+
+
+@pytest.mark.parametrize(("n", "n_named", "n_shown"), [(1, 1, 1), (8, 8, 8), (9, 9, 8), (100, 100, 8), (150, 100, 8)])
+def test_as_many_keys_that_occur_twice_are_named(n, n_named, n_shown):
+    raw = "{" + ", ".join(f'"k{i}": 0, "k{i}": 1' for i in range(n)) + "}"
+    with pytest.raises(DocumentError) as caught:
+        loads(raw.encode())
+    assert [(p.kind, p.message) for p in caught.value.problems] == [
+        ("duplicate_key", f"the key 'k{i}' occurs twice in one object") for i in range(n_named)
+    ]
+    assert caught.value.message.count("occurs twice") == n_shown
+    assert caught.value.remedy == "Remove the value that is wrong."
+
+
+def test_a_long_key_that_occurs_twice_is_cut():
+    with pytest.raises(DocumentError) as caught:
+        loads(b'{"' + b"k" * 1000 + b'": 0, "' + b"k" * 1000 + b'": 1}')
+    assert caught.value.problems[0].message == f"the key '{'k' * 80}' occurs twice in one object"
