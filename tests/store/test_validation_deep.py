@@ -22,7 +22,7 @@ from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import DocumentError, TransportError
-from saev_store.transport import FREE, MemoryTransport, Transport, open_transport
+from saev_store.transport import FREE, MemoryTransport, ReadCost, Transport, open_transport
 from saev_store.validation import Report, validate
 from saev_store.validation._judge import is_zero, merge_runs, scan_piece, whole_units
 from saev_store.writer._digests import parse_digests
@@ -885,3 +885,26 @@ def test_the_bar_counts_what_is_read(store, monkeypatch):
     metadata, index = documents(store.path)
     validate(open_transport(store.path), metadata, index, deep=True, progress=True)
     assert [(bar.total, bar.done, bar.title, bar.shown) for bar in bars] == [(2880, 2880, "validating", True)]
+
+
+@pytest.mark.parametrize(
+    ("is_local", "gap", "nbytes"),
+    [(True, float("inf"), 64), (True, 1000, 64), (False, float("inf"), 64), (False, 1000, 256)],
+)
+def test_a_far_block_is_one_request_and_a_near_one_is_read_in_pieces(store, monkeypatch, is_local, gap, nbytes):
+    monkeypatch.setattr("saev_store.validation._validate._LOCAL_PIECE_BYTES", 64)
+    store.write_digests(256)
+    read: list[int] = []
+
+    class Counted(MemoryTransport):
+        cost = ReadCost(gap, 1 << 20)
+
+        def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+            read.append(len(buffers[0]))
+            super().readinto(path, starts=starts, buffers=buffers)
+
+    Counted.is_local = is_local
+    transport = Counted({path.name: path.read_bytes() for path in store.path.iterdir()})
+    assert look(store, transport).problems == ()
+    assert max(read) == nbytes
+    assert sum(read) == 3 * 1440 + 28

@@ -183,3 +183,13 @@ def test_a_long_key_that_occurs_twice_is_cut():
     with pytest.raises(DocumentError) as caught:
         loads(b'{"' + b"k" * 1000 + b'": 0, "' + b"k" * 1000 + b'": 1}')
     assert caught.value.problems[0].message == f"the key '{'k' * 80}' occurs twice in one object"
+
+
+def test_the_limit_of_digits_is_that_of_the_interpreter_where_it_is_lower():
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)
+    try:
+        assert loads(b"[" + b"9" * 640 + b"]") == [10**640 - 1]
+        refused(b"[" + b"9" * 641 + b"]", "more than 640 digits")
+    finally:
+        sys.set_int_max_str_digits(before)
