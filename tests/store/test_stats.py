@@ -45,6 +45,7 @@ from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.stats._store import parse_stats, sampled_stats, stats_bytes
 from saev_store.store.identity import recording_identity
 from saev_store.transport import MemoryTransport, Writes
+from saev_store.validation import Promised
 
 
 def dense_stats(acts: np.ndarray) -> dict[str, np.ndarray]:
@@ -1021,3 +1022,35 @@ def test_the_active_client_is_taken_where_none_is_given(tmp_path: Path, monkeypa
         taken.clear()
         assert_same(ShardStore.open(plain.path).stats(save=False, client=client), plain.acts)
         assert taken == [expected, "its cluster"]
+
+
+def test_a_kept_file_is_read_up_to_its_bound(tmp_path: Path):
+    """Blanks behind a right document are no reason to load them."""
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    store.stats()
+    file = plain.path / "stats.json"
+    file.write_bytes(file.read_bytes() + b" " * 1_000_000)
+    assert kept_stats(store) is None
+    with pytest.warns(SaevStoreWarning, match="stats.json"):
+        assert_same(store.stats(), plain.acts)
+
+
+def test_a_kept_sample_without_a_seed_answers_no_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    store.stats(sample=3, seed=0)
+    file = plain.path / "stats.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"seed": None}))
+    calls = computed(monkeypatch)
+    store.stats(sample=3, seed=0)
+    assert len(calls) == 1
+
+
+def test_digests_that_vanish_between_two_reads_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=100)
+    store = ShardStore.open(plain.path)
+    monkeypatch.setattr("saev_store.stats._store.promised_digests", lambda *_: Promised(100, {}, ()))
+    assert_same(store.stats(), plain.acts)
+    assert json.loads((plain.path / "stats.json").read_text())["recording"].startswith("versions:")

@@ -908,3 +908,22 @@ def test_a_far_block_is_one_request_and_a_near_one_is_read_in_pieces(store, monk
     assert look(store, transport).problems == ()
     assert max(read) == nbytes
     assert sum(read) == 3 * 1440 + 28
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
+def test_zeros_and_numbers_that_are_none_in_a_store_of_16_bits(tmp_path, monkeypatch, piece_bytes):
+    monkeypatch.setattr("saev_store.validation._validate._LOCAL_PIECE_BYTES", piece_bytes)
+    store = plain_store(tmp_path, protocol="3.0")
+    assert store.example_nbytes == 240
+    overwrite(store.shard(1), 240, bytes(240))
+    overwrite(store.shard(0), 80 * 2, bytes(16 * 2))
+    overwrite(store.shard(0), 0, np.array([0x7F80, 0xFFC1, 0x7C00], "<u2").tobytes())
+    report = look(store)
+    assert messages(report) == {
+        ("zero_rows", "acts000001.bin"):
+            "1 of the 3 examples of acts000001.bin are nothing but zeros, as rows that were never written are",
+        ("non_finite", "acts000000.bin"):
+            "2 numbers in acts000000.bin are infinite or not a number; the recorded model may have overflowed",
+        ("zero_vectors", ""): "2 vectors are zero in examples that are not; models that mask or gate tokens produce these",
+    }  # fmt: skip
+    assert report.lost == ((4, 5),)

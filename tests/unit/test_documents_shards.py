@@ -68,6 +68,7 @@ def test_what_is_written_is_what_json_writes_and_is_read_back(n_examples, capaci
     assert raw == json.dumps(entries(*counts, key=meta.count_key), indent=2).encode()
     index = parse(raw, meta)
     assert index.counts.tolist() == counts
+    assert not index.counts.flags.writeable
     assert (index.n_listed, index.trailing_empty, index.raw) == (len(counts), trailing, raw)
     assert index.names == tuple(f"acts{i:06d}.bin" for i in range(len(counts)))
     assert (index.problems, index.layout, index.count_key) == ((), meta.layout, meta.count_key)
