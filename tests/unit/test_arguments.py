@@ -89,3 +89,17 @@ def test_which_bytes_are_values_of_an_array():
         assert not mask.is_valid(wrong)
         assert TokenArray("group", "uint8").is_valid(wrong)
         assert TokenArray("score", "float32").is_valid(wrong * 4)
+
+
+def test_an_array_is_no_boolean():
+    for value in (np.array([True, False]), np.zeros(0)):
+        with refused("True, False or None"):
+            check_flag(value, name="here", other=None)
+
+
+def test_names_and_dtypes_of_token_arrays_end_where_the_rule_does():
+    assert TokenArray("a" * 64, "bool").file_name == "a" * 64 + ".bin"
+    for name, dtype in (("a" * 65, "bool"), ("x", "float64"), ("x", "int16"), ("x", "")):
+        with pytest.raises(ArgumentError) as caught:
+            TokenArray(name, dtype)
+        assert caught.value.where == "token_arrays"

@@ -253,3 +253,15 @@ def test_what_a_pair_of_a_label_and_a_hook_point_is() -> None:
     assert is_layer_pair((3, "attn_out"))
     for layer in (3, "attn_out", None, [3, "attn_out"], (3,), (3, 4), (3, "a", "b"), ()):
         assert not is_layer_pair(layer)
+
+
+def test_an_error_of_hook_points_names_the_pairs() -> None:
+    layout = Layout(7, (2, 5, 5), 4, True, 8, 3, hook_points=("resid_post", "mlp_out", "attn_out"))
+    with pytest.raises(LayerNotFoundError) as caught:
+        layout.layer_index(5)
+    assert caught.value.message == "layer 5 was recorded at 2 hook points: [(5, 'mlp_out'), (5, 'attn_out')]"
+    assert (caught.value.where, caught.value.remedy) == ("layer", "Name one of these pairs: 5:mlp_out or 5:attn_out.")
+    with pytest.raises(ArgumentError, match="and no two equal pairs of layer and hook point$"):
+        Layout(7, (5, 5), 4, True, 8, 3, hook_points=("mlp_out", "mlp_out"))
+    with pytest.raises(ArgumentError, match="and no two equal layers$"):
+        Layout(7, (5, 5), 4, True, 8, 3)

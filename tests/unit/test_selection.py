@@ -252,3 +252,17 @@ def test_a_condition_on_rows_is_a_part_of_what_they_are():
     space = row_space(layout, tokens="content")
     assert keeping(space, labels, kept).condition == b""
     assert keeping(space, labels, kept, b"of the mask").condition == b"of the mask"
+
+
+def test_a_layer_that_is_named_twice_is_told_by_its_label() -> None:
+    layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
+    with pytest.raises(SelectionError) as caught:
+        row_space(layout, layer=[11, 5, 11])
+    assert caught.value.message == "layers [11, 5, 11] names a layer twice"
+
+
+def test_spaces_are_compared_as_objects() -> None:
+    """Not by their arrays, whose comparison has no truth value."""
+    one, other = (row_space(Layout(7, (2, 5, 11), 4, True, 8, 3), examples=[1, 2]) for _ in range(2))
+    assert one != other
+    assert len({one, other, one}) == 2
