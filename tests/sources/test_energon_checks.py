@@ -140,7 +140,33 @@ def test_counts_that_differ(statement: str, kind: type[SaevStoreError], message:
     assert type(caught.value) is kind
     assert (caught.value.message, caught.value.remedy) == (message, "Prepare the data set again, or restore its tars.")
     assert str(caught.value.where).endswith(".nv-meta/index.sqlite")
-    assert message in [problem.message for problem in EnergonDataset(folder, damaged_ok=True).problems]
+    for found in (caught.value.problems, EnergonDataset(folder, damaged_ok=True).problems):
+        assert [problem.message for problem in found] == [message]  # rows of a wrong index are not judged one by one
+
+
+def test_what_a_tar_that_was_cut_has_lost(folder: Path):
+    with (folder / "b.tar").open("r+b") as file:
+        file.truncate(2048)
+    for found in (problems(folder, deep=False), EnergonDataset(folder, damaged_ok=True).problems):
+        (problem, *_) = found
+        assert (problem.kind, problem.lost) == ("index_sqlite", ((2, 5),))
+        assert problem.where == f"{folder}/.nv-meta/index.sqlite"
+
+
+def test_a_shard_that_a_split_lists_twice_is_checked_once(folder: Path):
+    (folder / ".nv-meta/split.yaml").write_text("split_parts:\n  train: [a.tar, b.tar, a.tar]\n")
+    (folder / "a.tar").write_bytes((folder / "a.tar").read_bytes()[:2048])  # without its end marker
+    with EnergonDataset(folder) as dataset:
+        report = dataset.split("train").validate(deep=True, progress=False)
+    nbytes = 2048 + (folder / "b.tar").stat().st_size
+    assert (report.n_examples, report.n_shards, report.checked_bytes) == (7, 2, nbytes)
+    assert [problem.kind for problem in report.problems] == ["repeated_shard", "odd_tar"]
+
+
+def test_documents_that_are_not_there_are_told_by_validation(folder: Path):
+    (folder / ".nv-meta/split.yaml").unlink()
+    (folder / ".nv-meta/dataset.yaml").unlink()
+    assert [problem.kind for problem in problems(folder)] == ["no_splits", "no_definition"]
 
 
 def test_a_tar_that_is_missing_is_no_document(folder: Path):

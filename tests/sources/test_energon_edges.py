@@ -15,7 +15,7 @@ from energon_tars import FORMATS, tar_bytes
 
 from saev_store.cli import main
 from saev_store.errors import CorruptShardError, DocumentError, SelectionError
-from saev_store.sources.energon import EnergonDataset, _fetch, joins
+from saev_store.sources.energon import EnergonDataset, _fetch, index_sqlite, joins
 from saev_store.sources.energon.field_map import FieldPath, decode, resolve
 from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.keys import is_safe_path
@@ -80,8 +80,10 @@ GOOD_SAMPLES, GOOD_PARTS = [(0, 0, 2048), (1, 2048, 1024)], [(0, 512, 300), (0, 
         ([*GOOD_SAMPLES, (2, 3072, 512)], GOOD_PARTS, None),
     ],
 )  # fmt: skip
-def test_ranges_of_the_index_at_their_bounds(samples, parts, match, tmp_path: Path):
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_ranges_of_the_index_at_their_bounds(samples, parts, match, at_once: int, tmp_path: Path, monkeypatch):
     """Two samples in a tar of 3072 bytes: each in whole blocks, each part behind a header of its own, in its sample."""
+    monkeypatch.setattr(index_sqlite, "_CHECKED_AT_ONCE", at_once)
     index = index_of(tmp_path / "index.sqlite", samples, parts)
     if match is None:
         assert index.check_shard(0, n_samples=2, tar_nbytes=3072).tolist() == [0, 2048, 3072]
@@ -98,6 +100,16 @@ def test_numbers_of_the_index_have_a_limit(value: int, is_right: bool, tmp_path:
     else:
         with pytest.raises(DocumentError, match="must be an integer"):
             index.samples(0, 0, 1)
+
+
+def test_samples_of_one_key_are_found_in_the_order_of_the_shards(tmp_path: Path):
+    index_of(tmp_path / "index.sqlite", [], []).close()
+    db = sqlite3.connect(tmp_path / "index.sqlite")
+    rows = [(2, "k", 0), (0, "k", 1), (1, "j", 0), (0, "k", 0)]
+    db.executemany("INSERT INTO samples VALUES (?, ?, ?, 0, 512)", rows)
+    db.commit()
+    db.close()
+    assert SqliteIndex(str(tmp_path / "index.sqlite"), where="index").find("k") == [(0, 0), (0, 1), (2, 0)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children here")

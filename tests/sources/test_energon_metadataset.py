@@ -98,6 +98,10 @@ def test_wrong_questions(folder):
         (f"{HEAD}  train: {{}}", DocumentError, "no 'path'"),
         (f"{HEAD}  train: {{blend: [{{path: a}}, {{path: b}}]}}", DocumentError, "has 'blend'"),
         (f"{HEAD}  train: {{join: [{{path: a}}]}}", DocumentError, "has 'join'"),
+        *(
+            (f"{HEAD}  train: {{path: a, {name}: x}}", DocumentError, f"has '{name}'; one primary data set")
+            for name in ("blend_epochized", "dataset_config", "split_config")
+        ),
         (f"{HEAD}  train: {{path: a, subset: {{range: [0%, 50%]}}}}", DocumentError, "has 'subset'"),
         (f"{HEAD}  train: {{path: 7}}", DocumentError, "must be a path"),
         (f"{HEAD}  train: {{path: a, aux: [b]}}", DocumentError, "'aux'] is"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from energon_tars import METADATASET_HEAD, sample_files, tar_bytes
+from energon_tars import METADATASET_HEAD, sample_files, tar_bytes, write_metadataset
 
 from saev_store.errors import (
     ArgumentError,
@@ -23,7 +24,7 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.sources.energon import EnergonDataset, _open
+from saev_store.sources.energon import EnergonDataset, _open, metadataset
 from saev_store.sources.energon.field_map import FieldPath, decode, resolve
 from saev_store.sources.energon.filesystem import EnergonFileSystem
 from saev_store.sources.energon.index_sqlite import SqliteIndex
@@ -75,6 +76,8 @@ def test_the_description_of_a_split():
         "sample_type": "CrudeWebdataset",
         "digest": {"algorithm": "xxh3_128", "scope": "full", "value": hasher.hexdigest()},
     }
+    memory.put(".nv-meta/index.uuid", b" 0a-1b\r\n")  # as an editor leaves it
+    assert EnergonDataset("", transport=memory).describe()["index_uuid"] == "0a-1b"
     memory.delete(".nv-meta/index.uuid")
     assert EnergonDataset("", transport=memory).describe()["index_uuid"] == ""
     assert EnergonDataset("", transport=memory).describe()["split"] is None
@@ -180,6 +183,21 @@ def test_a_database_that_was_fetched_is_deleted_with_the_data_set(tmp_path: Path
     )
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_leaves_the_database_that_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dataset = EnergonDataset("", transport=two())
+    (fetched,) = tmp_path.iterdir()
+    child = os.fork()
+    if child == 0:
+        del dataset
+        gc.collect()
+        os._exit(0 if fetched.exists() else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert dataset.part("s00003", "txt") == b"text 3\n"
+
+
 # -- the index ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +231,18 @@ def test_every_column_is_needed(column: str, tmp_path: Path):
     db.close()
     error = refused(lambda: SqliteIndex(str(tmp_path / "x"), where="x"))
     assert error.message == f"table 'samples' has no column '{column}'; it has {', '.join(columns)}"
+
+
+def test_every_column_of_parts_is_needed(tmp_path: Path):
+    names = ["tar_file_id", "sample_index", "part_name", "content_byte_offset", "content_byte_size"]
+    for column in names:
+        columns = ", ".join(name for name in names if name != column)
+        db = sqlite3.connect(tmp_path / column)
+        db.execute("CREATE TABLE samples (tar_file_id, sample_key, sample_index, byte_offset, byte_size)")
+        db.execute(f"CREATE TABLE sample_parts ({columns})")
+        db.close()
+        error = refused(lambda column=column: SqliteIndex(str(tmp_path / column), where="x"))
+        assert error.message == f"table 'sample_parts' has no column '{column}'; it has {columns}"
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -301,6 +331,53 @@ def test_the_file_system_of_a_bucket_is_given_its_options(monkeypatch: pytest.Mo
     EnergonFileSystem("/d", "file", {"auto_mkdir": True}, **options)
     EnergonFileSystem("/d", None, {"a": 1}, **options)
     assert given == [("s3://lab/d", {"key": "x"}), ("s3://lab/d", None), ("/d", None), ("/d", None)]
+
+
+def test_a_file_system_opens_files_with_the_options_that_it_is_given():
+    with as_files().open("s00001.txt", block_size=3, cache_type="none") as file:
+        assert (file.blocksize, file.cache.name, file.read()) == (3, "none", b"text 1\n")
+
+
+def test_options_reach_the_document_and_every_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_metadataset(tmp_path)
+    given: list[tuple[str, object, object]] = []
+
+    def telling(name: str) -> Callable[..., object]:
+        real = getattr(metadataset, name)
+
+        def call(url: object, options: object = None, **more: object) -> object:
+            given.append((name, options, more["engine"]))
+            return real(url, **{"storage_options": None, **more})
+
+        return call
+
+    for name in ("locate", "EnergonDataset", "FolderFiles"):
+        monkeypatch.setattr(metadataset, name, telling(name))
+    options = {"anon": True}
+    names = {"images": "json[image]", "clips": "json[clip]"}
+    open_metadataset(tmp_path / "meta.yaml", "train", options, names=names, engine="pread").close()
+    expected = ["locate", "EnergonDataset", "FolderFiles", "EnergonDataset"]
+    assert given == [(name, options, "pread") for name in expected]
+
+
+def test_a_folder_of_files_is_opened_as_is_said(tmp_path: Path):
+    assert FolderFiles(tmp_path, engine="pread").transport.name == "pread"
+    assert "local files take no options" in refused(lambda: FolderFiles(tmp_path, {"anon": True})).message
+
+
+def test_closing_joined_data_sets_closes_all_of_them():
+    media = {name: Closing({"x": b""}) for name in "abc"}
+    auxiliary = {name: FolderFiles("", transport=transport) for name, transport in media.items()}
+    JoinedDataset(EnergonDataset("", transport=two()), auxiliary, names=dict.fromkeys("abc", "json[file]")).close()
+    assert [transport.n_closed for transport in media.values()] == [1, 1, 1]
+
+
+def test_a_file_that_is_not_there_is_told_with_the_place_where_it_was_looked_for():
+    primary = EnergonDataset("", transport=two())
+    media = FolderFiles("", transport=MemoryTransport({"x": b""}, label="media"))
+    error = refused(lambda: JoinedDataset(primary, {"files": media}, names={"files": "json[caption]"})[0])
+    assert (type(error), error.where) == (NotFoundError, "memory://media/c0")
+    assert error.message.startswith("'files' has no file 'c0': ")
 
 
 def test_a_metadata_set_takes_the_split_that_it_names(tmp_path: Path):

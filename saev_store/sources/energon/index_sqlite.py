@@ -33,6 +33,8 @@ _MAX_TEXT_NBYTES = 1 << 20
 _MAX_NUMBER = 2**62
 #: Limit of the parts of one sample.
 MAX_PARTS = 100_000
+#: Samples whose parts are checked at once.
+_CHECKED_AT_ONCE = 65_536
 
 _PART_OF_KEY = (
     "SELECT s.tar_file_id, s.sample_index, p.content_byte_offset, p.content_byte_size FROM samples AS s"
@@ -238,8 +240,9 @@ class SqliteIndex:
 
     def _check_parts(self, tar_file_id: int, starts: IntArray, ends: IntArray) -> None:
         n_samples = len(starts)
-        for first in range(0, n_samples, 65_536):
-            rows = self.parts(tar_file_id, first, min(first + 65_536, n_samples))
+        for first in range(0, n_samples, _CHECKED_AT_ONCE):
+            end_of_these = min(first + _CHECKED_AT_ONCE, n_samples)
+            rows = self.parts(tar_file_id, first, end_of_these)
             index = np.array([row[0] for row in rows], np.int64)
             begin = np.array([row[2] for row in rows], np.int64)
             end = begin + np.array([row[3] for row in rows], np.int64)
@@ -251,7 +254,7 @@ class SqliteIndex:
                     f"part {brief(row[1])} of sample {row[0]} of shard {tar_file_id} is at {row[2]:,} and has {row[3]:,}"
                     " bytes: that is outside its sample, or overlaps another part"
                 )
-            without = np.setdiff1d(np.arange(first, min(first + 65_536, n_samples)), index)
+            without = np.setdiff1d(np.arange(first, end_of_these), index)
             if len(without):
                 self._refuse(f"sample {int(without[0])} of shard {tar_file_id} has no parts")
         ((strays,),) = self._rows(
