@@ -24,7 +24,7 @@ from saev_store.errors import (
     UnsafeContentError,
 )
 from saev_store.sources import Source, open_source, reopen, sniff
-from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon import EnergonDataset, index_sqlite
 from saev_store.sources.energon.filesystem import EnergonFileSystem
 from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
@@ -143,6 +143,29 @@ class TestFiles:
                 *(((name, "directory")) for name in ("a", "a b", "a0", "é")), ("a.txt", "file"), ("top.txt", "file"),
             ]  # fmt: skip
             assert fs.ls("a", detail=False) == ["a/b", "a/000.txt", "a/001.txt", "a/002.txt"]
+
+    @pytest.mark.parametrize(
+        ("most", "page"), [(100, 10), (101, 10), (150, 10), (199, 10), (200, 10), (300, 10), (301, 3)]
+    )
+    def test_samples_of_many_parts_are_listed_whole(self, most: int, page: int, monkeypatch: pytest.MonkeyPatch):
+        """A page of the index has a limit of parts, too: it ends with the last sample that it has whole."""
+        names = [f"{key}.p{i:03d}" for key in "abc" for i in range(100)]
+        memory = MemoryTransport({"x.tar": tar_bytes([(name, b"") for name in names])})
+        prepare("", transport=memory, split="1,0,0", progress=False)
+        fs, real = EnergonFileSystem(dataset=EnergonDataset("", transport=memory)), SqliteIndex.files
+        monkeypatch.setattr(SqliteIndex, "files", partialmethod(real, limit=page))
+        monkeypatch.setattr(index_sqlite, "MAX_PARTS", most - 64 * page)
+        assert fs.ls("", detail=False) == names
+
+    def test_a_sample_of_more_parts_than_a_page_has_is_refused(self, monkeypatch: pytest.MonkeyPatch):
+        memory = MemoryTransport({"x.tar": tar_bytes([(f"a.p{i}", b"") for i in range(5)])})
+        prepare("", transport=memory, split="1,0,0", progress=False)
+        fs = EnergonFileSystem(dataset=EnergonDataset("", transport=memory))
+        monkeypatch.setattr(index_sqlite, "MAX_PARTS", 4 - 64 * 10_000)
+        with pytest.raises(DocumentError, match="sample 'a' has more than 4 parts"):
+            fs.ls("")
+        monkeypatch.setattr(index_sqlite, "MAX_PARTS", 5 - 64 * 10_000)
+        assert len(fs.ls("")) == 5
 
 
 class TestJoins:

@@ -194,16 +194,23 @@ class SqliteIndex:
         return [name for (name,) in self._checked(rows, "sample_key")]
 
     def files(self, folder: str, *, after: str, limit: int = 10_000) -> list[tuple[str, str, int]]:
-        """Key, part and size of the parts directly in a folder: those of the first `limit` keys after `after`.
+        """Key, part and size of the parts directly in a folder: those of the first keys after `after`, at most `limit`, all of each.
 
         Raises:
-            DocumentError: the database does not list parts (Energon 6).
+            DocumentError: the database does not list parts (Energon 6), or too many of one key.
         """
         if not self.has_parts:
             self._refuse("it does not list parts, which Energon 6 did not index")
         prefix, end, start = _bounds(folder)
-        rows = self._rows(_FILES, (after or prefix, end, start, limit, limit * 64 + MAX_PARTS))
-        return self._checked(rows, "sample_key", "part_name", "content_byte_size")
+        most = limit * 64 + MAX_PARTS
+        rows = self._rows(_FILES, (after or prefix, end, start, limit, most + 1))
+        found = self._checked(rows, "sample_key", "part_name", "content_byte_size")
+        if len(found) > most:  # the last key may have more: the next call gives all of its parts
+            last = found[-1][0]
+            found = [row for row in found if row[0] != last]
+            if not found:
+                self._refuse(f"sample {brief(last)} has more than {most:,} parts")
+        return found
 
     def has_folder(self, folder: str) -> bool:
         """Whether the key of a sample begins with this folder."""
