@@ -15,7 +15,7 @@ from energon_tars import FORMATS, tar_bytes
 
 from saev_store.cli import main
 from saev_store.errors import CorruptShardError, DocumentError, SelectionError
-from saev_store.sources.energon import EnergonDataset, _fetch, index_sqlite, joins
+from saev_store.sources.energon import EnergonDataset, _fetch, index_sqlite, joins, tar_scan
 from saev_store.sources.energon.field_map import FieldPath, decode, resolve
 from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.keys import is_safe_path
@@ -301,6 +301,16 @@ def test_members_of_a_sample_follow_each_other(tmp_path: Path):
     twice = tar_bytes([("a.x", b"1"), ("a.y", b"2"), ("a.x", b"3")])
     with pytest.raises(CorruptShardError, match="the part 'x' twice"):
         scan_shard(MemoryTransport({"a.tar": twice}), "a.tar")
+
+
+@pytest.mark.parametrize("format", ["ustar", "pax"])
+def test_headers_are_counted_for_each_member(format: str, monkeypatch: pytest.MonkeyPatch):
+    """All headers of a tar may be longer than those that a member may have."""
+    names = [f"ä{i:02d}.txt" if format == "pax" else f"a{i:02d}.txt" for i in range(100)]
+    data = tar_bytes([(name, b"x") for name in names], format=format)
+    monkeypatch.setattr(tar_scan, "_MAX_HEADERS_NBYTES", 32 << 10)
+    found = scan_shard(MemoryTransport({"a.tar": data}), "a.tar")
+    assert [row[0] for row in found.samples] == [name.removesuffix(".txt") for name in names]
 
 
 def test_hidden_folders_have_no_tars():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +194,9 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
         "this storage cannot be written",
     )
     assert given == [("https://host/a", {"x": 1})]
+    if find_spec("fastparquet"):
+        refused(lambda: write_kerchunk(store, "https://host/b", format="parquet", storage_options={"y": 2}))
+        assert given[1:] == [("https://host/b", {"y": 2})]
     monkeypatch.setattr(
         kerchunk, "open_transport", lambda url, _: open_transport(tmp_path / "out" if url == "." else url)
     )
@@ -368,6 +372,34 @@ def test_token_arrays_end_within_a_chunk_too(tmp_path: Path, monkeypatch: pytest
     error = refused(lambda: write_icechunk(second, str(tmp_path / "r"), append=True))
     assert error.message == "the repository ends within a chunk: 7 examples in chunks of 2"
     assert error.remedy == "Create it with chunks of one example."
+
+
+def test_what_is_appended_has_the_chunks_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    zarr = pytest.importorskip("zarr")
+    import icechunk
+
+    stores = [made(tmp_path / name, ckpt="one", seed=seed) for seed, name in enumerate("abc")]
+    for number, (_, store) in enumerate(stores):
+        # Labels in chunks of one example; where there is no repository yet, those would be of seven.
+        monkeypatch.setattr(_references, "_TOKEN_CHUNK_BYTES", 4 if number == 0 else 1 << 20)
+        write_icechunk(store, str(tmp_path / "r"), chunks=(1, 1, 5, 8) if number == 0 else "auto", append=number > 0)
+    containers = {f"file://{store.url}/": None for _, store in stores}
+    storage = icechunk.local_filesystem_storage(str(tmp_path / "r"))
+    repository = icechunk.Repository.open(storage, authorize_virtual_chunk_access=containers)
+    group = zarr.open_group(repository.readonly_session("main").store, mode="r")
+    assert (group["labels"].chunks, group["activations"].chunks) == ((1, 4), (1, 1, 5, 8))
+    for array, truths in (
+        ("activations", [plain.dense for plain, _ in stores]),
+        ("labels", [plain.labels for plain, _ in stores]),
+    ):
+        assert group[array][...].tobytes() == np.concatenate(truths).tobytes()
+    assert group.attrs["n_examples"] == 21
+    assert [part["url"] for part in group.attrs["parts"]] == [f"file://{store.url}" for _, store in stores]
+    for _, store in stores:  # each of them is known
+        error = refused(lambda store=store: write_icechunk(store, str(tmp_path / "r"), append=True))
+        assert error.message == f"file://{store.url} is already in the repository"
 
 
 def test_a_parser_hands_on_its_options(monkeypatch: pytest.MonkeyPatch):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from plain_stores import plain_store
 
-from saev_store import ShardStore
+from saev_store import ShardStore, new_metadata
 
+dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 xr = pytest.importorskip("xarray")
 zarr = pytest.importorskip("zarr")
@@ -76,6 +77,36 @@ def test_rows_of_a_replaced_shard_have_another_name(tmp_path: Path):
         names.append(arrays[0].name)
         values = np.fromfile(path / "acts000001.bin", np.uint8)
         values[::-1].tofile(path / "acts000001.bin")
+    assert names[0] != names[1]
+
+
+def test_token_arrays_of_one_shape_have_names_of_their_own(tmp_path: Path):
+    """Else dask would compute one of them for both."""
+    arrays = {"ids": "int32", "others": "int32"}
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=(1,), content_tokens_per_example=2, cls_token=False, d_model=4, n_examples=3, dtype="float32",
+        protocol="3.0", token_arrays=arrays,
+    )  # fmt: skip
+    ids = np.arange(6, dtype=np.int32).reshape(3, 2)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.ones((3, 1, 2, 4), np.float32), ids=ids, others=-ids)
+    store = ShardStore.open(tmp_path / metadata.hash)
+    for dataset in (store.as_xarray().chunk(), store.as_xarray(chunks={}), store.as_xarray()):
+        chunked = [dataset[name].variable.chunk() for name in arrays]
+        assert chunked[0].data.name != chunked[1].data.name
+        (found,) = dask.compute([each.data for each in chunked])
+        assert [each.tolist() for each in found] == [ids.tolist(), (-ids).tolist()]
+
+
+@pytest.mark.parametrize("options", [{"name": "mine"}, {"from_array_kwargs": {"name": "mine"}}])
+def test_a_name_of_the_caller_is_kept_and_tells_the_recording(options: dict, tmp_path: Path):
+    path = plain_store(tmp_path).path
+    names = []
+    for _ in range(2):
+        names.append(ShardStore.open(path).as_xarray().activations.variable.chunk(**options).data.name)
+        values = np.fromfile(path / "acts000001.bin", np.uint8)
+        values[::-1].tofile(path / "acts000001.bin")
+    assert all(name.startswith("mine-") for name in names)
     assert names[0] != names[1]
 
 

@@ -83,6 +83,9 @@ def test_damaged_stores_are_in_a_tree_where_that_is_allowed(plain: PlainStore, t
     with pytest.warns(SaevStoreWarning, match=rf"left out of the tree: {damaged.name} \(damaged\)"):
         tree = xr.open_datatree(str(tmp_path), engine=SaevBackend)
     assert set(tree.children) == {whole.name}
+    with pytest.warns(SaevStoreWarning, match="left out of the tree") as caught:
+        assert set(xr.open_groups(str(tmp_path), engine=SaevBackend)) == {f"/{whole.name}"}
+    assert caught[0].filename == __file__  # the caller of xarray
     tree = xr.open_datatree(str(tmp_path), engine=SaevBackend, damaged_ok=True)
     assert set(tree.children) == {whole.name, damaged.name}
     acts = tree[damaged.name].activations

@@ -85,6 +85,9 @@ def test_variables_are_dropped(dropped: object, root: Path, stores: list[PlainSt
         assert set(dataset.variables) == everything - left_out
     with xr.open_datatree(root, engine=SaevBackend, drop_variables=dropped) as tree:
         assert not left_out & set(tree[stores[0].name].variables)
+    store = ShardStore.open(where)
+    for open_ in (xr.open_dataset, xr.open_datatree):
+        assert set(open_(store, engine=SaevBackend, drop_variables=dropped).variables) == everything - left_out
 
 
 def test_a_group_is_a_store_below_a_root(root: Path, stores: list[PlainStore]):
