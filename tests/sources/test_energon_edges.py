@@ -14,9 +14,10 @@ import pytest
 from energon_tars import FORMATS, tar_bytes
 
 from saev_store.cli import main
-from saev_store.errors import CorruptShardError, DocumentError, SelectionError
+from saev_store.errors import CorruptShardError, DocumentError, NotFoundError, SelectionError
 from saev_store.sources.energon import EnergonDataset, _fetch, index_sqlite, joins, tar_scan
 from saev_store.sources.energon.field_map import FieldPath, decode, resolve
+from saev_store.sources.energon.filesystem import EnergonFileSystem
 from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.keys import is_safe_path
 from saev_store.sources.energon.prepare import find_tars, prepare
@@ -244,6 +245,10 @@ def test_what_is_left_out_of_one_shard_stays_in_another(tmp_path: Path, capfd: p
         EnergonDataset(folder).part("sample_0000", "txt")
     assert main(["ls", f"{folder}/sample_0000"]) == 1
     assert "2 samples have the key 'sample_0000', in 'shards/shard_000.tar'" in capfd.readouterr().err
+    files, first = EnergonFileSystem(dataset=EnergonDataset(folder)), EnergonDataset(folder).parts(0)[0].name
+    for read in (files.info, files.cat_file):  # no name of a file tells which of the two is meant
+        with pytest.raises(NotFoundError, match=f"there is no 'sample_0000.{first}'"):
+            read(f"sample_0000.{first}")
     assert main(["ls", f"{folder}/sample_0009"]) == 1
     assert "there is no 'sample_0009'" in capfd.readouterr().err
     (folder / ".nv-meta/split.yaml").write_text(

@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -378,6 +379,33 @@ def test_a_file_that_is_not_there_is_told_with_the_place_where_it_was_looked_for
     error = refused(lambda: JoinedDataset(primary, {"files": media}, names={"files": "json[caption]"})[0])
     assert (type(error), error.where) == (NotFoundError, "memory://media/c0")
     assert error.message.startswith("'files' has no file 'c0': ")
+
+
+def test_files_of_far_folders_are_fetched_together():
+    """Two requests wait for each other: one after the other they would wait in vain."""
+    both = threading.Barrier(2)
+
+    class Far(MemoryTransport):
+        is_local = False
+
+        def read(self, path: str, **options: int) -> bytes:
+            both.wait(timeout=30)
+            return super().read(path, **options)
+
+    primary = EnergonDataset("", transport=prepared({"a.tar": [("k.json", b'["x", "y"]')]}))
+    media = FolderFiles("", transport=Far({"x": b"1", "y": b"2"}))
+    joined = JoinedDataset(primary, {"files": media}, names={"files": "json"})
+    assert joined[0].media == {"files": {"x": b"1", "y": b"2"}}
+
+
+def test_what_joined_data_sets_are_asked_reaches_the_primary_one(capsys: pytest.CaptureFixture[str]):
+    primary, media = EnergonDataset("", transport=two()), {"a": FolderFiles("", transport=MemoryTransport({"x": b""}))}
+    joined = JoinedDataset(primary, media, names={"a": "json[file]"})
+    for shown in (False, True):
+        assert joined.validate(progress=shown).ok
+        assert ("checking" in capsys.readouterr().err) == shown
+    assert [sample.sample.key for sample in joined.split("val")] == ["s00002", "s00003", "s00004"]
+    assert refused(lambda: JoinedDataset(primary, media, names={"a": "x["})).where == "names['a']"
 
 
 def test_a_metadata_set_takes_the_split_that_it_names(tmp_path: Path):

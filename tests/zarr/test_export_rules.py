@@ -318,9 +318,10 @@ def test_errors_of_repositories(tmp_path: Path):
     pytest.importorskip("virtualizarr")
     _, store = made(tmp_path / "s")
     (tmp_path / "file").touch()
-    where = str(tmp_path / "file")
-    error = refused(lambda: write_icechunk(store, where))
-    assert (type(error), error.where, error.message, error.remedy) == (StoreExistsError, where, "a file has that name", "Name a new folder.")  # fmt: skip
+    (tmp_path / "link").symlink_to("nowhere")
+    for where in (str(tmp_path / "file"), str(tmp_path / "link")):
+        error = refused(lambda where=where: write_icechunk(store, where))
+        assert (type(error), error.where, error.message, error.remedy) == (StoreExistsError, where, "a file has that name", "Name a new folder.")  # fmt: skip
     for name in ("new", "empty"):
         if name == "empty":
             (tmp_path / name).mkdir()
@@ -400,6 +401,25 @@ def test_what_is_appended_has_the_chunks_of_the_repository(tmp_path: Path, monke
     for _, store in stores:  # each of them is known
         error = refused(lambda store=store: write_icechunk(store, str(tmp_path / "r"), append=True))
         assert error.message == f"file://{store.url} is already in the repository"
+
+
+def test_a_container_of_the_caller_is_the_one_that_reads(tmp_path: Path):
+    icechunk = pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    plain, store = made(tmp_path / "s")
+    (tmp_path / "moved").symlink_to(store.url)
+    # Of the folder above, where readers find the store by another name.
+    container = icechunk.VirtualChunkContainer(f"file://{tmp_path}/", icechunk.local_filesystem_store(str(tmp_path)))
+    base = f"file://{tmp_path}/moved"
+    write_icechunk(store, str(tmp_path / "r"), base=base, container=container)
+    storage = icechunk.local_filesystem_storage(str(tmp_path / "r"))
+    config = icechunk.Repository.fetch_config(storage)
+    assert config is not None
+    assert list(config.virtual_chunk_containers or {}) == [f"file://{tmp_path}/"]
+    repository = icechunk.Repository.open(storage, authorize_virtual_chunk_access={f"file://{tmp_path}/": None})
+    zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(repository.readonly_session("main").store, mode="r")
+    assert group["activations"][...].tobytes() == plain.dense.tobytes()
 
 
 def test_a_parser_hands_on_its_options(monkeypatch: pytest.MonkeyPatch):
