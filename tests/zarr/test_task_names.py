@@ -80,6 +80,14 @@ def test_rows_of_a_replaced_shard_have_another_name(tmp_path: Path):
     assert names[0] != names[1]
 
 
+def test_views_of_other_chunks_are_other_values_for_dask(tmp_path: Path):
+    store = ShardStore.open(plain_store(tmp_path).path)
+    views = [store.as_zarr(chunks=chunks) for chunks in ("auto", (1, 1, 5, 8), (1, 3, 5, 8), (1, 3, 5, 8))]
+    tokens = [dask.base.tokenize(view) for view in views]
+    assert len(set(tokens)) == 3
+    assert tokens[2] == tokens[3]
+
+
 def test_token_arrays_of_one_shape_have_names_of_their_own(tmp_path: Path):
     """Else dask would compute one of them for both."""
     arrays = {"ids": "int32", "others": "int32"}

@@ -428,6 +428,29 @@ def test_labels_of_the_wrong_size_far_away_are_an_error():
         opened(Broken(files)).as_zarr()
 
 
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+@pytest.mark.parametrize("change", [1, -1])
+def test_labels_of_another_size_are_an_error_on_every_way_to_read(engine: str, change: int, tmp_path: Path):
+    """Awaited too, and in every part: a longer file has the bytes that are asked for, of another store perhaps."""
+    plain = plain_store(LAYOUT, labelled=True)
+    folder = plain.write(tmp_path)
+    view = ShardStore.open(folder, engine=engine).as_zarr()
+    data = plain.files["labels.bin"]
+    transport = view._transport
+    if isinstance(transport, MemoryTransport):
+        transport.put("labels.bin", data + b"\0" if change > 0 else data[:change])
+    else:
+        (folder / "labels.bin").write_bytes(data + b"\0" if change > 0 else data[:change])
+    for part in (None, RangeByteRequest(0, 4)):
+        for get in (
+            lambda part: sync(view.get("labels/c/0/0", None, part)),
+            lambda part: view.get_sync("labels/c/0/0", byte_range=part),
+        ):
+            with pytest.raises(CorruptShardError, match=r"labels\.bin") as caught:
+                get(part)
+            assert 'store.repair().restore_array("labels", ...)' in str(caught.value.remedy)
+
+
 def test_labels_that_vanish_are_an_error():
     transport = MemoryTransport(plain_store(LAYOUT, labelled=True).files)
     array = read(opened(transport).as_zarr(), "labels")
