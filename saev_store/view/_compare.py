@@ -34,7 +34,7 @@ def compare_answer(a: Viewed, b: Viewed, example: int, layer_a: str | None, laye
         SelectionError, LayerNotFoundError: there is no such example or layer.
         CorruptShardError: the example is lost in one of them.
     """
-    why_not = a.once("pair", lambda: _difference(a, b))
+    why_not = a.once(f"pair {b.n_renewed}", lambda: _difference(a, b))
     answer: Answer = {
         "names": [a.store.name, b.store.name],
         "layers_b": b.layer_names,
@@ -57,7 +57,7 @@ def compare_answer(a: Viewed, b: Viewed, example: int, layer_a: str | None, laye
         "layers": [one.layer_names[at] for one, at in zip((a, b), places, strict=True)],
         "norms": [plain(norms_of(found)) for found in acts],
         "cosine": plain(cosine_rows(*acts)) if is_same_size else None,
-        "similarity": a.once("similarity to the other", lambda: _similarity(a, b)),
+        "similarity": a.once(f"similarity to the other {b.n_renewed}", lambda: _similarity(a, b)),
     }
 
 

@@ -128,6 +128,8 @@ class Viewed:
         self._samples: OrderedDict[int, Sample] = OrderedDict()
         self._kept: dict[str, object] = {}
         self._recording: RecordingIdentity | None = None
+        #: How often files were found to be replaced: what is kept of two stores is of the files of both.
+        self.n_renewed = 0
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -144,6 +146,7 @@ class Viewed:
             if now != self._recording:
                 self._kept.clear()
                 self._samples.clear()
+                self.n_renewed += 1
             self._recording = now
 
     def once(self, name: str, compute: Callable[[], T]) -> T:

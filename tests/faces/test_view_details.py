@@ -31,7 +31,7 @@ from saev_store.problems import Problem
 from saev_store.view import Budget, Pages, Viewed, _application, application, open_pages, read_sae
 from saev_store.view._answers import _provenance, shard_strip, store_answer
 from saev_store.view._application import _static_files
-from saev_store.view._arithmetic import norms_of, principal_components
+from saev_store.view._arithmetic import cosine_rows, nearest, norms_of, principal_components
 from saev_store.view._compare import compare_answer
 from saev_store.view._examples import example_answer
 from saev_store.view._features import feature_answer, features_answer
@@ -184,6 +184,20 @@ def test_statistics_do_not_outlive_a_repair(tmp_path: Path) -> None:
         pages.views["compare"](Query({}))
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_similarities_do_not_outlive_a_repair_of_either_store(tmp_path: Path, which: int) -> None:
+    acts = [numbers(6, 1, 3, 4), numbers(6, 1, 3, 5)]
+    folders = [store_of(tmp_path / name, values) for name, values in zip("ab", acts, strict=True)]
+    pages = Pages(*map(viewed, folders[:1]), other=viewed(folders[1]))
+    before = pages.views["compare"](Query({"example": "4"}))["similarity"]
+    assert (before["n_examples"], before) == (6, pages.views["compare"](Query({"example": "5"}))["similarity"])
+    (folders[which] / shard_name(0)).unlink()
+    with ShardStore.open(folders[which], damaged_ok=True).repair() as writer:
+        for start, end in writer.missing:
+            writer.append(acts[which][start:end] + 5)
+    assert pages.views["compare"](Query({"example": "4"}))["similarity"]["n_examples"] == 3  # of the other shard
+
+
 def test_the_samples_of_four_layers_are_held(tmp_path: Path) -> None:
     """The one that was not asked for longest is read anew."""
     one = viewed(store_of(tmp_path, numbers(3, 6, 2, 4)))
@@ -289,6 +303,22 @@ def test_norms_of_more_vectors_than_are_taken_at_once() -> None:
     wide = vectors.astype(np.float64)
     np.testing.assert_allclose(norms_of(vectors), np.linalg.norm(wide, axis=1), rtol=1e-12)
     np.testing.assert_allclose(root_mean_squares(vectors), np.sqrt(np.square(wide).mean(axis=0)), rtol=1e-12)
+
+
+def test_fewer_neighbours_are_found_where_fewer_may_be() -> None:
+    units = np.eye(4, dtype=np.float32)
+    query = np.float32([0.6, 0, 0.8, 0])
+    for usable, expected in (([True, False, True, False], [2, 0]), ([False] * 4, [])):
+        found, similarities = nearest(query, units, np.array(usable), 3)
+        assert found.tolist() == expected
+        np.testing.assert_array_equal(similarities, query[expected])
+
+
+def test_rows_without_a_direction_have_no_cosine() -> None:
+    sound = np.float32([[3, 4]] * 4)
+    other = np.float32([[4, 3], [0, 0], [np.nan, 1], [np.inf, 1]])
+    for a, b in ((sound, other), (other, sound)):
+        np.testing.assert_allclose(cosine_rows(a, b), [0.96, np.nan, np.nan, np.nan], rtol=1e-6)
 
 
 def test_colours_reach_from_one_hundredth_to_the_other() -> None:
