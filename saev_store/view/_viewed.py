@@ -281,7 +281,8 @@ class Viewed:
         try:
             names = list(arrays)
         except SaevStoreError as error:
-            return {}, [error.message]
+            name = (error.where or "token arrays").rpartition("/")[2]
+            return {}, [f"{name}: {error.message}"]
         for name in names:
             try:
                 if arrays.declared(name).nbytes(self.layout) > self.budget.array_nbytes:

@@ -28,7 +28,8 @@ from saev_store.errors import (
     UnsafeContentError,
 )
 from saev_store.problems import Problem
-from saev_store.view import Budget, Pages, Viewed, _application, application, open_pages, read_sae
+from saev_store.transport import MemoryTransport
+from saev_store.view import LOCAL, Budget, Pages, Viewed, _application, application, open_pages, read_sae
 from saev_store.view._answers import _provenance, shard_strip, store_answer
 from saev_store.view._application import _static_files
 from saev_store.view._arithmetic import cosine_rows, nearest, norms_of, principal_components
@@ -247,6 +248,32 @@ def test_token_arrays_that_are_damaged_are_named(tmp_path: Path) -> None:
     assert example_answer(one, 0, None)["notes"]
 
 
+def test_labels_of_a_wrong_size_are_named(tmp_path: Path) -> None:
+    """No document declares them, so what the store has at all is not known."""
+    folder = store_of(tmp_path, numbers(4, 1, 3, 4), labels=np.zeros((4, 2), np.uint8))
+    assert list(viewed(folder).arrays()[0]) == ["labels"]
+    (folder / "labels.bin").write_bytes(b"123")
+    assert viewed(folder).arrays() == (
+        {}, ["labels.bin: it has 3 bytes; 4 examples x 2 content tokens of one byte are 8"]
+    )  # fmt: skip
+
+
+def test_a_store_that_a_program_holds_in_memory_is_read_like_one_on_a_disk(tmp_path: Path) -> None:
+    folder = store_of(tmp_path, numbers(4, 1, 3, 4))
+    data = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    one = Viewed(ShardStore.open(MemoryTransport(data, label=folder.name)))
+    assert (one.is_local, one.budget) == (True, LOCAL)
+
+
+def test_examples_of_a_huge_store_are_chosen_from_all_of_it() -> None:
+    layout = Layout(200_000, (0,), 1, False, 2, 1000)
+    one = SimpleNamespace(layout=layout, store=SimpleNamespace(readable_examples={199: 500, 3: 0}))
+    found = Viewed._readable(one)
+    assert (found[0], found[-1]) == (0, 199_499)
+    assert 64_000 < len(found) < 65_536
+    assert not ((3000 <= found) & (found < 4000)).any()
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [(NotFoundError("it is away", where="x"), "it is away"), (ZeroDivisionError("secret"), "ZeroDivisionError")],
@@ -319,6 +346,17 @@ def test_rows_without_a_direction_have_no_cosine() -> None:
     other = np.float32([[4, 3], [0, 0], [np.nan, 1], [np.inf, 1]])
     for a, b in ((sound, other), (other, sound)):
         np.testing.assert_allclose(cosine_rows(a, b), [0.96, np.nan, np.nan, np.nan], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "d_model"), [(40, 5), (4, 9)])
+def test_vectors_along_a_line_have_one_component(n: int, d_model: int) -> None:
+    """What is left of the others is rounding, and no direction."""
+    along = np.random.default_rng(2).normal(size=d_model)
+    vectors = (np.arange(n)[:, np.newaxis] * np.round(along * 8) + 3).astype(np.float32)
+    found = principal_components(vectors)
+    assert (found.axes.shape, found.variance_share.tolist()) == ((1, d_model), [pytest.approx(1)])
+    assert np.unique(found.colours(vectors)[:, 1:]).tolist() == [128]
+    assert len(principal_components(vectors[:1]).axes) == len(principal_components(vectors[:0]).axes) == 0
 
 
 def test_colours_reach_from_one_hundredth_to_the_other() -> None:
@@ -472,6 +510,10 @@ def test_ids_of_a_data_set_are_those_of_each_example_from_its_place_on() -> None
     kept.clear()
     assert texts_of(one, 0, slice(0, 9)) is None
     one.store.metadata.data = {}
+    origin_of, one.store.origin = one.store.origin, raising(CorruptShardError("lost", where="x"))
+    kept.clear()
+    assert texts_of(one, 0, slice(0, 9)) is None
+    one.store.origin = origin_of
     samples[0] = "a picture"
     kept.clear()
     assert texts_of(one, 0, slice(0, 9)) is None
