@@ -133,6 +133,18 @@ def test_problems_are_listed_up_to_some_hundred_and_counted() -> None:
     }
 
 
+def test_all_problems_of_an_open_store_are_counted(tmp_path: Path) -> None:
+    one = viewed(store_of(tmp_path, acts_of(0)))
+    problems = tuple(Problem("k", "bad", f"x{number}") for number in range(203))
+    store = SimpleNamespace(
+        metadata=one.store.metadata, transport=one.store.transport, token_arrays=one.store.token_arrays, name="n",
+        problems=problems, readable_examples={},
+    )  # fmt: skip
+    one.store = store
+    answer = store_answer(one)
+    assert (answer["n_problems"], len(answer["problems"])) == (203, 200)
+
+
 @pytest.mark.parametrize("lost", ["a", "b", "both", "different ones"])
 def test_stores_are_compared_where_both_have_an_example(tmp_path: Path, lost: str) -> None:
     all_acts = acts_of(1), acts_of(2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dense_stores import plain_store
 from safetensors_files import safetensors
-from viewed_stores import structured, text_store
+from viewed_stores import store_of, structured, text_store
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -210,6 +210,13 @@ def without(name):
         (weights(), {"architecture": "gated", "apply_b_dec_to_input": True}, "b_gate, r_mag and b_mag"),
         ({**weights(), "W_enc": np.zeros((2, 2), np.uint8)}, {}, "is U8"),
         (weights(), [1], "no JSON object"),
+        (weights(), {"apply_b_dec_to_input": True, "k": 0}, "k is 0"),
+        (weights(W_enc=np.zeros((D_MODEL, 0))), {}, "no sparse autoencoder"),
+        (weights(W_enc=np.zeros(D_MODEL)), {}, "no sparse autoencoder"),
+        (weights(b_gate=np.zeros(3)), {}, r"gate bias has shape \[3\], not \[40\]"),
+        (weights(b_mag=np.zeros(3)), {}, r"magnitude bias has shape \[3\]"),
+        (weights(r_mag=np.zeros(3)), {}, r"log scale has shape \[3\]"),
+        (weights(threshold=np.zeros(0)), {"apply_b_dec_to_input": True}, r"threshold for each feature; it has \[0\]"),
         (weights(W_enc=np.full((D_MODEL, N_FEATURES), np.nan)), {}, "'W_enc' has numbers that are not finite"),
         ({**weights(), "b_enc": np.full(N_FEATURES, 1e300)}, {}, "'b_enc' has numbers that are not finite"),
         (weights(k=np.float32(2.5)), {"apply_b_dec_to_input": True}, "k is 2.5"),
@@ -332,6 +339,48 @@ def test_one_example_that_takes_too_long_is_thinned(shown, monkeypatch):
     monkeypatch.setattr("saev_store.view._features._MOST_WORK", 7 * N_FEATURES * D_MODEL)
     answer = ask(open_pages(folder, sae_url=path), "features", layer="3")
     assert (answer["n_examples"], answer["n_vectors"]) == (1, 7)
+
+
+def test_features_are_the_same_whatever_is_held_at_once(shown, monkeypatch):
+    """Examples of 30 tokens in pieces of 7: the second piece of an example begins at its token 7."""
+    whole, _, folder, path = shown
+    monkeypatch.setattr("saev_store.view._features._MOST_HELD", 7 * N_FEATURES)
+    pages = open_pages(folder, sae_url=path)
+    asked = [("features", {"layer": "3"}), ("example", {"example": 4, "layer": "3", "feature": 6})]
+    asked += [("feature", {"feature": feature, "layer": "3"}) for feature in range(N_FEATURES)]
+    for view, parameters in asked:
+        for found, expected in zip(*(ask(each, view, **parameters).items() for each in (pages, whole)), strict=True):
+            if found[0] in {"strongest", "variance_explained", "mean_when_active"}:
+                continue  # sums, which are rounded in another order
+            assert json.loads(json.dumps(found), parse_float=lambda text: f"{float(text):.4g}") == json.loads(
+                json.dumps(expected), parse_float=lambda text: f"{float(text):.4g}"
+            ), view
+
+
+def test_the_variance_explained_is_that_of_the_examples_that_were_encoded(shown, monkeypatch):
+    _, _, folder, path = shown
+    monkeypatch.setattr("saev_store.view._features._MOST_WORK", 4 * 30 * N_FEATURES * D_MODEL)
+    answer = ask(open_pages(folder, sae_url=path), "features", layer="3")
+    some = ShardStore.open(folder).read(([0, 3, 5, 8], 1)).reshape(-1, D_MODEL)
+    assert answer["variance_explained"] == pytest.approx(read_sae(path).variance_explained(some), rel=1e-6)
+
+
+def test_where_no_vector_is_finite_no_feature_is_active(tmp_path):
+    folder = store_of(tmp_path / "store", np.full((2, 1, 3, D_MODEL), np.nan, np.float32))
+    pages = open_pages(folder, sae_url=written(tmp_path / "sae", weights(), {"apply_b_dec_to_input": True}))
+    answer = ask(pages, "features")
+    assert (answer["n_vectors"], answer["n_dead"], answer["variance_explained"]) == (0, N_FEATURES, None)
+    assert (answer["n_active_per_token"], answer["strongest"]) == (0, [])
+    assert ask(pages, "feature", feature=3)["share"] == 0
+
+
+def test_each_layer_has_its_own_features(shown):
+    """Also where another layer was asked for before."""
+    _, _, folder, path = shown
+    pages = open_pages(folder, sae_url=path)
+    first, second = (ask(pages, "features", layer=layer)["shares"] for layer in ("0", "3"))
+    assert first != second
+    assert second == ask(open_pages(folder, sae_url=path), "features", layer="3")["shares"]
 
 
 def test_random_bits_have_features(tmp_path):

@@ -118,6 +118,15 @@ def test_the_size_of_an_image_that_is_sent(
     assert shown(shows(pixels(*size), image_px, framing)).shape == (*expected, 3)
 
 
+def test_the_image_of_a_sample_with_several_parts_is_the_recorded_one() -> None:
+    pytest.importorskip("PIL.Image")
+    parts = {"small": pixels(4, 4), "large": pixels(8, 8)}
+    for key, values in parts.items():
+        one = shows(parts, (8, 8), None)
+        one.store.metadata.data["content"]["patches"]["image_key"] = key
+        np.testing.assert_array_equal(shown(one), values)
+
+
 @pytest.mark.parametrize(
     "picture", [pixels(4, 4, 4), pixels(4, 4, 1), pixels(4, 4)[..., 0], pixels(4, 4) / np.float32(255), b"GIF89a", b""]
 )
@@ -245,6 +254,14 @@ def test_what_is_answered(caplog: pytest.LogCaptureFixture) -> None:
 def test_parts_of_the_page_are_not_embedded_elsewhere(site: str, mode: str, status: int) -> None:
     with served(SimpleNamespace(views={}, places=())) as url:
         assert get(url, "view.css", **{"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode})[0] == status
+
+
+def test_the_page_itself_may_ask() -> None:
+    """Browsers name the origin of a page in some of its own requests."""
+    with served(SimpleNamespace(views={}, places=())) as url:
+        own = url.removesuffix("/s3cr3t/")
+        found = {origin: get(url, "view.css", Origin=origin)[0] for origin in (own, own.replace("http:", "https:"))}
+        assert list(found.values()) == [200, 403]
 
 
 # -- what is opened ----------------------------------------------------------------------------------------------------
