@@ -95,8 +95,8 @@ def how_far(root: Transport, entry: StoreEntry) -> str:
     def n_safe(path: str) -> int:
         try:
             used = json.loads(root.read(path, max_bytes=_MAX_RECEIPT_BYTES))["used_nbytes"]
-            return min(int(used), layout.shard_nbytes) // layout.example_nbytes
-        except (SaevStoreError, ValueError, TypeError, KeyError, RecursionError):
+            return min(max(int(used), 0), layout.shard_nbytes) // layout.example_nbytes
+        except (SaevStoreError, ValueError, OverflowError, TypeError, KeyError, RecursionError):
             return 0  # being replaced, or damaged; a listing does not validate receipts
 
     try:

@@ -305,6 +305,9 @@ def test_ls(run, store, tmp_path):
         ),  # the last one with its padding
         (['{"used_nbytes": 999999999}'], 3),
         (["{", "[]", '{"used_nbytes": null}', "{}", '{"used_nbytes": 480}'], 1),
+        (['{"used_nbytes": 1e999}', '{"used_nbytes": -1e999}', '{"used_nbytes": 480}'], 1),
+        (['{"used_nbytes": -4800}', '{"used_nbytes": 480}'], 1),
+        (["[" * 100_000, '{"used_nbytes": 480}'], 1),
     ],
 )
 def test_ls_tells_how_far_a_writer_is_whatever_its_receipts_hold(run, store, receipts, n_safe):
