@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
+import logging
 import os
 import socket
 import threading
@@ -19,14 +21,15 @@ from dense_stores import PlainStore, plain_store
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+import uvicorn
 from starlette.applications import Starlette
 from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, TransportError
-from saev_store.serve import application, listen, serve_in_thread
-from saev_store.serve._application import UnsatisfiableError, parse_range
+from saev_store.serve import application, listen, serve, serve_in_thread
+from saev_store.serve._application import UnsatisfiableError, _basenames, parse_range
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
 KEY = "activations/c/1/0/0/0"
@@ -219,6 +222,11 @@ def test_places_are_hidden_at_any_depth(tmp_path: Path):
     assert "url" not in attributes
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "{x", "[1, 2", "{}{"], ids=["deep", "open", "cut", "two"])
+def test_text_that_only_begins_like_json_is_served_as_it_is(text: str):
+    assert _basenames({"note": text}) == {"note": text}
+
+
 @pytest.mark.parametrize("protocol", ["2.0", "2.1"])
 def test_places_are_hidden_in_every_protocol(protocol: str, tmp_path: Path):
     """Protocol 2.1 has the description of the data as text; recordings elsewhere have other paths."""
@@ -256,6 +264,41 @@ def test_a_server_in_a_thread_ends_with_its_socket(app: Starlette):
     assert threading.active_count() == before
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
+
+
+def test_a_server_that_gets_no_thread_leaves_no_socket(app: Starlette, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    listening, _ = listen("127.0.0.1", 0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(TransportError, match=r"gives no more threads \(can't start new thread\)") as caught:
+        serve_in_thread(app, listening)
+    assert (caught.value.where, listening.fileno()) == ("serve", -1)
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt(), OSError("no more files")])
+def test_a_server_leaves_the_log_and_no_socket_behind(
+    app: Starlette, monkeypatch: pytest.MonkeyPatch, end: BaseException | None
+):
+    """While it runs, the log of uvicorn passes everything on until the server is told to end."""
+    log = logging.getLogger("uvicorn.error")
+    before, passed = list(log.filters), []
+    record = logging.LogRecord(log.name, logging.ERROR, "", 0, "cut", (), None)
+
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        assert sockets == [listening]
+        for server.should_exit in (False, True):
+            passed.append(bool(log.filter(record)))
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    listening, _ = listen("127.0.0.1", 0)
+    with pytest.raises(OSError, match="no more files") if isinstance(end, OSError) else contextlib.nullcontext():
+        serve(app, listening)
+    assert passed == [True, False]
+    assert (log.filters, listening.fileno()) == (before, -1)
 
 
 @pytest.mark.parametrize("port", [0, 65_535])
