@@ -263,6 +263,12 @@ def _checked(
 
 def _architecture(found: Mapping[str, object], config: Mapping[str, object], where: str) -> str:
     named, function = config.get("architecture"), config.get("activation_fn_str", config.get("activation_fn"))
+    if function is None:
+        function = config.get("activation")  # of sparsify
+    if _flag(config, "transcode", where):
+        raise DocumentError(
+            f"{_CONFIG} says that it is a transcoder, which gives back other vectors than it gets", where=where
+        )
     if function not in (None, *_FUNCTIONS):
         raise DocumentError(
             f"{_CONFIG} names the activation function {brief(function)}; {', '.join(_FUNCTIONS)} are read", where=where

@@ -145,7 +145,11 @@ def test_one_of_sparsify(tmp_path, vectors):
         "W_dec": w["W_dec"],
         "b_dec": w["b_dec"],
     }
-    sae = read_sae(written(tmp_path, tensors, {"activation": "topk", "k": 3, "num_latents": 40}, "sae.safetensors"))
+    sae = read_sae(
+        written(
+            tmp_path, tensors, {"activation": "topk", "k": 3, "num_latents": 40, "transcode": False}, "sae.safetensors"
+        )
+    )
     before = (vectors - w["b_dec"]) @ w["W_enc"].astype(np.float64) + w["b_enc"]
     check(sae, vectors, np.where(before >= np.sort(before, axis=1)[:, -3:-2], relu(before), 0))
 
@@ -210,6 +214,10 @@ def without(name):
         (weights(), {"architecture": "gated", "apply_b_dec_to_input": True}, "b_gate, r_mag and b_mag"),
         ({**weights(), "W_enc": np.zeros((2, 2), np.uint8)}, {}, "is U8"),
         (weights(), [1], "no JSON object"),
+        (weights(), {"activation": "groupmax", "k": 3}, "activation function 'groupmax'"),
+        (weights(), {"activation_fn": None, "activation": "groupmax"}, "activation function 'groupmax'"),
+        (weights(), {"activation": "topk", "k": 3, "transcode": True}, "is a transcoder"),
+        (weights(), {"transcode": "yes"}, "transcode is 'yes', no boolean"),
         (weights(), {"apply_b_dec_to_input": True, "k": 0}, "k is 0"),
         (weights(W_enc=np.zeros((D_MODEL, 0))), {}, "no sparse autoencoder"),
         (weights(W_enc=np.zeros(D_MODEL)), {}, "no sparse autoencoder"),
