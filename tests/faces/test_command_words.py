@@ -125,6 +125,10 @@ def test_an_argument_is_its_option_whatever_its_value() -> None:
     assert Wording(commands, []).names("layers") == "layers"
     assert Wording(commands, ["prepare"]).remedy("Pass overwrite=True.") == "Pass --overwrite."
     assert Wording(commands, ["record"]).remedy("Pass part='auto'.") == "Pass --part auto."
+    for command in ("record", "repair"):
+        said = Wording(commands, [command]).remedy("Token ids need none with bos=None, others bos=7.")
+        assert said == "Token ids need none with --bos none, others --bos 7."
+    assert Wording(commands, ["record"]).remedy("Begin anew with resume=False.") == "Begin anew with --resume never."
     assert Wording(commands, ["record"]).remedy("Go on with resume=True.") == "Go on with --resume strict."
     assert Wording(commands, ["copy"]).remedy("Go on with resume=True.") == "Go on with --resume."
     assert Wording(commands, ["finalize"]).remedy("Go on with resume=True.") is None

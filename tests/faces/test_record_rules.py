@@ -46,6 +46,19 @@ def test_other_data_have_another_digest() -> None:
     assert len({*found}) == len(found)
 
 
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "uint8", "bool"])
+def test_an_array_and_a_tensor_of_the_same_numbers_have_one_digest(name: str) -> None:
+    """bfloat16, which NumPy has of another package, among them."""
+    import ml_dtypes
+
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    numbers = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    found = digest_of([numbers.astype(dtype)])
+    assert found is not None
+    assert found == digest_of([torch.from_numpy(numbers).to(getattr(torch, name))])
+    assert found != digest_of([(numbers[::-1] + 1).astype(dtype)]) or name == "bool"
+
+
 def test_equal_data_have_one_digest_however_they_lie_in_memory() -> None:
     numbers = np.arange(12, dtype=np.uint16).reshape(3, 4)
     same = [

@@ -235,6 +235,15 @@ class TestCommands:
 
         return call
 
+    def test_ls_of_folders_in_folders(self, run, tmp_path):
+        """The path within a data set is told from the folders of the address, however many there are."""
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 2, folder="x/y/z/")))
+        prepare(tmp_path, split="1,0,0", progress=False)
+        assert run("ls", tmp_path / "x")[1] == "x/y/\n"
+        assert run("ls", tmp_path / "x/y")[1] == "x/y/z/\n"
+        entries = json.loads(run("ls", tmp_path / "x/y/z/s00001", "--json")[1])["entries"]
+        assert [entry["name"] for entry in entries] == ["x/y/z/s00001.json", "x/y/z/s00001.txt"]
+
     def test_prepare_info_ls_validate(self, run, tmp_path):
         for i in range(10):
             (tmp_path / f"{i}.tar").write_bytes(tar_bytes(sample_files(i * 10, 2, folder="x/")))
