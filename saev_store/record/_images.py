@@ -278,6 +278,8 @@ class Images(_ImageSource):
         said: dict[str, object] = {"batch_size": self.batch_size}
         if self.processor is not None:
             said["processor"] = {"class": type(self.processor).__name__, "config": settings_digest(self.processor)}
+        if self._has_data and self._pictures.image_key is not None:  # else the description of the source has it
+            said["image_key"] = self._pictures.image_key
         if self.skipped:
             said["skipped"] = list(self.skipped)
         return said

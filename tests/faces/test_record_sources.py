@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from saev_store.record._ranks import _shown, finalize
 from saev_store.record._recheck import KeptExamples
 from saev_store.record._weights_digest import weights_digest
 from saev_store.sources import ImageFolder, MapStyle
+from saev_store.sources.framing import Framing
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -238,12 +240,95 @@ def test_images_that_do_not_decode_are_counted_and_the_first_three_named() -> No
     text = str(one.message)
     assert text.startswith("4 of 6 images do not decode: image 0: ")
     assert text.endswith(". They are left out")
+    assert one.filename == __file__
     assert all(f"image {number}: " in text for number in (0, 2, 3))
     assert "image 4" not in text
     assert [*images.skipped] == [0, 2, 3, 4]
     assert (images.n_examples, images._pictures.samples(0, 2).tolist()) == (2, [1, 5])
     with refused("no image", "image 0", 'on_bad_image="skip" leaves out', DocumentError):
         list(Images([b""], 1, processor=Making(1)).batches(0, 1))
+
+
+def test_a_look_at_the_first_batch_loses_none_of_an_iterator() -> None:
+    made = ImageBatches((PIXELS[at : at + 2] for at in (0, 2, 4)), 6)
+    shapes = [
+        made.geometry(adapt(tiny_vision("ViTModel"))) for _ in range(2)
+    ]  # once for the sizes, once for the metadata
+    assert shapes[0] == shapes[1]
+    np.testing.assert_array_equal(np.concatenate([batch.inputs[0] for batch in made.batches(0, 6)]), PIXELS)
+
+
+def test_the_digest_of_images_in_memory_is_that_of_those_that_are_used() -> None:
+    """Of Pillow's, their colours: how an image holds them does not count."""
+    files = []
+    for colour in (10, 20, 30):
+        Image.new("RGB", (4, 4), (colour, 0, 0)).save(file := io.BytesIO(), "PNG")
+        files.append(file.getvalue())
+    with pytest.warns(SaevStoreWarning, match="1 of 3 images"):
+        some = Images([b"", files[1], files[2]], 2, processor=Making(1), on_bad_image="skip")
+    found = some.digests()["images"]
+    assert found == Images(files[1:], 2, processor=Making(1)).digests()["images"]
+    assert found != Images(files[:2], 2, processor=Making(1)).digests()["images"]
+    assert found["digest"] is not None
+    red = Image.new("RGB", (4, 4), (200, 0, 0))
+    kinds = [red, red.convert("P", palette=Image.Palette.ADAPTIVE), red.convert("RGBA")]
+    assert len({str(Images([each], 2, processor=Making(1)).digests()) for each in kinds}) == 1
+
+
+def test_digests_of_a_described_folder_and_of_masks(tmp_path: Path) -> None:
+    """A caller's own description has no digest of the images, so the identity has."""
+    for name, colour in (("a", 10), ("b", 20)):
+        (tmp_path / name).mkdir()
+        Image.new("L", (4, 4), colour).save(tmp_path / name / "0.png")
+    expected = {scope: ImageFolder(tmp_path / "b").describe(digest=scope)["digest"] for scope in ("sampled", "full")}
+    assert expected["sampled"] != expected["full"]
+    for scope, of_masks in expected.items():
+        options = {"processor": Making(1), "masks": tmp_path / "b", "digest": scope}
+        assert Images(tmp_path / "a", 2, **options).digests() == {"masks": {"digest": of_masks}}
+        of_images = ImageFolder(tmp_path / "a").describe(digest=scope)["digest"]
+        assert Images(tmp_path / "a", 2, data={"mine": 1}, **options).digests() == {
+            "images": {"digest": of_images}, "masks": {"digest": of_masks},
+        }  # fmt: skip
+
+
+def test_another_part_of_samples_is_another_recording_also_where_a_caller_describes_them() -> None:
+    class Lazy:
+        """Samples that are made when they are asked for, so there is no digest of them."""
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, sample: int) -> dict[str, object]:
+            return {"a": PIXELS[sample], "b": PIXELS[sample + 2]}
+
+    adapter = adapt(tiny_vision("ViTModel"))
+    said = [
+        Images(Lazy(), 2, image_key=key, data={"mine": 1}).geometry(adapter).identity for key in ("a", "b")
+    ]  # fmt: skip
+    assert [one["image_key"] for one in said] == ["a", "b"]
+    assert "image_key" not in Images(PIXELS, 2, data={"mine": 1}).geometry(adapter).identity
+    named = Images(Lazy(), 2, image_key="b")  # the description of the source has it
+    assert "image_key" not in named.geometry(adapter).identity
+    assert named.describe()["content"]["patches"]["image_key"] == "b"
+
+
+@pytest.mark.parametrize("kind", ["mmididx", "llmbatch"])
+def test_token_ids_are_no_images(kind: str) -> None:
+    source = MapStyle([PIXELS[0]])
+    source.format = kind
+    with refused("has token ids; these are no images", "images", "Record them as texts."):
+        Images(source, 2)
+
+
+def test_the_remedy_of_an_image_that_does_not_decode_is_its_own() -> None:
+    images = Images([Image.new("RGB", (4, 4))], 2, processor=Making(1))
+
+    def fails(*_: object) -> None:
+        raise DocumentError("bad", where="x", remedy="Convert it.")
+
+    images._pictures._image = fails
+    with refused("bad", "x", "Convert it.", DocumentError):
+        list(images.batches(0, 1))
 
 
 def test_samples_of_a_data_set_are_decoded_by_one_thread_and_files_by_several(tmp_path: Path) -> None:
@@ -308,6 +393,33 @@ def test_the_words_for_masks_that_do_not_fit(tmp_path: Path) -> None:
         Masks(tmp_path / "masks", folder, [0, 1])
     with refused("have no names by which masks could be found", "masks", "Pass a list of masks in the order"):
         Masks(tmp_path / "masks", MapStyle([0]), [0])
+
+
+def test_a_mask_of_the_original_is_framed_also_where_the_input_has_its_size() -> None:
+    """Made twice as large and cropped again: what is left is the middle."""
+    mask = np.ones((4, 4), int)
+    mask[1:3, 1:3] = 2
+    masks = Masks([mask], MapStyle([0]), [0])
+    size = {"input_px": (4, 4), "patch_px": (2, 2), "original_px": (4, 4)}
+    assert masks.labels(0, framing=Framing((8, 8), (4, 4)), **size).tolist() == [2] * 4
+    assert masks.labels(0, framing=None, **size).tolist() == [1] * 4
+
+
+def test_masks_of_named_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of a sample has no ending, whatever dots it has; a folder is opened with the options of the call."""
+    for name, value in (("a", 1), ("a.b", 2), ("c.d", 3)):
+        Image.new("L", (2, 2), value).save(tmp_path / f"{name}.png")
+    asked = []
+
+    class Noted(ImageFolder):
+        def __init__(self, *arguments: object) -> None:
+            asked.append(arguments)
+            super().__init__(arguments[0])
+
+    monkeypatch.setattr("saev_store.record._patch_labels.ImageFolder", Noted)
+    masks = Masks(tmp_path, SimpleNamespace(key=["a.b", "a", "c.d"].__getitem__), [0, 1, 2], {"anon": True})
+    assert asked == [(tmp_path, {"anon": True})]
+    assert [int(masks._mask(sample, "it")[0, 0]) for sample in range(3)] == [2, 1, 3]
 
 
 def test_masks_of_the_images_that_are_recorded_are_part_of_the_identity() -> None:
