@@ -521,3 +521,20 @@ def test_an_address_with_one_slash_is_a_mistake_unless_it_is_of_this_machine(
     else:
         with pytest.raises(ArgumentError, match="two slashes follow the colon"):
             check_destination(url.format(tmp_path), where="--to")
+
+
+@pytest.mark.parametrize(
+    ("raised", "named"),
+    [("url", "--to"), ("storage_options", "--dst-storage-options"), ("engine", "engine"), (None, None)],
+)
+def test_an_error_of_a_destination_names_its_option(
+    monkeypatch: pytest.MonkeyPatch, raised: str | None, named: str | None
+) -> None:
+    def refuse(url: str, options: object) -> NoReturn:
+        assert (url, options) == ("s3://b/c", {"a": 1})
+        raise ArgumentError("bad", where=raised)
+
+    monkeypatch.setattr("saev_store.cli._common.open_transport", refuse)
+    with pytest.raises(ArgumentError) as caught:
+        check_destination("s3://b/c", {"a": 1}, where="--to", options_name="--dst-storage-options")
+    assert caught.value.where == named
