@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,15 @@ import pytest
 from plain_stores import Plain, plain_store
 
 from saev_store import ShardStore, new_metadata
-from saev_store.errors import AccessError, ArgumentError, CorruptShardError
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    CorruptShardError,
+    LayerNotFoundError,
+    SaevStoreError,
+    SaevStoreWarning,
+    SelectionError,
+)
 from saev_store.problems import Problem
 from saev_store.sources.mmididx import IndexedDataset
 from saev_store.writer import Cleaned, Leftover
@@ -184,6 +193,60 @@ def test_an_error_as_text_and_as_a_document(
     vars(error).update(fields)
     found, out, err = run("estimate", "memory://x", "--json")
     assert (found, out, json.loads(err)) == (code, "", {"error": document})
+
+
+def test_all_warnings_and_problems_are_told(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a warning that was given before, in the same words."""
+    problems = [Problem("short_shard", f"problem {number}", where="x") for number in range(3)]
+
+    def fails(*_: object, **__: object) -> NoReturn:
+        for text in ("careful", "careful", "see store.validate()"):
+            warnings.warn(text, SaevStoreWarning, stacklevel=2)
+        raise CorruptShardError("it is cut", where="x", problems=problems)
+
+    monkeypatch.setattr(ShardStore, "open", fails)
+    said = ["careful", "careful", "see `saev-store validate`"]
+    code, out, err = run("estimate", "memory://x", "--json")
+    found = json.loads(err)
+    assert (code, out, found["warnings"]) == (1, "", said)
+    assert [one["message"] for one in found["error"]["problems"]] == ["problem 0", "problem 1", "problem 2"]
+    assert run("estimate", "memory://x")[2].splitlines()[:3] == [f"warning: {text}" for text in said]
+
+
+def test_warnings_of_a_command_that_succeeds_are_beside_its_document(
+    run, monkeypatch: pytest.MonkeyPatch, store: Plain
+) -> None:
+    def warns(*_: object, **__: object) -> SimpleNamespace:
+        for text in ("one", "two"):
+            warnings.warn(text, SaevStoreWarning, stacklevel=2)
+        return SimpleNamespace(to_dict=lambda: {"a": 1})
+
+    monkeypatch.setattr(ShardStore, "stats", warns)
+    assert run("stats", store.path, "--json") == (0, '{\n  "a": 1\n}\n', "warning: one\nwarning: two\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(SelectionError, 2), (LayerNotFoundError, 2), (ArgumentError, 2), (AccessError, 1)]
+)
+def test_errors_of_what_was_asked_for_name_the_option(
+    run, monkeypatch: pytest.MonkeyPatch, kind: type[SaevStoreError], code: int
+) -> None:
+    """The place of others is a file, which may have the name of an option."""
+    monkeypatch.setattr(ShardStore, "open", raises(kind("bad", where="dtype")))
+    where = "dtype" if kind is AccessError else "--dtype"
+    assert run("estimate", "memory://x") == (code, "", f"error: {where}: bad\n")
+
+
+@pytest.mark.parametrize("arguments", [("--debug", "estimate", "memory://x"), ("estimate", "memory://x", "--debug")])
+def test_where_an_error_comes_from_is_shown_on_demand(
+    run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(ShardStore, "open", raises(AccessError("no", where="x")))
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert err.endswith("\nerror: x: no\n")
+    assert run("estimate", "memory://x")[2] == "error: x: no\n"
 
 
 def test_wrong_usage_as_a_document(run) -> None:
