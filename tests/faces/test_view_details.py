@@ -199,6 +199,17 @@ def test_similarities_do_not_outlive_a_repair_of_either_store(tmp_path: Path, wh
     assert pages.views["compare"](Query({"example": "4"}))["similarity"]["n_examples"] == 3  # of the other shard
 
 
+def test_whether_tokens_are_the_same_is_asked_again_of_replaced_ids(tmp_path: Path) -> None:
+    a, b = text_store(tmp_path / "a"), text_store(tmp_path / "b", layers=(0,))
+    pages = Pages(viewed(a), other=viewed(b))
+    assert [pages.views["compare"](Query({"example": str(at)}))["why_not"] for at in (3, 4)] == ["", ""]
+    ids = ShardStore.open(b).token_arrays["token_ids"] + 1
+    (b / "new").write_bytes(ids.tobytes())
+    (b / "new").replace(b / "token_ids.bin")
+    with pytest.raises(CorruptShardError, match="another file has taken the place"):
+        pages.views["compare"](Query({"example": "3"}))
+
+
 def test_the_samples_of_four_layers_are_held(tmp_path: Path) -> None:
     """The one that was not asked for longest is read anew."""
     one = viewed(store_of(tmp_path, numbers(3, 6, 2, 4)))
