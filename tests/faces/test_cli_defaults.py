@@ -290,6 +290,23 @@ def test_info_as_json(capsys: pytest.CaptureFixture[str], store: ShardStore) -> 
     }  # fmt: skip
 
 
+def test_info_tells_labels_from_other_token_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for names in (["mask"], ["mask", "labels"], ["labels"]):
+        dtypes = {name: {"mask": "bool", "labels": "uint8"}[name] for name in names}
+        metadata = new_metadata(
+            family="gpt2", ckpt="x", layers=[0], content_tokens_per_example=3, cls_token=False, d_model=2, n_examples=4,
+            token_arrays=dtypes, protocol="3.0",
+        )  # fmt: skip
+        with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+            writer.append(np.ones((4, 1, 3, 2), np.float32), **{name: np.ones((4, 3), dtypes[name]) for name in names})
+        assert main(["info", writer.url, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["labels"] is ("labels" in names)
+        assert {array["name"]: (array["dtype"], array["nbytes"]) for array in found["token_arrays"]} == {
+            name: (dtypes[name], 12) for name in names
+        }
+
+
 def test_statistics_in_a_pipe_are_their_own_text(capsys: pytest.CaptureFixture[str], store: ShardStore) -> None:
     assert main(["stats", store.url, "--no-save"]) == 0
     shown = capsys.readouterr().out
