@@ -59,9 +59,13 @@ def listen(host: str = "127.0.0.1", port: int = 8000) -> tuple[socket.socket, st
         ) from error
     number, taken = listening.getsockname()[:2]
     if not ipaddress.ip_address(number.partition("%")[0]).is_loopback:
-        warnings.warn(
-            f"all machines that reach {number} port {taken} can read the store", SaevStoreWarning, stacklevel=2
-        )
+        try:
+            warnings.warn(
+                f"all machines that reach {number} port {taken} can read the store", SaevStoreWarning, stacklevel=2
+            )
+        except SaevStoreWarning:  # it is an error to the caller
+            listening.close()
+            raise
     name = f"[{host}]" if ":" in host else host
     return listening, f"http://{name}:{taken}/"
 

@@ -266,6 +266,16 @@ def test_a_server_in_a_thread_ends_with_its_socket(app: Starlette):
         socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
 
 
+def test_where_a_warning_is_an_error_no_socket_is_left(monkeypatch: pytest.MonkeyPatch):
+    made, create = [], socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *args, **named: made.append(create(*args, **named)) or made[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SaevStoreWarning)
+        with pytest.raises(SaevStoreWarning, match="all machines"):
+            listen("0.0.0.0", 0)
+    assert [listening.fileno() for listening in made] == [-1]
+
+
 def test_a_server_that_gets_no_thread_leaves_no_socket(app: Starlette, monkeypatch: pytest.MonkeyPatch):
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
