@@ -244,6 +244,23 @@ class TestCommands:
         entries = json.loads(run("ls", tmp_path / "x/y/z/s00001", "--json")[1])["entries"]
         assert [entry["name"] for entry in entries] == ["x/y/z/s00001.json", "x/y/z/s00001.txt"]
 
+    @pytest.mark.parametrize("is_damaged", [False, True])
+    def test_ls_of_data_sets_of_earlier_releases_and_of_damaged_ones(self, run, tmp_path, is_damaged):
+        """Energon 5 and 6 have `.info.yaml`; of a data set with a missing tar all samples are listed that its index has."""
+        for name in ("0", "1"):
+            (tmp_path / f"{name}.tar").write_bytes(tar_bytes(sample_files(10 * int(name), 2, folder="x/")))
+        prepare(tmp_path, split="1,0,0", progress=False)
+        if is_damaged:
+            (tmp_path / "1.tar").unlink()
+        listed = run("ls", tmp_path / "x")
+        assert (listed[0], len(listed[1].splitlines()), listed[2]) == (0, 8, "")
+        meta = tmp_path / ".nv-meta"
+        counts = json.loads((meta / ".info.json").read_text())["shard_counts"]
+        (meta / ".info.json").unlink()
+        (meta / ".info.yaml").write_text("shard_counts:\n" + "".join(f"  {name}: {n}\n" for name, n in counts.items()))
+        assert run("ls", tmp_path / "x") == listed
+        assert run("ls", tmp_path) == (0, "x/\n", "")
+
     def test_prepare_info_ls_validate(self, run, tmp_path):
         for i in range(10):
             (tmp_path / f"{i}.tar").write_bytes(tar_bytes(sample_files(i * 10, 2, folder="x/")))
