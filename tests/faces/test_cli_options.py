@@ -16,6 +16,7 @@ from saev_store.cli._common import check_destination
 from saev_store.cli._run import app
 from saev_store.errors import ArgumentError
 from saev_store.sources import open_source
+from saev_store.transport import MmapTransport
 
 STORAGE = ("--storage-options", '{"deep": {"a": [1]}}', "-o", "anon=true", "-o", "name=x=y")
 STORAGE_FOUND = {"deep": {"a": [1]}, "anon": True, "name": "x=y"}
@@ -258,6 +259,27 @@ def test_the_store_is_opened_with_its_options(calls: Calls, command: str) -> Non
     assert (found.get("url", found.get("root")), found["storage_options"]) == ("memory://nowhere/x", STORAGE_FOUND)
     # What does not read all of a store opens damaged ones, too.
     assert found.get("damaged_ok", False) is (command in {"info", "head", "validate", "serve", "repair"})
+
+
+def test_ls_looks_at_the_folder_with_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For stores, for a data set there or in a folder above, and for the state of each store."""
+    opened, listed = [], []
+
+    def open_noted(url: str, options: object = None) -> MmapTransport:
+        opened.append((url, options))
+        return MmapTransport(tmp_path)
+
+    def list_noted(url: str, options: object = None) -> object:
+        listed.append((url, options))
+        return list_stores(tmp_path)
+
+    list_stores = ShardStore.list
+    monkeypatch.setattr("saev_store.cli.ls.open_transport", open_noted)
+    monkeypatch.setattr(ShardStore, "list", list_noted)
+    assert main(["ls", "memory://nowhere/x", *STORAGE]) == 0
+    assert listed == [("memory://nowhere/x", STORAGE_FOUND)]
+    assert opened[0][0] == opened[-1][0] == "memory://nowhere/x"
+    assert all(options == STORAGE_FOUND for _, options in opened)
 
 
 def test_stats(calls: Calls, store: ShardStore) -> None:
