@@ -28,7 +28,7 @@ from waiting import HANG_S
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, TransportError
-from saev_store.serve import application, listen, serve, serve_in_thread
+from saev_store.serve import _application, application, listen, serve, serve_in_thread
 from saev_store.serve._application import UnsatisfiableError, _basenames, parse_range
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
@@ -247,6 +247,20 @@ def test_places_are_hidden_in_every_protocol(protocol: str, tmp_path: Path):
 
 
 # -- servers -------------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_are_served_are_not_mapped(plain: PlainStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A mapped file that is cut while a client reads it ends the process."""
+    stores, answers = [], _application._Answers
+
+    def noted(view: Any, store: ShardStore, hosts: frozenset[str]) -> Any:
+        stores.append(store)
+        return answers(view, store, hosts)
+
+    monkeypatch.setattr(_application, "_Answers", noted)
+    store = ShardStore.open(plain.write(tmp_path), engine="mmap")
+    application(store)
+    assert (store.transport.name, stores[0].transport.name) == ("mmap", "pread")
 
 
 def test_a_server_in_a_thread_ends_with_its_socket(app: Starlette):
