@@ -23,6 +23,7 @@ from saev_store.transport import (
     Rate,
     ReadCost,
     Transport,
+    UnfinishedUpload,
     Writes,
 )
 
@@ -106,6 +107,91 @@ def test_wrappers_keep_their_kind_and_options():
     assert again.inner._arguments()[0]._limits == (1e9, 7)
     assert again.inner.inner._arguments() == (0.5, 1e6)
     assert isinstance(again.at("folder"), CountingTransport)
+
+
+class Noted:
+    """Every ability, also of sinks: notes what it is asked, and answers with the name of the call."""
+
+    name, url, cost, counters = "noted", "noted://", FREE, Counters()
+    is_local, local_path, reads_into, pads = True, "/noted", False, True
+
+    def __init__(self):
+        self.asked = []
+
+    def open_sink(self, path, **sizes):
+        self.asked.append(("open_sink", (path,), sizes))
+        return self
+
+    def at(self, path):
+        below = Noted()
+        below.asked, below.url = self.asked, f"{self.url}{path}"
+        return below
+
+
+def _noting(name):
+    def ask(self, *arguments, **options):
+        self.asked.append((name, arguments, options))
+        return [name.encode()] if name == "get_ranges" else name.encode()
+
+    return ask
+
+
+#: Calls of a transport and of a sink: what is given by position and by name.
+CALLS = {
+    "read": (("a",), {"max_bytes": 5}),
+    "size": (("a",), {}),
+    "get_ranges": (("a",), {"starts": [1, 7], "ends": [4, 9]}),
+    "readinto": (("a",), {"starts": [3], "buffers": [memoryview(bytearray(2))]}),
+    "version": (("a",), {}),
+    "check_mapped": (("a", 12), {}),
+    "close": ((), {}),
+    "list": (("a",), {}),
+    "put": (("a", b"12"), {}),
+    "create": (("a", b"12"), {}),
+    "delete": (("a",), {}),
+    "lock": (("a",), {}),
+    "list_uploads": (("a",), {}),
+    "abort_upload": ((UnfinishedUpload("a", "1", None),), {}),
+    "move": (("a", "b"), {}),
+}
+SINK_CALLS = {
+    "write": ((3, [memoryview(b"12")], print), {}),
+    "sync": ((), {}),
+    "keep": ((7,), {}),
+    "read_back": ((2, 9), {}),
+    "commit": ((), {"check_size": False}),
+    "abort": ((), {}),
+}
+for name in {**CALLS, **SINK_CALLS, "copy_within": ()}:
+    setattr(Noted, name, _noting(name))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_wrapper_hands_on_all_that_it_is_given(wrap):
+    inner = Noted()
+    wrapper = wrap(inner)
+    for name, (arguments, options) in CALLS.items():
+        getattr(wrapper, name)(*arguments, **options)
+        assert inner.asked.pop() == (name, arguments, options)
+    sizes = {"used_nbytes": 3, "file_nbytes": 5, "resume": True}
+    sink = wrapper.open_sink("a", **sizes)
+    assert inner.asked.pop() == ("open_sink", ("a",), sizes)
+    for name, (arguments, options) in SINK_CALLS.items():
+        getattr(sink, name)(*arguments, **options)
+        assert inner.asked.pop() == (name, arguments, options)
+    sink.commit()
+    assert inner.asked.pop() == ("commit", (), {"check_size": True})
+    other = MemoryTransport()
+    wrapper.copy_within(wrap(wrap(other)), "a", "b")  # of what is wrapped, however often
+    assert inner.asked == [("copy_within", (other, "a", "b"), {})]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_wrapper_is_not_near_and_is_otherwise_as_what_it_wraps(wrap):
+    wrapper = wrap(Noted())
+    assert wrapper.is_local is False  # it may wait
+    assert (wrapper.local_path, wrapper.reads_into, wrapper.pads, wrapper.cost) == ("/noted", False, True, FREE)
+    assert (wrapper.at("a").url, wrapper.at("a").name) == ("noted://a", wrapper.name)
 
 
 # Counting
