@@ -297,6 +297,12 @@ class ShardStore(TextReading, Importing, Viewing):
 
     def __array__(self, dtype: np.dtype[np.generic] | None = None, *, copy: bool | None = None) -> np.ndarray:
         array = self.as_numpy(copy=copy)
+        if copy is False and dtype is not None and array.dtype != dtype:
+            raise ArgumentError(
+                f"numbers of {array.dtype.name} become {np.dtype(dtype).name} in a copy only",
+                where="copy=False",
+                remedy="Use copy=None to copy where needed.",
+            )
         return array if dtype is None else array.astype(dtype, copy=False)
 
     # -- views and exports ---------------------------------------------------------------------------------------------

@@ -111,6 +111,9 @@ def test_arrays_of_the_store_are_of_the_type_that_was_asked_for(plain: PlainStor
     assert not np.shares_memory(fresh, store.as_numpy(copy=False))
     with pytest.raises(ArgumentError, match="copy=False"):
         ShardStore.open(plain.write(tmp_path)).__array__(copy=False)
+    with pytest.raises(ValueError, match="copy=False: numbers of float32 become float64 in a copy only"):
+        np.array(store, dtype=np.float64, copy=False)
+    assert np.shares_memory(np.array(store, dtype=np.float32, copy=False), store.as_numpy(copy=False))
 
 
 # -- selections --------------------------------------------------------------------------------------------------------
