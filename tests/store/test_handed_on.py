@@ -46,6 +46,7 @@ CALLS = [
     (
         "validate", "numpy", "saev_store.validation", "validate", {"deep": True, "client": "tcp://a", "progress": False},
     ),
+    ("repair", "numpy", "saev_store.writer", "open_repair", {"on_nonfinite": "allow"}),
 ]  # fmt: skip
 #: What is given by position, of methods that take something so.
 FIRST = {"to_kerchunk": ("a.json",), "to_icechunk": ("a",), "to_tensorstore_spec": ("labels",), "source": (OPTIONS,)}
@@ -73,7 +74,7 @@ def test_what_a_method_is_given_is_handed_on(method, library, module, name, give
     monkeypatch.setattr(importlib.import_module(module), name, asked)
     first = FIRST.get(method, ())
     assert getattr(store, method)(*first, **given) is asked or method == "to_kerchunk"
-    about = {"validate": store.transport, "source": store.metadata}.get(method, store)
+    about = {"validate": store.transport, "repair": store.transport, "source": store.metadata}.get(method, store)
     assert asked.arguments[0] is about
     assert asked.arguments[-len(first) :] == first or not first
     assert {name: value for name, value in asked.options.items() if name in given} == given

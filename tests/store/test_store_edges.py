@@ -674,3 +674,30 @@ def test_no_document_is_read_without_a_bound(tmp_path: Path, monkeypatch: pytest
     assert names <= bounds.keys()
     assert [name for name, found in bounds.items() if None in found] == []
     assert max(max(found) for found in bounds.values()) <= 512 << 20
+
+
+@pytest.mark.parametrize(("n", "rest"), [(8, ""), (9, ", … 1 more"), (12, ", … 4 more")])
+def test_of_the_stores_of_a_root_eight_are_named(n: int, rest: str, tmp_path: Path):
+    for idx in range(n):
+        (tmp_path / f"s{idx:02d}").mkdir()
+        (tmp_path / f"s{idx:02d}" / "metadata.json").write_text("{")
+    with pytest.raises(NotFoundError) as caught:
+        ShardStore.open(tmp_path)
+    names = ", ".join(f"s{idx:02d}" for idx in range(8))
+    assert f"this is no store but a folder that holds {n}: {names}{rest}. Name one of them" in str(caught.value)
+
+
+def test_conditions_are_looked_at_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As many values as one example and a half: each example is a piece, or two are."""
+    plain = token_store(tmp_path, n=7, content=6, arrays={"labels": "uint8", "mask": "bool", "positions": "int32"})
+    labels, positions = np.arange(42, dtype=np.uint8).reshape(7, 6) % 5, np.arange(42, dtype=np.int32).reshape(7, 6) % 4
+    (plain.path / "labels.bin").write_bytes(labels.tobytes())
+    (plain.path / "positions.bin").write_bytes(positions.tobytes())
+    stays = plain.arrays["mask"] & np.isin(positions, [1, 3]) & (labels != 2)
+    for piece in (1, 6, 9, 12, 13, 41, 42, 100):
+        monkeypatch.setattr("saev_store.store.token_arrays._PIECE", piece)
+        rows = ShardStore.open(plain.path).sel(
+            layer=5, tokens="content", where={"positions": [1, 3]}, ignore_labels=[2]
+        )
+        assert rows.kept.tolist() == stays.tolist()
+        assert len(rows) == stays.sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -248,3 +249,22 @@ def test_an_interrupt_never_leaves_a_lock_locked():
             sys.setprofile(None)
         assert lock.mutex.acquire(blocking=False), f"left locked by an interrupt at event {place}"
         lock.mutex.release()
+
+
+FORKED = """
+import os
+from saev_store._runtime.threads import ForkSafeLock
+
+locks = [ForkSafeLock(), ForkSafeLock()]
+with locks[0].mutex, locks[1].mutex:
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if all(lock.mutex.acquire(blocking=False) for lock in locks) else 3)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), [lock.mutex.locked() for lock in locks])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_lock_is_free_in_a_forked_child_and_stays_held_in_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert done.stdout == "0 [True, True]\n"
