@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import pickle
 import threading
 import uuid
 import zipfile
@@ -14,7 +15,7 @@ from range_server import RangeServer
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from transports import CountingTransport, LatencyTransport
 
-from saev_store.errors import NotFoundError, TransportError
+from saev_store.errors import NotFoundError, TransportError, WriterConflictError
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
 from saev_store.transport import Counters, LimitTransport, MemoryTransport, Rate, Transport, open_transport
 
@@ -63,6 +64,34 @@ class TestMemory(WriteContract):
             sink.commit()
         with pytest.raises(NotFoundError):
             transport.size("acts.bin")
+
+    def test_a_root_without_files_is_there_and_empty(self):
+        transport = MemoryTransport()
+        assert (transport.list(), transport.files, transport.url, transport.pads) == ([], {}, "memory://", False)
+        transport.put("a/b.bin", b"12")
+        transport.delete("a")
+        assert transport.list() == []
+        with pytest.raises(NotFoundError, match="there is no such folder"):
+            transport.list("a")
+
+    def test_a_lock_is_free_again_after_an_error(self, transport):
+        for _ in range(2):
+            with pytest.raises(KeyError), transport.lock("a.lock"):
+                with (
+                    pytest.raises(WriterConflictError, match="another thread is writing here"),
+                    transport.lock("a.lock"),
+                ):
+                    pass
+                with transport.lock("b.lock"), transport.at("a").lock("a.lock"):
+                    raise KeyError
+
+    def test_a_pickle_is_a_copy_of_its_own_root_below_the_same_folder(self, transport):
+        below = transport.at("folder")
+        below.put("a.bin", b"1")
+        copy = pickle.loads(pickle.dumps(below))
+        copy.put("a.bin", b"22")
+        assert (below.read("a.bin"), copy.read("a.bin"), copy.url) == (b"1", b"22", below.url)
+        assert copy.counters.requests == 2  # its own
 
 
 class TestFsspecFile(WriteContract):
