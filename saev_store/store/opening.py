@@ -322,7 +322,7 @@ def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> Saev
             remedy="Open with damaged_ok=True to read the vectors, and to write token arrays anew.",
             problems=errors,
         )
-    gone = any(problem.kind == "missing_shard" for problem in errors)
+    gone = any(problem.kind in {"missing_shard", "all_shards_missing"} for problem in errors)
     return (MissingShardError if gone else CorruptShardError)(
         f"{shown}{more}",
         where=url,
