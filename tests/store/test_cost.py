@@ -218,6 +218,8 @@ def test_prices_are_a_table_that_can_be_edited(monkeypatch: pytest.MonkeyPatch):
     store = opened(Far(plain_store(LAYOUT, tail="cut").files, ReadCost(0, 1 << 20)))
     assert store.estimate(prices={}).request_dollars == 0
     assert store.estimate(prices={"s3": Price(1000, 0)}).request_dollars == store.estimate().requests
+    rows = store.sel(layer="all")
+    assert rows.estimate(prices={"s3": Price(1000, 0)}).request_dollars == rows.estimate().requests > 0
     monkeypatch.setitem(PRICES, "s3", Price(0, 1e9))
     assert store.estimate().transfer_dollars == store.nbytes
     with pytest.raises(ArgumentError, match=r"mapping of schemes to saev_store\.store\.estimate\.Price"):

@@ -220,7 +220,11 @@ def test_a_state_is_refused_by_other_conditions_and_hook_points(made):
         OrderedLoader(store.sel(layer=(5, "attn_out"), tokens="special"), batch_size=4),
         OrderedLoader(store.sel(layer=(5, "resid_post"), tokens="special"), batch_size=4),
     ]
-    for one, other in ((loaders[0], loaders[1]), (loaders[2], loaders[3])):
+    for left_out in (0, 1):
+        tokens = np.ones((N, CONTENT), bool)
+        tokens[:, left_out] = False
+        loaders.append(OrderedLoader(store.sel(layer=2, tokens="content", masked=True).only(tokens), batch_size=4))
+    for one, other in ((loaders[0], loaders[1]), (loaders[2], loaders[3]), (loaders[4], loaders[5])):
         one.load_state_dict(one.state_dict())
         with pytest.raises(ArgumentError, match="rows"):
             one.load_state_dict(other.state_dict())
@@ -234,6 +238,14 @@ def test_rows_of_another_condition_have_another_token(made):
     names = [tokenize(selection) for selection in chosen]
     assert len({len(selection) for selection in chosen}) == 1
     assert names[0] == names[2] != names[1]
+    some, others = np.ones((N, CONTENT), bool), np.ones((N, CONTENT), bool)
+    some[:, 0] = others[:, 1] = False
+    layers = (2, (5, "attn_out"))
+    rows = store.sel(layer=layers, tokens="content", masked=True)
+    stacked = store.sel(layer=layers, tokens="content", masked=True, stack_layers=True)
+    left = [rows, stacked, rows.only(some), rows.only(others), stacked.only(some)]
+    assert len({tokenize(selection) for selection in left}) == len(left)
+    assert tokenize(rows.only(some)) == tokenize(left[2])
 
 
 def test_views_show_float32(made):

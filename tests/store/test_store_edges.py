@@ -701,3 +701,19 @@ def test_conditions_are_looked_at_in_pieces(tmp_path: Path, monkeypatch: pytest.
         )
         assert rows.kept.tolist() == stays.tolist()
         assert len(rows) == stays.sum()
+
+
+def test_before_many_ranges_are_planned_the_first_shard_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """More than 30 are many here: a row is a range for each of its layers, 64 tokens that stay are one."""
+    monkeypatch.setattr("saev_store.store.reader._WIDE", 30)
+    folder = plain_store(Layout(250, (2, 5, 11), 9, True, 8, 100)).write(tmp_path)
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "acts000000.bin"}
+    for stack_layers, most in ((True, 10), (False, 30)):
+        rows = opened(Far(files)).sel(tokens="content", stack_layers=stack_layers)
+        assert rows.estimate(slice(0, most)).bytes_wanted == 30 * 32
+        with pytest.raises(MissingShardError, match="examples 0 to 99 is missing"):
+            rows.estimate(slice(0, most + 1))
+    with pytest.raises(MissingShardError, match="examples 0 to 99 is missing"):
+        _ = opened(Far(files)).sel(tokens="content").kept
+    monkeypatch.setattr("saev_store.store.reader._WIDE", 250 * 9 // 64)
+    assert opened(Far(files)).sel(tokens="content").kept.shape == (250, 9)

@@ -74,6 +74,11 @@ class TestMemory(WriteContract):
         with pytest.raises(NotFoundError, match="there is no such folder"):
             transport.list("a")
 
+    def test_what_is_read_back_ends_with_what_is_used(self, transport):
+        sink = transport.open_sink("acts.bin", used_nbytes=4, file_nbytes=9)
+        sink.write(0, [memoryview(b"1234")])
+        assert [sink.read_back(1, 3), sink.read_back(1, 9), sink.read_back(4, 9)] == [b"23", b"234", b""]
+
     def test_a_lock_is_free_again_after_an_error(self, transport):
         for _ in range(2):
             with pytest.raises(KeyError), transport.lock("a.lock"):
