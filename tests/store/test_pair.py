@@ -139,12 +139,16 @@ def test_stores_of_other_tokens_are_refused(tmp_path, monkeypatch):
     c, _ = written(tmp_path, seed=2, **other)
     with pytest.raises(ArgumentError, match=f"document_ids of example {N - 1}, content token {CONTENT - 1} is"):
         pair(a, c)
+    other["token_ids"][7, 2] += 1
+    d, _ = written(tmp_path, seed=4, **other)
+    with pytest.raises(ArgumentError, match="token_ids of example 7, [^;]*; document_ids of example 12, [^;]*Record"):
+        pair(a, d)  # the first of each
     only_ids, _ = written(tmp_path, seed=3, token_ids=ids()["token_ids"])
     pair(only_ids, c), pair(a, only_ids)  # each has one that the other lacks, or the same
     for bad in (3, a.sel(), None):
-        with pytest.raises(ArgumentError, match="it must be a ShardStore"):
+        with pytest.raises(ArgumentError, match="^b: b is a .*; it must be a ShardStore"):
             pair(a, bad)
-        with pytest.raises(ArgumentError, match="it must be a ShardStore"):
+        with pytest.raises(ArgumentError, match="^a: a is a .*; it must be a ShardStore"):
             pair(bad, a)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import shutil
 import tracemalloc
 import warnings
@@ -717,3 +718,19 @@ def test_before_many_ranges_are_planned_the_first_shard_is_looked_at(tmp_path: P
         _ = opened(Far(files)).sel(tokens="content").kept
     monkeypatch.setattr("saev_store.store.reader._WIDE", 250 * 9 // 64)
     assert opened(Far(files)).sel(tokens="content").kept.shape == (250, 9)
+
+
+def test_a_closed_store_forgets_which_token_arrays_it_had_read(plain: PlainStore, tmp_path: Path):
+    """Else what is pickled from it later would still expect the old file."""
+    store = ShardStore.open(plain.write(tmp_path))
+    rows = store.sel(tokens="content")
+    assert np.array_equal(store.labels, plain.labels)
+    file = Path(store.url) / "labels.bin"
+    file.unlink()
+    file.write_bytes((plain.labels ^ 1).tobytes())
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(CorruptShardError, match="another file has taken the place"):
+        pickle.loads(pickle.dumps(rows))
+    store.close()
+    for arrays in (store.token_arrays, pickle.loads(pickle.dumps(rows)).token_arrays):
+        assert np.array_equal(arrays["labels"], plain.labels ^ 1)
