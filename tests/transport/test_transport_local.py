@@ -152,6 +152,31 @@ def test_what_this_transport_replaces_itself_is_read_at_once(tmp_path, engine):
 
 
 @engines
+def test_what_this_transport_writes_in_its_place_is_read_when_its_descriptor_has_made_room(tmp_path, engine):
+    (tmp_path / "a.bin").write_bytes(b"old!")
+    os.utime(tmp_path / "a.bin", ns=(1, 1))
+    transport = engine(tmp_path)
+    assert bytes(one(transport, "a.bin", 0, 4)) == b"old!"
+    sink = transport.open_sink("a.bin", used_nbytes=6, file_nbytes=6, resume=True)
+    sink.write(0, [memoryview(b"newest")])
+    sink.commit()
+    DESCRIPTORS.forget(str(tmp_path))  # as if others had needed the place
+    assert bytes(one(transport, "a.bin", 0, 6)) == b"newest"
+
+
+@engines
+def test_a_new_transport_reads_the_file_that_has_the_name_now(tmp_path, engine):
+    """Descriptors are shared by all transports of this process; the old one's is open still."""
+    (tmp_path / "a.bin").write_bytes(b"old!")
+    old = engine(tmp_path)
+    assert bytes(one(old, "a.bin", 0, 4)) == b"old!"
+    (tmp_path / "b.bin").write_bytes(b"new!")
+    os.replace(tmp_path / "b.bin", tmp_path / "a.bin")
+    assert DESCRIPTORS.peek(str(tmp_path / "a.bin")) is not None
+    assert bytes(one(engine(tmp_path), "a.bin", 0, 4)) == b"new!"
+
+
+@engines
 def test_a_new_file_in_the_place_of_one_that_this_transport_has_moved_away_is_read_at_once(tmp_path, engine):
     (tmp_path / "a.bin").write_bytes(b"old!")
     transport = engine(tmp_path)
