@@ -13,7 +13,7 @@ from saev_store._runtime.threads import ahead
 from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, naming_what_to_check, storage_options
 from saev_store.cli._tables import emit_table
 from saev_store.core.layout import layer_name
-from saev_store.errors import NotFoundError, SaevStoreError
+from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Lists, Transport, open_transport
 
@@ -137,17 +137,28 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
     for _ in range(_MAX_LEVELS):
         try:
             transport = open_transport(url, options)
-            for name in (INFO_JSON, INFO_YAML):
-                try:
-                    transport.size(name)
-                except NotFoundError:
-                    continue
+            if any(_is_there(transport, name) for name in (INFO_JSON, INFO_YAML)):
                 return EnergonDataset("", transport=transport, damaged_ok=True), "/".join(reversed(inner))
+        except DocumentError:
+            if not inner:  # in a parent folder it says nothing about this one
+                raise
+            return None
+        except SaevStoreError:
+            return None
+        try:
             url, last = split_address(url)
         except SaevStoreError:
             return None
         inner.append(last)
     return None
+
+
+def _is_there(transport: Transport, path: str) -> bool:
+    try:
+        transport.size(path)
+    except NotFoundError:
+        return False
+    return True
 
 
 def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from saev_store.core.chunk_grid import ChunkGrid, divisors
 from saev_store.core.layout import DIMS, IntArray, shard_name
 from saev_store.core.token_arrays import TokenArray
-from saev_store.errors import ArgumentError, SaevStoreWarning, brief
+from saev_store.errors import ArgumentError, SaevStoreWarning, brief, outside
 from saev_store.zarr import Chunks, chunk_shape
 from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, coordinates, token_variables
 
@@ -137,7 +137,7 @@ def warn_if_many(found: References, *, what: str) -> None:
         warnings.warn(
             f"{n_references:,} references make {what} of about 100 bytes each; larger chunks make fewer",
             SaevStoreWarning,
-            stacklevel=4,
+            stacklevel=outside(),
         )
 
 

@@ -159,7 +159,7 @@ def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
         bool (n_examples, content tokens), for `rows.only`.
 
     Raises:
-        ArgumentError: there is not one limit for each chosen layer.
+        ArgumentError: there is not one limit of at least 0 for each chosen layer.
         CorruptShardError: a shard is missing or short.
 
     >>> from saev_store import ShardStore
@@ -170,14 +170,15 @@ def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
     """
     _check_rows(rows)
     try:
-        squared = np.square(np.asarray(limits, dtype=np.float64))
+        largest = np.asarray(limits, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
-        squared = np.zeros(0)
-    if squared.shape != (len(rows.space.layer_idx),):
+        largest = np.zeros(0)
+    if largest.shape != (len(rows.space.layer_idx),) or not np.all(largest >= 0):
         raise ArgumentError(
-            f"limits is {brief(limits)}; it must be a number for each of {len(rows.space.layer_idx)} chosen layers",
+            f"limits is {brief(limits)}; it must be a number of at least 0 for each of {len(rows.space.layer_idx)} chosen layers",
             where="limits",
         )
+    squared = np.square(largest)
     layout = rows.space.layout
     tokens = Progression(layout.n_special_tokens, 1, layout.content_tokens_per_example)
     space = replace(rows.space, tokens=tokens, ends=None, labels=None, kept=None, condition=b"", stacks_layers=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_choice
-from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief, outside
 from saev_store.record._in_memory import digest_of, is_in_memory
 from saev_store.sources import Source
 from saev_store.sources.image_folder import ImageFolder
@@ -138,7 +138,7 @@ class Pictures:
         text = f"{len(self.skipped)} of {len(self.source)} images do not decode: {'; '.join(shown)}"
         if len(self) < 1:
             raise ArgumentError(text, where="images", remedy="Check image_key, and whether these are images.")
-        warnings.warn(f"{text}. They are left out", SaevStoreWarning, stacklevel=4)
+        warnings.warn(f"{text}. They are left out", SaevStoreWarning, stacklevel=outside())
 
     def _fault(self, sample_idx: int) -> str | None:
         """Why an image does not decode; None for one that does."""

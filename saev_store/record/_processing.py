@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, brief
+from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, brief, outside
 from saev_store.record._functions_digest import function_digest
 from saev_store.record._identity import config_digest
 from saev_store.sources.framing import Framing
@@ -92,7 +92,9 @@ def check_range(pixels: npt.NDArray[np.floating] | torch.Tensor, what: str, *, w
         raise ArgumentError(
             f"{found}; normalised ones are between -{_MOST:.0f} and {_MOST:.0f}", where="images", remedy=_REMEDY
         )
-    warnings.warn(f"{found}, which look as if they were not normalised. {_REMEDY}", SaevStoreWarning, stacklevel=5)
+    warnings.warn(
+        f"{found}, which look as if they were not normalised. {_REMEDY}", SaevStoreWarning, stacklevel=outside()
+    )
 
 
 def normalises(processor: Processor | None) -> bool:

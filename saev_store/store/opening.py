@@ -36,6 +36,7 @@ from saev_store.errors import (
     NotFoundError,
     SaevStoreError,
     SaevStoreWarning,
+    outside,
 )
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.problems import Problem
@@ -229,7 +230,7 @@ def open_store(
         opened = open_in_memory(opened)
     for problem in opened.problems:
         if problem.kind == "hash_mismatch":
-            warnings.warn(f"{transport.url}: {problem.message}", SaevStoreWarning, stacklevel=3)
+            warnings.warn(f"{transport.url}: {problem.message}", SaevStoreWarning, stacklevel=outside())
     return opened
 
 

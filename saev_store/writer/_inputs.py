@@ -12,7 +12,7 @@ import numpy.typing as npt
 from saev_store.core.dtypes import ITEMSIZES, LARGEST, are_finite, numpy_dtype, stored_as
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
-from saev_store.errors import ArgumentError, SaevStoreWarning
+from saev_store.errors import ArgumentError, SaevStoreWarning, outside
 from saev_store.writer._arrays import as_array, stacked_layers
 
 NonfinitePolicy = Literal["raise", "warn", "allow"]
@@ -160,7 +160,7 @@ def check_overflow(
                 remedy=f'Nothing of this batch was written. on_overflow="saturate" stores ±{largest:g} instead; '
                 f"{'float32 has them all' if layout.dtype == 'bfloat16' else 'bfloat16 has nearly the range of float32'}.",
             )
-        warnings.warn(f"{message}; recorded as infinity.", SaevStoreWarning, stacklevel=4)
+        warnings.warn(f"{message}; recorded as infinity.", SaevStoreWarning, stacklevel=outside())
         break
     return array
 
@@ -211,5 +211,5 @@ def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str
                 where="acts",
                 remedy='Nothing of this batch was written. on_nonfinite="allow" records such values as they are.',
             )
-        warnings.warn(f"{message}; recorded as it is.", SaevStoreWarning, stacklevel=4)
+        warnings.warn(f"{message}; recorded as it is.", SaevStoreWarning, stacklevel=outside())
         return

@@ -19,6 +19,7 @@ from saev_store.errors import (
     SaevStoreWarning,
     StoreExistsError,
     WriterConflictError,
+    outside,
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, Writes, open_transport
@@ -68,7 +69,7 @@ def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
             if claim is not None and not folder.read(METADATA_NAME):
                 found.append(Unfinished(name, claim.metadata))
         except SaevStoreError as error:
-            warnings.warn(f"{folder.url}: {error.message}", SaevStoreWarning, stacklevel=2)
+            warnings.warn(f"{folder.url}: {error.message}", SaevStoreWarning, stacklevel=outside())
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from typing import cast
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import shard_name
-from saev_store.errors import ResumeError, SaevStoreWarning, counted
+from saev_store.errors import ResumeError, SaevStoreWarning, counted, outside
 from saev_store.transport import Sink
 from saev_store.writer._digests import BlockDigester, block_ranges, digest
 from saev_store.writer._shard_file import Receipt, ShardFile, ShardPlan, leading_receipts, read_token_rows
@@ -156,7 +156,7 @@ def _warn(plan: ShardPlan, shard_idx: int, kept_nbytes: int, *, n_dropped: int) 
         f"{kept_nbytes // plan.layout.example_nbytes} of its examples are kept, the rest of it{after} has to be appended "
         f"again, from example {first + kept_nbytes // plan.layout.example_nbytes} on.",
         SaevStoreWarning,
-        stacklevel=4,
+        stacklevel=outside(),
     )
 
 

@@ -303,6 +303,9 @@ def test_a_vector_stays_that_is_just_as_long_as_the_limit(cls: bool, tmp_path: P
         below_norms(store.sel(layer=(5, 2), tokens="content"), [6.0, 5.0]), truth | (np.arange(2) == 0)[:, None]
     )
     assert not below_norms(store.sel(layer=9, tokens="content"), [np.nextafter(5.0, 0)]).any()
+    for limit in (-5.0, np.nan):
+        with pytest.raises(ArgumentError, match="a number of at least 0 for each of 1 chosen layers"):
+            below_norms(store.sel(layer=9, tokens="content"), [limit])
     assert below_norms(store.sel(layer=9, tokens="content", examples=[1]), [4.0]).tolist() == [
         [True] * TOKENS,
         [False] * TOKENS,

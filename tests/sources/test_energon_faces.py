@@ -261,6 +261,16 @@ class TestCommands:
         assert run("ls", tmp_path / "x") == listed
         assert run("ls", tmp_path) == (0, "x/\n", "")
 
+    def test_a_data_set_that_cannot_be_read_is_not_a_folder_without_stores(self, run, tmp_path):
+        (tmp_path / "x").mkdir()
+        (tmp_path / "x/0.tar").write_bytes(tar_bytes(sample_files(0, 2)))
+        prepare(tmp_path / "x", split="1,0,0", progress=False)
+        (tmp_path / "x/.nv-meta/split.yaml").write_text("split_parts: 5\n")
+        (tmp_path / "x/stores").mkdir()
+        code, out, err = run("ls", tmp_path / "x")
+        assert (code, out) == (1, "") and "split.yaml" in err
+        assert run("ls", tmp_path / "x/stores")[:2] == (0, f"no stores in {tmp_path / 'x/stores'}\n")
+
     def test_prepare_info_ls_validate(self, run, tmp_path):
         for i in range(10):
             (tmp_path / f"{i}.tar").write_bytes(tar_bytes(sample_files(i * 10, 2, folder="x/")))

@@ -20,6 +20,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
     WriterConflictError,
+    outside,
 )
 from saev_store.transport._sink import BaseSink
 from saev_store.transport.base import Buffer
@@ -341,7 +342,7 @@ def _locked(where: str) -> _LockFile:
                 warnings.warn(
                     f"{where}: this file system has no locks ({error.strerror}); do not start two writers.",
                     SaevStoreWarning,
-                    stacklevel=5,
+                    stacklevel=outside(),
                 )
                 return lock
             lock.close()

@@ -19,7 +19,14 @@ from saev_store.core.indexing import Progression
 from saev_store.core.layout import RESID_POST, Layout
 from saev_store.core.rows import Tokens, row_space
 from saev_store.documents import Metadata
-from saev_store.errors import CorruptShardError, IncompleteStoreError, ResumeError, SaevStoreWarning, StoreExistsError
+from saev_store.errors import (
+    CorruptShardError,
+    IncompleteStoreError,
+    ResumeError,
+    SaevStoreWarning,
+    StoreExistsError,
+    outside,
+)
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
 from saev_store.store.opening import open_documents
 from saev_store.store.reader import NumberArray
@@ -172,7 +179,7 @@ def copy_layers_on_cluster(
                 message = (
                     f"{report.n_became_infinite:,} numbers that {metadata.dtype} cannot hold recorded as infinity."
                 )
-                warnings.warn(message, SaevStoreWarning, stacklevel=3)
+                warnings.warn(message, SaevStoreWarning, stacklevel=outside())
         folder.put(PROVENANCE_NAME, _provenance_bytes(provenance))
         finalize_store(root, metadata, verify="digests", progress=progress)
     root.close()
