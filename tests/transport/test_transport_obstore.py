@@ -575,6 +575,30 @@ def test_which_answers_are_of_another_region(answer, is_of_region):
         assert not (is_of_region and error.transient)
 
 
+@pytest.mark.parametrize(
+    "given", [{"headers": {"X-Asked": "by me"}}, {"client_kwargs": {"headers": {"X-Asked": "by me"}}}]
+)
+def test_headers_of_the_options_are_sent(given):
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append(self.headers["X-Asked"])
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        assert ObstoreTransport(f"http://127.0.0.1:{server.server_port}", given).read("a.json") == b"{}"
+        server.shutdown()
+    assert seen == ["by me"]
+
+
 def test_the_region_is_requested_where_no_option_names_it():
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):

@@ -197,6 +197,8 @@ def test_a_policy_for_large_numbers_is_part_of_what_is_verified(tmp_path: Path):
         ShardStore.from_array(acts, tmp_path, **OPTIONS, dtype="float16")
     store = ShardStore.from_array(acts, tmp_path, **OPTIONS, dtype="float16", on_overflow="saturate")
     assert store[4, 0, 1, 2] == 65504
+    again = ShardStore.from_array(acts, tmp_path, **OPTIONS, dtype="float16", on_overflow="saturate")
+    assert again.url == store.url  # the source is compared as that policy writes it
 
 
 # -- token arrays -------------------------------------------------------------------------------------------------------

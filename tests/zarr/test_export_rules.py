@@ -363,6 +363,20 @@ def test_another_model_does_not_continue_a_repository(name: str, tmp_path: Path)
     assert error.message == f"the store does not continue the repository; {told}"
 
 
+def test_other_layers_do_not_continue_a_repository(tmp_path: Path):
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    _, first = made(tmp_path / "a", ckpt="one")
+    write_icechunk(first, str(tmp_path / "r"), chunks=(1, 3, 5, 8))
+    plain = plain_store(Layout(7, (2, 5, 12), 4, True, 8, 3), tail="cut", labelled=True, ckpt="one")
+    error = refused(
+        lambda: write_icechunk(ShardStore.open(plain.write(tmp_path / "b")), str(tmp_path / "r"), append=True)
+    )
+    assert error.message == (
+        "the store does not continue the repository; layers: (2, 5, 11) in the repository, (2, 5, 12) here"
+    )
+
+
 def test_token_arrays_end_within_a_chunk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("icechunk")
     pytest.importorskip("virtualizarr")
