@@ -43,7 +43,8 @@ from saev_store.transport import MmapTransport, PreadTransport, open_transport
 from saev_store.transport.checks import from_os_error
 from saev_store.transport.local import transport as _local_transport
 from saev_store.transport.local import write as _local_write
-from saev_store.transport.local.files import DESCRIPTORS, DescriptorCache, map_file
+from saev_store.transport.local.files import DESCRIPTORS, DescriptorCache, check_regular, map_file
+from saev_store.transport.local.write import lock_holder
 
 ENGINES = (MmapTransport, PreadTransport)
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -1183,3 +1184,61 @@ def test_a_hidden_folder_that_cannot_be_deleted_keeps_its_name(tmp_path, monkeyp
     assert (hidden / "writer.json").read_bytes() == b"{}"
     transport.delete(f"store/{WORK_FOLDER}")
     assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        (stat.S_IFDIR, "a folder"), (stat.S_IFIFO, "a named pipe"), (stat.S_IFSOCK, "a socket"), (stat.S_IFCHR, "a device"),
+        (stat.S_IFBLK, "a device"), (stat.S_IFLNK, "something else"),
+    ],
+)  # fmt: skip
+def test_what_is_no_file_is_named(mode: int, kind: str):
+    with pytest.raises(TransportError, match=f"^a.bin: this is {kind}, but a regular file is needed"):
+        check_regular(mode | 0o644, where="a.bin")
+    check_regular(stat.S_IFREG, where="a.bin")
+
+
+@pytest.mark.parametrize(
+    ("text", "holder"), [("", "another process"), (f"process 7 on {'b' * 150}\n", f"process 7 on {'b' * 150}")]
+)
+def test_who_holds_a_lock_is_told_also_before_it_has_written_its_name(text: str, holder: str, tmp_path: Path):
+    (tmp_path / "a.lock").write_text(text)
+    transport = MmapTransport(tmp_path)
+    with open(tmp_path / "a.lock", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(WriterConflictError, match=f"{holder} is writing here"), transport.lock("a.lock"):
+            pass
+        assert lock_holder(str(tmp_path / "a.lock")) == holder
+    assert lock_holder(str(tmp_path / "a.lock")) == lock_holder(str(tmp_path / "none")) == ""
+    with transport.lock("a.lock"):
+        assert (tmp_path / "a.lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def test_a_file_that_cannot_be_created_leaves_nothing_where_there_are_no_links(tmp_path: Path, monkeypatch):
+    """It is written under its own name there, and half of it would look like a file."""
+    real, calls = _local_write.write_all, []
+
+    def no_link(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    def fill(fd: int, views: list[memoryview], offset: int) -> None:
+        calls.append(fd)
+        if len(calls) < 2:  # the temporary file
+            return real(fd, views, offset)
+        real(fd, [views[0][:2]], offset)
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(_local_write, "rename_exclusive", lambda *_: False)
+    monkeypatch.setattr(_local_write, "write_all", fill)
+    transport = MmapTransport(tmp_path)
+    with pytest.raises(TransportError, match="could not create: .*ENOSPC"):
+        transport.create("a.json", b"0123")
+    assert len(calls) == 2
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(_local_write, "write_all", real)
+    transport.create("a.json", b"0123")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.json", b"0123")]
+    with pytest.raises(StoreExistsError):
+        transport.create("a.json", b"4")
