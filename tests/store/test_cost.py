@@ -214,6 +214,14 @@ def test_long_ranges_are_several_requests():
     assert store.estimate(np.s_[:16]).requests == 1 + -(-16 * 3 * 17 * 256 // 10_000)
 
 
+def test_a_shard_of_which_several_pieces_are_planned_is_mapped_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    made = plain_store(LAYOUT, tail="cut")
+    monkeypatch.setattr("saev_store.store.selection.PIECE_BYTES", 3 * LAYOUT.vector_nbytes)
+    store = ShardStore.open(made.write(tmp_path))
+    found = store.sel(layer=LAYOUT.layers[0]).estimate()
+    assert (found.requests, found.bytes_read) == (LAYOUT.n_shards, store.nbytes)
+
+
 def test_prices_are_a_table_that_can_be_edited(monkeypatch: pytest.MonkeyPatch):
     store = opened(Far(plain_store(LAYOUT, tail="cut").files, ReadCost(0, 1 << 20)))
     assert store.estimate(prices={}).request_dollars == 0

@@ -21,6 +21,7 @@ from transports import CountingTransport
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -37,6 +38,7 @@ from saev_store.problems import Problem
 from saev_store.store import card
 from saev_store.store import identity as _identity
 from saev_store.store.identity import recording_identity
+from saev_store.store.sizes import sizes_by_dtype
 from saev_store.transport import MemoryTransport, ReadCost, Transport
 from saev_store.transport.local.transport import LocalTransport
 
@@ -714,10 +716,20 @@ def test_before_many_ranges_are_planned_the_first_shard_is_looked_at(tmp_path: P
         assert rows.estimate(slice(0, most)).bytes_wanted == 30 * 32
         with pytest.raises(MissingShardError, match="examples 0 to 99 is missing"):
             rows.estimate(slice(0, most + 1))
+    for key, next_key in (
+        (np.s_[:2, :, :5], np.s_[:2, :, :6]),  # a range for each of some tokens
+        (np.s_[:15, :2], np.s_[:16, :2]),  # for each of some layers
+        (np.s_[:30], np.s_[:31]),  # for each example
+    ):
+        assert opened(Far(files)).estimate(key).bytes_wanted > 0
+        with pytest.raises(MissingShardError, match="examples 0 to 99 is missing"):
+            opened(Far(files)).estimate(next_key)
     with pytest.raises(MissingShardError, match="examples 0 to 99 is missing"):
         _ = opened(Far(files)).sel(tokens="content").kept
     monkeypatch.setattr("saev_store.store.reader._WIDE", 250 * 9 // 64)
     assert opened(Far(files)).sel(tokens="content").kept.shape == (250, 9)
+    monkeypatch.setattr("saev_store.store.reader._WIDE", 100)
+    assert opened(Far(files)).estimate().bytes_wanted == 250 * 3 * 10 * 32  # those of one shard are planned at once
 
 
 def test_a_closed_store_forgets_which_token_arrays_it_had_read(plain: PlainStore, tmp_path: Path):
@@ -734,3 +746,28 @@ def test_a_closed_store_forgets_which_token_arrays_it_had_read(plain: PlainStore
     store.close()
     for arrays in (store.token_arrays, pickle.loads(pickle.dumps(rows)).token_arrays):
         assert np.array_equal(arrays["labels"], plain.labels ^ 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arrays", "said"),
+    [
+        ("float32", {}, "2.1 only: saev-store copy --protocol 2.1"),
+        ("bfloat16", {}, "2.1 only: saev-store copy --dtype float32 --protocol 2.1"),
+        ("bfloat16", {"labels": "uint8"}, "2.1 only: saev-store copy --dtype float32 --protocol 2.1"),
+        ("float32", {"labels": "uint8"}, "2.1 only, which has no token arrays"),
+        ("bfloat16", {"labels": "uint8", "mask": "bool"}, "2.1 only, which has no token arrays"),
+    ],
+)
+def test_the_card_says_how_a_store_becomes_one_of_the_reference(dtype: str, arrays: dict, said: str, tmp_path: Path):
+    assert f"the reference project's code reads {said}\n" in repr(
+        ShardStore.open(token_store(tmp_path, dtype=dtype, arrays=arrays).path)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_a_store_takes_in_each_dtype_is_the_same_whichever_it_has(dtype: str):
+    found = sizes_by_dtype(Layout(7, (2, 5, 11), 4, True, 8, 3, dtype=dtype), [TokenArray("token_ids", "int32")])
+    assert {name: size.to_dict() for name, size in found.items()} == {
+        name: {"vectors_nbytes": 7 * 3 * 5 * 8 * each, "token_arrays_nbytes": 112, "nbytes": 840 * each + 112}
+        for name, each in (("float32", 4), ("bfloat16", 2), ("float16", 2))
+    }

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from saev_store.errors import AccessError
 from saev_store.transport import credentials
 from saev_store.transport.credentials import StorageOptions
 
@@ -67,6 +68,27 @@ def test_messages_are_without_secrets():
     })  # fmt: skip
     text = options.redact("eu-west-3 refused hush-hush for hush, deep-one")
     assert text == "eu-west-3 refused *** for ***, ***"
+    options = StorageOptions({"several": {"set-one"}, "pair": ("pair-one", ["pair-two", {"x": "pair-three"}])})
+    inside = StorageOptions({"key": "zzzz", "secret": "a-zzzz-b"})
+    assert inside.redact("a-zzzz-b, zzzz") == "***, ***"  # the longest first, wherever it has the other
+    assert options.redact("set-one pair-one pair-two pair-three other") == "*** *** *** *** other"
+
+
+@pytest.mark.parametrize("name", ["password", "secret", "key"])
+def test_a_secret_that_is_a_word_of_tokens_is_one(name: str):
+    options = StorageOptions({name: "cloud", "token": "cloud"})
+    assert repr(options) == "StorageOptions(token)"
+    assert pickle.dumps(options).count(b"cloud") == 1
+
+
+def test_what_is_without_its_secrets_changes_no_message(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(credentials, "_KEPT", {})
+    data = pickle.dumps(StorageOptions({"key": "hush-hush", "anon": False}))
+    monkeypatch.setattr(credentials, "_KEPT", {})  # as in another process
+    options = pickle.loads(data)
+    assert options.redact("a message") == "a message"
+    with pytest.raises(AccessError, match="this process does not have them"):
+        _ = options.all
 
 
 def test_texts_too_short_to_be_secrets_stay():

@@ -146,3 +146,9 @@ def test_what_only_fsspec_understands_leaves_the_choice_to_it():
     """Options of any type: credentials of Google may be a dictionary."""
     for options in ({"token": {"type": "service_account"}}, {"token": ["a"]}, {"requester_pays": True}):
         assert not _obstore_fits("gs://bucket/x", options)
+
+
+@pytest.mark.parametrize("url", ["memory://a/b", "memory:///a/b/", "a/b", "/a/b/"])
+def test_a_transport_in_memory_shows_its_label(url: str):
+    transport = open_transport(url, engine="memory")
+    assert (transport.url, transport.at("c").url, transport.list()) == ("memory://a/b", "memory://a/b/c", [])

@@ -49,6 +49,35 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("ftp://host/a", "obstore serves .*, not ftp"),
+        ("host/a", "obstore serves .*, not host/a"),
+        ("simplecache::s3://lab/a", "obstore serves"),
+        ("s3://key@lab/a", "more than a host and a path"),
+        ("https://host/a?b", "more than a host and a path"),
+        ("https://host/a#b", "more than a host and a path"),
+        ("s3:///a", "names no bucket"),
+    ],
+)
+def test_addresses_that_obstore_has_no_store_for(url: str, why: str):
+    with pytest.raises(ArgumentError, match=f"^url: .*{why}"):
+        place_of(url, {})
+
+
+def test_what_a_place_says_of_its_server():
+    virtual = place_of("s3://lab", {"config_kwargs": {"s3": {"addressing_style": "virtual"}}})
+    assert virtual.config == {"virtual_hosted_style_request": True}
+    assert (virtual.endpoint, virtual.allow_http, virtual.bucket, virtual.prefix) == ("", False, "lab", "")
+    google = place_of("gs://lab//a/b/", {"access": "read_only", "project": "p", "base_url": "http://here"})
+    assert (google.config, google.headers) == ({"base_url": "http://here"}, {})
+    assert (google.endpoint, google.allow_http, google.prefix) == ("http://here", True, "a/b")
+    web = place_of("HTTPS://host:1/a", {})
+    assert (web.bucket, web.endpoint, web.allow_http, web.prefix) == ("https://host:1", "https://host:1", False, "a")
+    assert place_of("az://box", {"use_emulator": True}).allow_http
+
+
+@pytest.mark.parametrize(
     ("variables", "options", "config"),
     [
         ({"AWS_ENDPOINT_URL_S3": "https://a", "AWS_ENDPOINT_URL": "https://b"}, {}, {"endpoint": "https://a", "region": "us-east-1"}),

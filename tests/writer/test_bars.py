@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store._runtime import progress as progress_module
-from saev_store._runtime.progress import counted_so_far, counting
+from saev_store._runtime.progress import Progress, counted_so_far, counting
 from saev_store.loaders import stage
 from saev_store.writer.copying import copy_store
 from saev_store.writer.repair import open_repair
@@ -97,3 +98,82 @@ def test_staging_shows_no_bar(
         os.utime(file, ns=(1, 1))
     assert stage(plain.path, tmp_path / "near") == copy
     assert capfd.readouterr().err == ""
+
+
+class Drawn:
+    """What tqdm is told."""
+
+    def __init__(self, **how: object) -> None:
+        self.how, self.steps, self.notes, self.n_closed = how, list[int](), list[str](), 0
+
+    def update(self, n: int) -> None:
+        self.steps.append(n)
+
+    def set_postfix_str(self, text: str, *, refresh: bool) -> None:
+        assert not refresh
+        self.notes.append(text)
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Drawn]:
+    bars: list[Drawn] = []
+    monkeypatch.setattr("tqdm.tqdm", lambda **how: bars.append(Drawn(**how)) or bars[-1])
+    return bars
+
+
+def test_a_bar_of_examples_is_told_whole_ones_of_the_bytes_that_come(drawn: list[Drawn]):
+    with counting():
+        bar = Progress(100, "writing", shown=True, done=25, unit="examples", unit_nbytes=10)
+        for amount in (3, 3, 0, 69):  # 28, 31, 31 and 100 bytes
+            bar.advance(amount)
+        bar.note("shard 2")
+        assert counted_so_far() == []  # from when it is closed
+        for _ in range(2):
+            bar.close()
+        assert [counted[:4] for counted in counted_so_far()] == [
+            ("writing", "examples", 7, 75)
+        ]  # what was there is not counted
+        assert 0 <= counted_so_far()[0].seconds < HANG_S
+    ((how, steps),) = [(bar.how, bar.steps) for bar in drawn]
+    assert {name: how[name] for name in ("total", "initial", "desc", "unit", "unit_scale")} == {
+        "total": 10, "initial": 2, "desc": "writing", "unit": " examples", "unit_scale": False,
+    }  # fmt: skip
+    assert (steps, drawn[0].notes) == ([0, 1, 0, 7], ["shard 2"])
+
+
+def test_a_bar_of_bytes_is_scaled_and_others_have_no_bytes(drawn: list[Drawn]):
+    with counting():
+        with Progress(9, "reading", shown=True) as bar:
+            bar.advance(4)
+        with Progress(9, "looking", shown=False, unit="files") as hidden:
+            hidden.advance(5)
+            hidden.note("nobody sees it")
+        with counting():
+            assert counted_so_far() == []
+            Progress(1, "inside", shown=False).close()
+            assert [counted.title for counted in counted_so_far()] == ["inside"]
+        assert [counted[:4] for counted in counted_so_far()] == [("reading", "B", 4, 4), ("looking", "files", 5, None)]
+    assert counted_so_far() == []
+    assert [(bar.how["unit"], bar.how["unit_scale"], bar.how["initial"], bar.n_closed) for bar in drawn] == [
+        ("B", True, 0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "term", "shows"),
+    [(True, "xterm", True), (True, None, True), (True, "dumb", False), (False, "xterm", False)],
+)
+def test_where_a_bar_is_shown_if_nobody_says_it(
+    is_terminal: bool, term: str | None, shows: bool, drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.delenv("TERM", raising=False)
+    if term is not None:
+        monkeypatch.setenv("TERM", term)
+    for shown, n_bars in ((None, int(shows)), (True, 1), (False, 0)):
+        Progress(1, "writing", shown=shown).close()
+        assert len(drawn) == n_bars
+        drawn.clear()
