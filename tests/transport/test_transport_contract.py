@@ -168,6 +168,12 @@ class TestHttp(ReadContract):
         server.shutdown()
         server.server_close()
 
+    def test_bytes_that_came_are_counted(self, transport):
+        path = max(FILES, key=lambda name: len(FILES[name]))
+        before = transport.counters.bytes_read
+        transport.get_ranges(path, starts=[0, 3, 5], ends=[2, 3, 9])
+        assert transport.counters.bytes_read - before == 6
+
 
 class RangeHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args) -> None:

@@ -29,6 +29,7 @@ from saev_store.transport._remote import Pins
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
+from saev_store.transport.fsspec._ranges import _s3 as get_of_s3
 from saev_store.transport.fsspec._ranges import cat_ranges, ranges
 from saev_store.transport.fsspec._sink import list_uploads
 from saev_store.transport.fsspec._transport import FsspecTransport
@@ -514,3 +515,39 @@ def test_a_place_before_a_file_is_none(start: int, tmp_path: Path) -> None:
             with pytest.raises(ArgumentError, match="negative or backwards"):
                 transport.get_ranges("a.bin", starts=starts, ends=[at + 2 for at in starts])
             assert memory == [bytearray(2) for _ in starts]
+
+
+@pytest.mark.parametrize(("version", "chosen"), [(None, {}), ("v1", {"VersionId": "v1"})])
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_the_body_of_an_answer_of_s3_is_counted_and_closed(
+    version: str | None, chosen: dict[str, str], breaks_off: bool
+):
+    parts, closed, asked, arrived = [b"234", b"56"], [], [], list[int]()
+
+    class Body:
+        async def read(self, n: int) -> bytes:
+            assert n > 0
+            if breaks_off and len(parts) == 1:
+                raise ConnectionResetError
+            return parts.pop(0) if parts else b""
+
+        def close(self) -> None:
+            closed.append(True)
+
+    class FileSystem:
+        def split_path(self, path: str) -> tuple[str, str, str | None]:
+            assert path == "lab/a.bin"
+            return "lab", "a.bin", version
+
+        async def _call_s3(self, operation: str, **given: object) -> dict[str, object]:
+            asked.append((operation, given))
+            return {"Body": Body(), "ResponseMetadata": {"HTTPHeaders": {"etag": "e"}}}
+
+    call = get_of_s3(FileSystem(), "lab/a.bin", 2, 7, arrived.append)
+    if breaks_off:
+        with pytest.raises(ConnectionResetError):
+            asyncio.run(call)
+    else:
+        assert asyncio.run(call) == (b"23456", {"etag": "e"})
+    assert asked == [("get_object", {"Bucket": "lab", "Key": "a.bin", "Range": "bytes=2-6", **chosen})]
+    assert (closed, arrived) == ([True], [3] if breaks_off else [3, 2])
