@@ -420,3 +420,8 @@ def test_a_sample_names_at_most_so_many_files(n: int, tmp_path: Path, monkeypatc
     else:
         with pytest.raises(DocumentError, match="no list of up to 2"):
             joined[0]
+
+
+def test_blanks_around_the_options_of_a_field_mean_nothing():
+    path = FieldPath.parse(" jpg , json[a b] ", where="x")
+    assert path.options == (("jpg", ()), ("json", ("a b",)))

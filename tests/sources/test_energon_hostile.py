@@ -635,19 +635,28 @@ def test_numbers_are_not_cut():
         decode("cls", b"1" * 300, where="x")
 
 
-def test_links_that_lead_outside_are_told(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/a.tar").write_bytes(tar_bytes([("a.txt", b"a")]))
+@pytest.mark.parametrize("elsewhere", ["elsewhere", "data2"])
+def test_links_that_lead_outside_are_told(tmp_path, elsewhere):
+    (tmp_path / elsewhere).mkdir()
+    (tmp_path / elsewhere / "a.tar").write_bytes(tar_bytes([("a.txt", b"a")]))
     (tmp_path / "data").mkdir()
     (tmp_path / "data/b.tar").write_bytes(tar_bytes([("b.txt", b"b")]))
-    (tmp_path / "data/a.tar").symlink_to(tmp_path / "elsewhere/a.tar")
+    (tmp_path / "data/a.tar").symlink_to(tmp_path / elsewhere / "a.tar")
     prepare(tmp_path / "data", split="1,0,0", progress=False)
     dataset = EnergonDataset(tmp_path / "data")
     for problems in (dataset.problems, dataset.validate().problems):
         (problem,) = [problem for problem in problems if problem.kind == "symlink_outside"]
         assert problem.severity == "info"
-        assert str(tmp_path / "elsewhere/a.tar") in problem.message
+        assert str(tmp_path / elsewhere / "a.tar") in problem.message
     assert dataset.part("a", "txt") == b"a"
+
+
+def test_folders_whose_names_mean_something_in_addresses(tmp_path):
+    folder = tmp_path / "a#b?mode=rw%41"
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(tar_bytes([("a.txt", b"a")]))
+    prepare(folder, split="1,0,0", progress=False)
+    assert EnergonDataset(folder).part("a", "txt") == b"a"
 
 
 def test_a_split_of_the_name_all(tmp_path):

@@ -41,6 +41,8 @@ from saev_store.transport import MemoryTransport
         ("{9..12}", "9 10 11 12"),
         ("{4..1..-2}", "4 2"),
         ("{0..0}", "0"),
+        ("{00..100..50}", "000 050 100"),
+        ("{1..03}", "01 02 03"),
     ],
 )
 def test_ranges_are_those_of_bash(pattern: str, names: str):

@@ -342,6 +342,7 @@ def test_report_shows_itself_without_io():
     assert "NOT OK: 1 error, 1 remark" in text
     assert "3:5" in text
     assert "<script>" not in html
+    assert "a&b" not in html
     assert "s3://lab/&lt;b&gt;" in html
     assert json.loads(json.dumps(report.to_dict()))["lost"] == [[3, 6]]
     assert pickle.loads(pickle.dumps(report)) == report

@@ -294,3 +294,16 @@ def test_token_arrays_take_dtypes_as_well_as_names():
 def test_what_is_no_such_dtype_is_refused_under_its_name(changes: dict[str, object], match: str):
     with pytest.raises(ArgumentError, match=match):
         new_metadata(**GOOD | changes)
+
+
+def test_what_is_changed_keeps_numbers_that_are_none_and_its_name():
+    """Older documents have them; new ones do not."""
+    raw = (
+        new_metadata(protocol="2.0", data={"x": 1}, **GOOD)
+        .raw.replace(b'"x": 1', b'"x": NaN')
+        .replace(b'"x":1', b'"x":NaN')
+    )
+    assert b"NaN" in raw
+    meta = parse_metadata(raw, where="store/metadata.json")
+    assert meta.where == "store/metadata.json"
+    assert b"NaN" in meta.replace(ckpt="ViT-L").raw

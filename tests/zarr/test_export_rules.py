@@ -363,6 +363,12 @@ def test_another_model_does_not_continue_a_repository(name: str, tmp_path: Path)
     assert error.message == f"the store does not continue the repository; {told}"
 
 
+def test_chunks_that_no_bytes_complete_divide_full_shards_and_the_last_one(tmp_path: Path):
+    plain = plain_store(Layout(14, (2, 5), 4, True, 8, 8), tail="cut", labelled=False)
+    (tensor, *_) = references(ShardStore.open(plain.write(tmp_path)), base="s3://a/b", inline=False).arrays
+    assert tensor.chunk == (2, 2, 5, 8)  # shards of 8 and 6 examples
+
+
 def test_other_layers_do_not_continue_a_repository(tmp_path: Path):
     pytest.importorskip("icechunk")
     pytest.importorskip("virtualizarr")

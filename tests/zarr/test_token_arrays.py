@@ -22,6 +22,7 @@ from zarr.abc.store import RangeByteRequest
 from zarr.core.sync import sync
 
 from saev_store import ShardStore
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError
 from saev_store.export import array_names
 from saev_store.transport import MemoryTransport
@@ -305,3 +306,9 @@ def test_a_byte_that_is_no_bool_is_no_value_of_any_view(made, engine):
     same(group["mask"][:4], made.arrays["mask"][:4])  # another chunk
     same(group["token_ids"][...], made.arrays["token_ids"])
     assert view.get_sync("mask/c/1/0", byte_range=RangeByteRequest(0, 3)).to_bytes() == bytes(data[24:27])
+
+
+def test_a_token_array_may_have_the_name_of_any_other_variable() -> None:
+    names = ["activations", "example", "layer", "token", "d_model", "content_token", "hook_point", "score"]
+    arrays = [TokenArray(name, "int32") for name in names]
+    assert [*token_variables(arrays)] == [*(f"tokens_{name}" for name in names[:-1]), "score"]
