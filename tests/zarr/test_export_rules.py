@@ -406,7 +406,9 @@ def test_what_is_appended_has_the_chunks_of_the_repository(tmp_path: Path, monke
         # Labels in chunks of one example; where there is no repository yet, those would be of seven.
         monkeypatch.setattr(_references, "_TOKEN_CHUNK_BYTES", 4 if number == 0 else 1 << 20)
         write_icechunk(store, str(tmp_path / "r"), chunks=(1, 1, 5, 8) if number == 0 else "auto", append=number > 0)
-    containers = {f"file://{store.url}/": None for _, store in stores}
+    containers = {
+        f"file://{store.url}/": getattr(icechunk.credentials, "LocalFileSystemAccess", None) for _, store in stores
+    }
     storage = icechunk.local_filesystem_storage(str(tmp_path / "r"))
     repository = icechunk.Repository.open(storage, authorize_virtual_chunk_access=containers)
     group = zarr.open_group(repository.readonly_session("main").store, mode="r")
@@ -436,7 +438,8 @@ def test_a_container_of_the_caller_is_the_one_that_reads(tmp_path: Path):
     config = icechunk.Repository.fetch_config(storage)
     assert config is not None
     assert list(config.virtual_chunk_containers or {}) == [f"file://{tmp_path}/"]
-    repository = icechunk.Repository.open(storage, authorize_virtual_chunk_access={f"file://{tmp_path}/": None})
+    access = getattr(icechunk.credentials, "LocalFileSystemAccess", None)  # older versions have None
+    repository = icechunk.Repository.open(storage, authorize_virtual_chunk_access={f"file://{tmp_path}/": access})
     zarr = pytest.importorskip("zarr")
     group = zarr.open_group(repository.readonly_session("main").store, mode="r")
     assert group["activations"][...].tobytes() == plain.dense.tobytes()
