@@ -132,12 +132,13 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
     from saev_store.sources.address import split_address
     from saev_store.sources.energon import EnergonDataset
     from saev_store.sources.energon.keys import INFO_JSON, INFO_YAML
+    from saev_store.store.opening import exists
 
     inner: list[str] = []
     for _ in range(_MAX_LEVELS):
         try:
             transport = open_transport(url, options)
-            if any(_is_there(transport, name) for name in (INFO_JSON, INFO_YAML)):
+            if any(exists(transport, name) for name in (INFO_JSON, INFO_YAML)):
                 return EnergonDataset("", transport=transport, damaged_ok=True), "/".join(reversed(inner))
         except DocumentError:
             if not inner:  # in a parent folder it says nothing about this one
@@ -151,14 +152,6 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
             return None
         inner.append(last)
     return None
-
-
-def _is_there(transport: Transport, path: str) -> bool:
-    try:
-        transport.size(path)
-    except NotFoundError:
-        return False
-    return True
 
 
 def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:

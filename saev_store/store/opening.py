@@ -269,7 +269,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
         transport, name, metadata, index, problems,
         sizes_checked=True,
         # Of a damaged store labels.bin may have a wrong size: that is found out when it is needed.
-        has_labels=None if errors else _exists(transport, LABELS_NAME),
+        has_labels=None if errors else exists(transport, LABELS_NAME),
         readable=_readable(metadata.layout, errors),
     )  # fmt: skip
 
@@ -342,7 +342,8 @@ def _readable(layout: Layout, errors: Sequence[Problem]) -> dict[int, int]:
     return readable
 
 
-def _exists(transport: Transport, path: str) -> bool:
+def exists(transport: Transport, path: str) -> bool:
+    """Whether there is a file of that name."""
     try:
         transport.size(path)
     except NotFoundError:
@@ -352,7 +353,7 @@ def _exists(transport: Transport, path: str) -> bool:
 
 def _no_store_here(transport: Transport) -> SaevStoreError:
     """The reason why there is no metadata.json: an unfinished store, a root of stores, or no store at all."""
-    if _exists(transport, CLAIM_PATH):
+    if exists(transport, CLAIM_PATH):
         return IncompleteStoreError(
             "this store was never published: its writer is still running, or crashed",
             where=transport.url,
