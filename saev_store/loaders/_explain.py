@@ -121,7 +121,8 @@ class Explanation:
         extent_bytes: What one read brings, typically.
         cost: Requests, bytes and dollars of an epoch, this rank's: what `store.transport.counters` will have more. Of a
             long epoch some parts are planned and the rest is taken to be like them.
-        first_batch_bytes: What has to arrive before the first batch of an epoch: of a shuffle about half the window.
+        first_batch_bytes: What has to arrive before the first batch of an epoch: of a shuffle about half the window, or a few
+            batches with `early_start`.
         keeps_pages: Whether what was read stays in the page cache; None where there is none.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.

@@ -85,6 +85,20 @@ def whole_number(state: Mapping[str, object], name: str, low: int, high: int = 2
     return value
 
 
+def truth(state: Mapping[str, object], name: str, *, default: bool) -> bool:
+    """A yes or no out of a state, checked; `default` where the state does not have it.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    value = state.get(name, default)
+    if not isinstance(value, bool):
+        raise ArgumentError(
+            f"the state has {name} = {brief(value)}, which this loader never writes", where="load_state_dict"
+        )
+    return value
+
+
 def fingerprint(rows: Selection) -> str:
     """16 hex digits that tell rows apart: what was recorded, what was chosen of it, what was left out, and whether layers are stacked.
 

@@ -94,7 +94,13 @@ class ShuffledBatches:
             part.tick_of(min(at, part.n_rows - 1)) if part.n_rows else 0
             for part, at in zip(partitions, self._start, strict=True)
         ]
-        self._placement = Placement(partitions, ticks, most_ahead)
+        self._placement, self._most_ahead = Placement(partitions, ticks, most_ahead), most_ahead
+        #: Of each lane, the last tick of the first batch. Until that batch is there, nothing else is read, and with each batch
+        #: one more cohort is read ahead: on a slow link these bytes would arrive instead of those that are waited for.
+        self._n_ahead = 0
+        self._first_tick = [
+            part.tick_of(min((first + 1) * self._share, part.n_rows) - 1) if part.n_rows else 0 for part in partitions
+        ]
         self._tick, self._next = ticks, ticks.copy()
         #: Of each lane, the position before which all rows have arrived.
         self._done = self._start.copy()
@@ -111,6 +117,7 @@ class ShuffledBatches:
             if end > self._done[lane]:
                 self._wait(lane, end)
                 self._done[lane] = end
+        self._n_ahead = min(self._n_ahead + 1, self._most_ahead)
         # A batch of repeated rows alone gets its slot here: no cohort asked for one.
         if not ring.open(number + 1):
             raise _no_room()
@@ -146,8 +153,9 @@ class ShuffledBatches:
         while True:
             lanes: list[int] = []
             for lane, part in enumerate(self._parts):
-                cohort = self._next[lane]
-                if cohort < min(self._tick[lane] + placement.depth[lane], part.n_cohorts):
+                cohort, tick = self._next[lane], self._tick[lane]
+                needed = part.entered(max(tick, self._first_tick[lane])) + self._n_ahead
+                if cohort < min(needed, tick + placement.depth[lane], part.n_cohorts):
                     end = placement.end_after(lane, cohort)
                     if ring.open(min(-(-end // self._share), self._stop)):
                         lanes.append(lane)
@@ -196,7 +204,7 @@ class ShuffledBatches:
         """Until all rows of a lane before a position are there."""
         part, reading, ends = self._parts[lane], self._reading[lane], self._ends[lane]
         while True:
-            needed = min(self._tick[lane] + part.window_ticks, part.n_cohorts)
+            needed = part.entered(self._tick[lane])
             if self._next[lane] < needed:
                 self._pump()
                 if self._next[lane] < needed:

@@ -95,6 +95,7 @@ class ShuffleArguments(ReadArguments, total=False):
     window_blocks: int | None
     examples_per_block: int | None
     n_partitions: int | None
+    early_start: bool
 
 
 def chosen_options(given: T | None, kind: type[T], changed: Mapping[str, object]) -> T:
@@ -160,6 +161,9 @@ class ShuffleOptions(ReadOptions):
         examples_per_block: Examples that are read and shuffled as one. Default: 1, and more where requests are expensive and
             neighbouring examples are neighbours in the file.
         n_partitions: Streams of the order: a multiple of `world` that divides the global batch. Default: 8 where possible.
+        early_start: Begin an epoch with a small window that grows to its full size, for slow links: the first batch waits for
+            a few batches' bytes instead of half the window. Until as many bytes as half the window have been handed out,
+            batches are mixed less.
 
     Raises:
         ArgumentError: an option is out of range; the message lists all of these.
@@ -170,6 +174,7 @@ class ShuffleOptions(ReadOptions):
     window_blocks: Count | None = None
     examples_per_block: Count | None = None
     n_partitions: Count | None = None
+    early_start: pydantic.StrictBool = False
 
 
 class _Distributed(Protocol):

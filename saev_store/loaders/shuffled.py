@@ -13,7 +13,7 @@ from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
 from saev_store.loaders._base import BatchSource, Loader
 from saev_store.loaders._explain import Plan
-from saev_store.loaders._identity import whole_number
+from saev_store.loaders._identity import truth, whole_number
 from saev_store.loaders._iteration import Iteration
 from saev_store.loaders._medium import Kind
 from saev_store.loaders._reads import Reads, Runs
@@ -44,6 +44,7 @@ class Geometry(NamedTuple):
     examples_per_block: int
     n_partitions: int
     window_blocks: int
+    early_start: bool
 
 
 def choose_geometry(
@@ -86,19 +87,20 @@ def choose_geometry(
     n_rows = rows_in_memory * world // n_partitions
     n_ahead = _N_AHEAD if n_rows >= 4 * _N_AHEAD * blocks.cells_per_block else _N_AHEAD_SMALL
     if options.window_blocks is not None:
-        return Geometry(group, n_partitions, options.window_blocks), n_ahead
+        return Geometry(group, n_partitions, options.window_blocks, options.early_start), n_ahead
     # The largest window of a partition that fits into this rank's memory.
     n_rows = rows_in_memory // (n_partitions // world)
     window = n_rows // blocks.cells_per_block if blocks.n_blocks else 1
     if blocks.n_blocks and -(-blocks.n_blocks // n_partitions) + 2 > window:
-        order = ShuffledOrder(blocks, options.seed, 0, n_partitions, 1, batch // n_partitions)
+        share, early = batch // n_partitions, options.early_start
+        order = ShuffledOrder(blocks, options.seed, 0, n_partitions, 1, share, early_start=early)
         low, high = 1, 4 * window + 2  # a window of 1 is taken as it is: a loader works with any memory
         while high - low > 1:
             middle = (low + high) // 2
             fits = window_rows(Partition(order, 0, middle), n_ahead) <= n_rows
             low, high = (middle, high) if fits else (low, middle)
         window = low
-    return Geometry(group, n_partitions, window), n_ahead
+    return Geometry(group, n_partitions, window, options.early_start), n_ahead
 
 
 def window_rows(part: Partition, n_ahead: int) -> int:
@@ -186,9 +188,10 @@ class ShuffledLoader(Loader):
 
     def _partitions(self, epoch: int) -> list[Partition]:
         """This rank's partitions of the order of an epoch."""
-        group, n_partitions, window_blocks = self._geometry
-        share = self._batching.batch_size // n_partitions
-        order = ShuffledOrder(Blocks(self._space, group), self._shuffle.seed, epoch, n_partitions, window_blocks, share)
+        group, n_partitions, window_blocks, early_start = self._geometry
+        share, blocks = self._batching.batch_size // n_partitions, Blocks(self._space, group)
+        seed = self._shuffle.seed
+        order = ShuffledOrder(blocks, seed, epoch, n_partitions, window_blocks, share, early_start=early_start)
         each = n_partitions // self._world
         return [Partition(order, number) for number in range(self._rank * each, (self._rank + 1) * each)]
 
@@ -260,7 +263,7 @@ class ShuffledLoader(Loader):
 
         # Cohorts of the same number are waited for together.
         last = [
-            part.tick_of(min(order.rows_per_tick, part.n_rows) - 1) + part.window_ticks for part in parts if part.n_rows
+            part.entered(part.tick_of(min(order.rows_per_tick, part.n_rows) - 1)) for part in parts if part.n_rows
         ]
         n_first = sum(part.first_block(min(max(last, default=0), part.n_cohorts)) for part in parts if part.n_rows)
         batch_bytes = self.batch_size * (space.row_nbytes + TABLE_BYTES)
@@ -314,6 +317,8 @@ class ShuffledLoader(Loader):
             whole_number(state, "examples_per_block", 1, Blocks.MAX_ROWS),
             whole_number(state, "n_partitions", 1, batch),
             whole_number(state, "window_blocks", 1),
+            # States that are older than the option do not have it.
+            truth(state, "early_start", default=False),
         )
         if batch % geometry.n_partitions or geometry.n_partitions % self._world:
             raise ArgumentError(

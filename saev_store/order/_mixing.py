@@ -65,7 +65,7 @@ def predict_mixing(order: ShuffledOrder, batch_size: int, n_partitions: int | No
     # A layer's block and another layer's block may stand for the same example.
     of_all = min(blocks * n_partitions / (n_examples * n_layers), 1.0)
     distinct = n_examples * (1 - (1 - of_all) ** n_layers)
-    per_tick = part.n_blocks / part.n_ticks
+    per_tick = part.n_blocks / part.full_ticks
     window = min(per_tick * part.window_ticks * n_partitions * group, float(n_examples))
     rows_per_example = order.n_rows / n_examples
     full = n_examples * -math.expm1(-batch_size * _slope(rows_per_example, order.n_rows))
@@ -82,7 +82,7 @@ def _slope(rows_per_example: float, n_rows: int) -> float:
 def _blocks_met(part: Partition, batch: float) -> float:
     """Examples' worth of blocks met by `batch` consecutive rows of a partition, on average in the middle of an epoch."""
     w, group = part.window_ticks, part.order.blocks.examples_per_block
-    rows_per_tick, blocks_per_tick = part.n_rows / part.n_ticks, part.n_blocks / part.n_ticks
+    rows_per_tick, blocks_per_tick = part.n_rows / part.full_ticks, part.n_blocks / part.full_ticks
     size = max(1, round(part.n_rows / part.n_blocks))
     n_met = math.ceil(batch / rows_per_tick) + 1
     phases = np.zeros(1)

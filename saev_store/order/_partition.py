@@ -6,6 +6,9 @@ block's own permutation (m: the block's rows), and the rows of a tick are permut
 
 The window is stationary from the first row to the last: the first cohorts live 1, 2, … w ticks and are as much smaller
 as they live shorter, likewise the last ones. A window that holds all blocks is one tick, and thus one exact permutation.
+
+With an early start the window grows instead: the first tick has one cohort, each tick one more, until there are w. The ticks
+hand out rows in proportion, so that about as much waits in the window as has been handed out.
 """
 
 from __future__ import annotations
@@ -31,6 +34,11 @@ class Emitted(NamedTuple):
     cell: IntArray
 
 
+def _first_tick(cohort: IntArray, window_ticks: IntArray | int, start_ticks: IntArray | int) -> IntArray:
+    """The ticks at which cohorts enter: two at each tick while the window grows, then one."""
+    return np.maximum(np.maximum(cohort - window_ticks + 1, (cohort - start_ticks + 2) // 2), 0)
+
+
 class Partition:
     """One stream of a `ShuffledOrder`: an equal share of the permuted rows, give or take one.
 
@@ -48,6 +56,7 @@ class Partition:
         first_position, n_blocks: Its blocks, counted in the permutation.
         blocks_per_tick: Blocks of a full cohort.
         window_ticks: How many cohorts are in the window (w).
+        start_ticks: How many of them are in it at the first tick (s); each tick has one more.
         n_ticks: Ticks that hand out all rows.
         n_cohorts: Cohorts of all blocks.
     """
@@ -61,14 +70,24 @@ class Partition:
             self.first_position = order.position_of(self.first_row)
             self.n_blocks = order.position_of(self.end_row - 1) + 1 - self.first_position
         most = window_blocks or order.window_blocks
-        if self.n_blocks <= most:
+        if not self.n_blocks or (self.n_blocks <= most and not order.early_start):
             self.blocks_per_tick, self.window_ticks = max(self.n_blocks, 1), 1
         else:
             wanted = round(order.rows_per_tick * self.n_blocks / self.n_rows)
+            most = min(most, self.n_blocks)
             self.blocks_per_tick = min(max(wanted, 1), most)
             self.window_ticks = most // self.blocks_per_tick
-        self.n_ticks = -(-self.n_blocks // self.blocks_per_tick)
+        self.start_ticks = 1 if order.early_start else self.window_ticks
+        # Cohort-ticks that a growing window lacks; further ticks make up for them.
+        missing = (self.window_ticks - self.start_ticks) * (self.window_ticks - self.start_ticks + 1) // 2
+        self.n_ticks = -(-self.n_blocks // self.blocks_per_tick) - (-missing // self.window_ticks)
         self.n_cohorts = self.n_ticks + self.window_ticks - 1 if self.n_blocks else 0
+        self._n_lived = self.n_ticks * self.window_ticks - missing
+
+    @property
+    def full_ticks(self) -> float:
+        """How many ticks of a full window would hand out all rows."""
+        return self._n_lived / self.window_ticks
 
     def window_rows(self, n_ahead: int) -> int:
         """Rows of the blocks of a window, with those of `n_ahead` cohorts read ahead."""
@@ -83,20 +102,24 @@ class Partition:
         than their share at first (never where a block is one row), and the last ones hand out the rest in the last tick.
         """
         w, longest = self.window_ticks, self.order.blocks.cells_per_block
-        rounded = 2 * longest + (w + 1) // 2 * self.blocks_per_tick * (longest > 1)
+        n_first = w if self.start_ticks < w else (w + 1) // 2
+        rounded = 2 * longest + n_first * self.blocks_per_tick * (longest > 1)
         last = self.n_rows - self.emitted_before(max(self.n_ticks - w - n_ahead, 0))
         return min(max(self.window_rows(n_ahead) + rounded, last), self.n_rows)
 
     def first_block(self, cohort: int) -> int:
         """Blocks of this partition in the cohorts before `cohort`: their share of all block-ticks, rounded down."""
-        w, n = self.window_ticks, self.n_cohorts
-        if cohort <= w:
-            lived = cohort * (cohort + 1) // 2
-        elif cohort <= n - w:
-            lived = w * (w + 1) // 2 + (cohort - w) * w
-        else:
-            lived = self.n_ticks * w - (n - cohort) * (n - cohort + 1) // 2
-        return lived * self.n_blocks // (self.n_ticks * w)
+        n, grows = self.n_ticks, self.window_ticks - self.start_ticks
+        # The sums, over the cohorts before this one, of the ticks that follow their last, and of their first ticks.
+        behind = cohort * (cohort + 1) // 2 if cohort <= n else n * (n + 1) // 2 + (cohort - n) * n
+        late = max(cohort - self.start_ticks, 0)  # cohorts that are not in the window at the first tick
+        growing = min(late, 2 * grows)
+        first = (growing + 1) ** 2 // 4 + (late - growing) * (late - growing + 1 + 2 * grows) // 2
+        return (behind - first) * self.n_blocks // self._n_lived
+
+    def entered(self, tick: int) -> int:
+        """Cohorts that have entered the window at a tick, those that have left it included."""
+        return min(tick + self.window_ticks, 2 * tick + self.start_ticks, self.n_cohorts)
 
     def block_numbers(self, cohort: int) -> IntArray:
         """The blocks of a cohort."""
@@ -126,14 +149,14 @@ class Partition:
             return self.n_rows
         done = self.first_block(tick)
         total = min(self.order.rows_before(self.first_position + done), self.end_row) - self.first_row if done else 0
-        last = min(tick + self.window_ticks - 1, self.n_cohorts)
+        last = self.entered(tick - 1)
         bounds = [self.first_block(cohort) for cohort in range(tick, last + 1)]
         if last <= tick or bounds[-1] == done:
             return total
         counts = self.order.sizes_between(self.first_position + done, self.first_position + bounds[-1])
         self.trim(done, bounds[-1], counts)
         cohort, n = np.arange(tick, last), np.diff(bounds)
-        first = np.maximum(cohort - self.window_ticks + 1, 0)
+        first = _first_tick(cohort, self.window_ticks, self.start_ticks)
         life = np.minimum(cohort, self.n_ticks - 1) - first + 1
         return total + int((np.repeat(tick - first, n) * counts // np.repeat(life, n)).sum())
 
@@ -157,9 +180,9 @@ class Partition:
         begin = self.emitted_before(first)
         placement = Placement([self], [first], 0)
         # Rows of all ticks whose cohorts enter get a place.
-        n_placed = self.emitted_before(min(last + self.window_ticks, self.n_ticks)) - begin
+        n_placed = self.emitted_before(min(self.entered(last), self.n_ticks)) - begin
         block, cell = np.zeros(n_placed, np.int64), np.zeros(n_placed, np.int64)
-        for cohort in range(first, min(last + self.window_ticks, self.n_cohorts)):
+        for cohort in range(first, self.entered(last)):
             placed = placement.enter([0], [cohort], lambda _, low, high: np.arange(low - begin, high - begin))
             block[placed.place], cell[placed.place] = placed.numbers[placed.block], placed.cell
         wanted = slice(start - begin, stop - begin)
@@ -215,6 +238,7 @@ class Placement:
         self._first_tick = np.array(first_tick)
         self._depth = np.array(self.depth)
         self._window_ticks = np.array([part.window_ticks for part in partitions])
+        self._start_ticks = np.array([part.start_ticks for part in partitions])
         self._n_ticks = np.array([part.n_ticks for part in partitions])
         self._first_line = np.cumsum(self._depth) - self._depth
         n_lines = int(self._depth.sum())
@@ -255,7 +279,7 @@ class Placement:
             at += stop - start
         # Of each lane the first tick of its cohort and how many ticks this lives; then of each block, as columns.
         lane, cohort = np.array(lanes), np.array(cohorts)
-        first = np.maximum(cohort - self._window_ticks[lane] + 1, 0)
+        first = _first_tick(cohort, self._window_ticks[lane], self._start_ticks[lane])
         life = np.minimum(cohort, self._n_ticks[lane] - 1) - first + 1
         lane, first, life = (np.repeat(column, n_blocks)[:, None] for column in (lane, first, life))
         age = np.arange(int(life.max(initial=0)))

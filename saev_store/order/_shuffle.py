@@ -212,6 +212,7 @@ class ShuffledOrder:
         n_partitions: Streams that can be read independently, such as one per rank.
         window_blocks: How many blocks of one partition are in the window at most.
         rows_per_tick: About how many rows a tick hands out: the rows of a batch that come from one partition.
+        early_start: Let the windows begin with few blocks and grow with what has been handed out.
 
     Attributes:
         permutation: Which block stands at which position.
@@ -228,7 +229,15 @@ class ShuffledOrder:
     VERSION: ClassVar[int] = 1
 
     def __init__(
-        self, blocks: Blocks, seed: int, epoch: int, n_partitions: int, window_blocks: int, rows_per_tick: int
+        self,
+        blocks: Blocks,
+        seed: int,
+        epoch: int,
+        n_partitions: int,
+        window_blocks: int,
+        rows_per_tick: int,
+        *,
+        early_start: bool = False,
     ) -> None:
         numbers = {"n_partitions": n_partitions, "window_blocks": window_blocks, "rows_per_tick": rows_per_tick}
         for name, number in numbers.items():
@@ -236,6 +245,7 @@ class ShuffledOrder:
                 raise ArgumentError(f"{name} is {number}; it must be at least 1", where=name)
         self.blocks, self.n_rows = blocks, blocks.n_rows
         self.n_partitions, self.window_blocks, self.rows_per_tick = n_partitions, window_blocks, rows_per_tick
+        self.early_start = early_start
         self.key = derive(seed, epoch, self.VERSION)
         self.row_key = derive(self.key, _ROWS)
         self.permutation = Permutation(max(blocks.n_blocks, 1), derive(self.key, _BLOCKS))

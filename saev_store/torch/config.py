@@ -201,7 +201,7 @@ class ShuffledConfig(_LoaderConfig, ShuffleOptions):
 
     Attributes:
         buffer_size: Also how many batches the shuffle may hold: sets the window where `window_bytes` does not, up to 2 GiB.
-        min_buffer_fill: Understood and met: the window is full before the first batch.
+        min_buffer_fill: Understood and met: the window is full before the first batch, unless `early_start` is set.
         window_device: Keep batches to come on that device, which must be `device`. This machine's memory then only holds what
             is being read. Default: in this machine's memory.
     """

@@ -75,7 +75,8 @@ def cases(draw: st.DrawFn) -> Case:
     ]
     return Case(
         n_examples, n_tokens, world, batch_size, drop_last,
-        draw(st.one_of(st.just({}), st.integers(1, 13).map(lambda n: {"window_blocks": n}), st.integers(16, 800).map(lambda n: {"window_bytes": n}))),
+        draw(st.one_of(st.just({}), st.integers(1, 13).map(lambda n: {"window_blocks": n}), st.integers(16, 800).map(lambda n: {"window_bytes": n})))
+        | draw(st.sampled_from([{}, {"early_start": True}])),
         draw(st.sampled_from([None, *fitting])), layers, draw(st.integers(1, 5)),
         draw(st.integers(0, 60)), draw(st.integers(1, 3)),
     )  # fmt: skip

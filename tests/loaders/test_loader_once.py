@@ -91,6 +91,7 @@ def cases(draw: st.DrawFn) -> Case:
             "examples_per_block": draw(st.sampled_from([None, 1, 3])),
             "n_partitions": draw(st.sampled_from([None, *fitting])),
             **draw(st.sampled_from([{"window_blocks": 2}, {"window_blocks": 5}, {"window_bytes": 700}, {}])),
+            "early_start": draw(st.booleans()),
         }
     rows = Selection(Reader(MemoryTransport(files), layout), space)
     return Case(rows, chosen, world, batch_size, drop_last, kind, options)

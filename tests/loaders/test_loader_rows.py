@@ -507,6 +507,8 @@ class Stalling(Wrapper):
         (ShuffledLoader, {"window_blocks": 6, "n_partitions": 1}),
         (ShuffledLoader, {"window_blocks": 4, "n_partitions": 2}),
         (ShuffledLoader, {"window_blocks": 60, "n_partitions": 1}),
+        (ShuffledLoader, {"window_blocks": 12, "n_partitions": 1, "early_start": True}),
+        (ShuffledLoader, {"window_blocks": 60, "n_partitions": 2, "early_start": True}),
     ],
 )
 @pytest.mark.parametrize(("layer", "missing"), [(5, 0), ((5, 2), 0), (5, 1)])
@@ -524,6 +526,23 @@ def test_the_plan_says_what_the_first_batch_waits_for(plain, monkeypatch, kind, 
         else:
             assert len(next(iter(loader))["act"]) == 6
         Stalling.goes_on.set()
+
+
+@pytest.mark.parametrize("window", [{"window_bytes": 1 << 20}, {"window_bytes": 1 << 30}])
+def test_an_early_start_waits_for_a_few_batches(tmp_path, window):
+    """Instead of half the window, or of all there is where the window holds that; the rest of the epoch is mixed as well."""
+    store = ShardStore.open(plain_store(tmp_path, n=3000, tokens=7, per_shard=500, d_model=32).path)
+    rows = store.sel(layer=5, tokens="content")
+    late, early = (ShuffledLoader(rows, batch_size=256, early_start=start, **window) for start in (False, True))
+    batch_bytes, whole = 256 * 32 * 4, min(window["window_bytes"], len(rows) * 32 * 4)
+    assert late.explain().first_batch_bytes > whole / 3
+    assert early.explain().first_batch_bytes < 4 * batch_bytes
+    assert shuffle_quality(early).distinct_examples > 0.9 * shuffle_quality(late).distinct_examples
+    # The window grows with what has been handed out: no example gives more than half its rows to the first batch.
+    n_distinct = [len(np.unique(early.examples_of(batch))) for batch in (0, 2, 9)]
+    assert n_distinct[0] > 1.5 * 256 / 7
+    assert n_distinct[1] > 1.8 * n_distinct[0]
+    assert n_distinct[2] > 0.9 * shuffle_quality(late).distinct_examples
 
 
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])

@@ -29,6 +29,7 @@ KINDS = {
     "block": (ShuffledLoader, {"window_blocks": 3, "n_partitions": 4}),
     "groups": (ShuffledLoader, {"window_blocks": 2, "n_partitions": 2, "examples_per_block": 3}),
     "whole": (ShuffledLoader, {"window_bytes": 1 << 22}),
+    "early": (ShuffledLoader, {"window_blocks": 9, "n_partitions": 2, "early_start": True}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -227,7 +228,7 @@ def test_a_scaled_state_is_for_loaders_that_scale(rows):
     "damage",
     [
         {"batch": -1}, {"batch": 10**9}, {"batch": "3"}, {"epoch": None}, {"epoch": True}, {"window_blocks": 0},
-        {"n_partitions": 5}, {"examples_per_block": 2**30}, {"order_version": 2}, {"version": 99}, {"rows": "0" * 16},
+        {"n_partitions": 5}, {"examples_per_block": 2**30}, {"early_start": 1}, {"early_start": None}, {"order_version": 2}, {"version": 99}, {"rows": "0" * 16},
     ],
 )  # fmt: skip
 def test_damaged_states_are_refused(rows, damage):
@@ -256,6 +257,28 @@ def test_a_larger_window_is_continued_with_less_read_ahead(tmp_path):
     here.load_state_dict(there.state_dict())
     assert here.explain().window_bytes < 1.1 * budget
     assert same(first + acts(here), whole)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_state_says_how_its_epoch_began(rows, early):
+    """A loader that begins otherwise goes on with the epoch of the state. States that do not say it are of loaders without the option."""
+    options = {"batch_size": 24, "window_blocks": 9, "n_partitions": 2}
+    there = ShuffledLoader(rows, early_start=early, **options)
+    whole = acts(there)
+    there.set_epoch(0)
+    iterator = iter(there)
+    first = acts(next(iterator) for _ in range(3))
+    state = there.state_dict()
+    assert state["early_start"] is early
+    here = ShuffledLoader(rows, early_start=not early, **options)
+    assert not same(acts(here), whole)
+    here.load_state_dict(state)
+    assert same(first + acts(here), whole)
+    if not early:
+        del state["early_start"]
+        here = ShuffledLoader(rows, early_start=True, **options)
+        here.load_state_dict(state)
+        assert same(first + acts(here), whole)
 
 
 def test_loading_ends_an_iteration_under_way(rows):

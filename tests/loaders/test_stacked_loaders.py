@@ -57,6 +57,7 @@ def options_of(draw: st.DrawFn, n_rows: int) -> tuple[type, int, dict[str, objec
         "examples_per_block": draw(st.sampled_from([None, 1, 3])),
         "n_partitions": draw(st.sampled_from([None, *fitting])),
         **draw(st.sampled_from([{"window_blocks": 2}, {"window_blocks": 5}, {"window_bytes": 700}, {}])),
+        "early_start": draw(st.booleans()),
     }
     return ShuffledLoader, world, {**shared, **more}
 

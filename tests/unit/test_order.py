@@ -62,6 +62,7 @@ def orders(draw: st.DrawFn) -> ShuffledOrder:
         draw(st.integers(1, 8)),
         draw(st.sampled_from([1, 2, 3, 7, 20, 10_000])),
         draw(st.integers(1, 50)),
+        early_start=draw(st.booleans()),
     )
 
 
@@ -158,15 +159,21 @@ def test_places_are_found_where_the_sums_say(order: ShuffledOrder, data: st.Data
     assert [part.emitted_before(tick) for tick in range(1, part.n_ticks + 1)] == ends.tolist()
 
 
+def in_window(part: Partition, tick: int) -> range:
+    """The cohorts that are in the window at a tick, as the definition says: one leaves with each tick."""
+    n = min(tick + 1, part.window_ticks) if part.order.early_start else part.window_ticks
+    return range(tick, min(tick + n, part.n_cohorts))
+
+
 def ticks_of(part: Partition) -> list[Emitted]:
     """What each tick of a partition hands out, one block after the other, as the definition says."""
     order, found = part.order, []
     for tick in range(part.n_ticks):
         rows: list[tuple[int, int]] = []
-        for cohort in range(tick, min(tick + part.window_ticks, part.n_cohorts)):
+        for cohort in in_window(part, tick):
             start, stop = part.first_block(cohort), part.first_block(cohort + 1)
-            born = max(0, cohort - part.window_ticks + 1)
-            age, life = tick - born, min(cohort, part.n_ticks - 1) - born + 1
+            lives = [t for t in range(part.n_ticks) if cohort in in_window(part, t)]
+            age, life = lives.index(tick), len(lives)
             for position, number in zip(range(start, stop), part.block_numbers(cohort).tolist(), strict=True):
                 one = np.array([number])
                 size = int(order.blocks.sizes(one)[0])
@@ -238,10 +245,24 @@ def test_the_window_never_holds_more_than_it_may(order: ShuffledOrder):
     for number in range(order.n_partitions):
         part = Partition(order, number)
         for tick in range(part.n_ticks if part.n_rows else 0):
-            last = min(tick + part.window_ticks, part.n_cohorts)
-            assert part.first_block(last) - part.first_block(tick) <= order.window_blocks
+            assert part.entered(tick) == in_window(part, tick).stop
+            assert part.first_block(part.entered(tick)) - part.first_block(tick) <= order.window_blocks
         for cohort in range(part.n_cohorts):
             assert part.first_block(cohort + 1) - part.first_block(cohort) <= part.blocks_per_tick
+
+
+@given(orders())
+def test_a_cohort_is_as_large_as_it_lives_long(order: ShuffledOrder):
+    """So a tick of a full window hands out as many rows as any other, and of a growing one a share that grows evenly."""
+    for part in map(partial(Partition, order), range(order.n_partitions)):
+        if not part.n_blocks:
+            continue
+        windows = [in_window(part, tick) for tick in range(part.n_ticks)]
+        lives = np.bincount([cohort for window in windows for cohort in window], minlength=part.n_cohorts)
+        assert (lives > 0).all()
+        bounds = [part.first_block(cohort) for cohort in range(part.n_cohorts + 1)]
+        assert bounds == (np.cumsum([0, *lives.tolist()]) * part.n_blocks // lives.sum()).tolist()
+        assert part.full_ticks * part.window_ticks == pytest.approx(lives.sum())
 
 
 def test_a_window_as_large_as_the_data_is_one_exact_permutation():
