@@ -95,8 +95,8 @@ class ShuffledBatches:
             for part, at in zip(partitions, self._start, strict=True)
         ]
         self._placement, self._most_ahead = Placement(partitions, ticks, most_ahead), most_ahead
-        #: Of each lane, the last tick of the first batch. Until that batch is there, nothing else is read, and with each batch
-        #: one more cohort is read ahead: on a slow link these bytes would arrive instead of those that are waited for.
+        #: Of each lane, the last tick of the first batch. Until that batch is there, nothing else is read, and then 1, 3, 7, …
+        #: cohorts ahead: on a slow link these bytes would arrive instead of those that are waited for.
         self._n_ahead = 0
         self._first_tick = [
             part.tick_of(min((first + 1) * self._share, part.n_rows) - 1) if part.n_rows else 0 for part in partitions
@@ -117,7 +117,7 @@ class ShuffledBatches:
             if end > self._done[lane]:
                 self._wait(lane, end)
                 self._done[lane] = end
-        self._n_ahead = min(self._n_ahead + 1, self._most_ahead)
+        self._n_ahead = min(2 * self._n_ahead + 1, self._most_ahead)
         # A batch of repeated rows alone gets its slot here: no cohort asked for one.
         if not ring.open(number + 1):
             raise _no_room()

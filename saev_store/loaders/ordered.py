@@ -71,7 +71,8 @@ class OrderedBatches:
         batching: How its rows are cut into batches.
         rank: Which slice of each is taken.
         first: The first batch.
-        n_ahead: Batches whose reads are under way at the same time.
+        n_ahead: Batches that are read ahead of the one that is waited for, at most. It begins with none and doubles with each batch: on
+            a slow link these bytes would arrive instead of the first batch's.
         pool: Memory of batches.
         iteration: Threads.
         reads: Brings vectors into memory.
@@ -91,13 +92,15 @@ class OrderedBatches:
         reads: Reads,
         scale: float | None,
     ) -> None:
-        self._space, self._batching, self._rank, self._next, self._n_ahead = space, batching, rank, first, n_ahead
+        self._space, self._batching, self._rank, self._n_ahead = space, batching, rank, n_ahead
+        self._first = self._next = first
         self._pool, self._iteration, self._reads, self._scale = pool, iteration, reads, scale
         self._reading: deque[tuple[NumberArray, Positions, Group]] = deque()
 
     def batch(self, number: int) -> tuple[NumberArray, Positions]:
         """A batch, and where its rows come from; reads of the following ones are started before. Every batch once, in order."""
-        while self._next <= min(number + self._n_ahead, self._batching.n_batches - 1):
+        n_ahead = min((1 << min(number - self._first, 62)) - 1, self._n_ahead)
+        while self._next <= min(number + n_ahead, self._batching.n_batches - 1):
             start, stop = self._batching.rows_of_rank(self._next, self._rank)
             act = self._pool.get()[: (stop - start) * self._space.vectors_per_row]
             where, runs, to = runs_of_rows(self._space, start, stop)

@@ -261,11 +261,11 @@ class ShuffledLoader(Loader):
             found = [part.block_numbers(number) for part in parts if number < part.n_cohorts]
             return runs_of_blocks(blocks, np.concatenate(found), np.array([len(some) for some in found]))
 
-        # Cohorts of the same number are waited for together.
-        last = [
-            part.entered(part.tick_of(min(order.rows_per_tick, part.n_rows) - 1)) for part in parts if part.n_rows
-        ]
-        n_first = sum(part.first_block(min(max(last, default=0), part.n_cohorts)) for part in parts if part.n_rows)
+        n_first = sum(
+            part.first_block(part.entered(part.tick_of(min(order.rows_per_tick, part.n_rows) - 1)))
+            for part in parts
+            if part.n_rows
+        )
         batch_bytes = self.batch_size * (space.row_nbytes + TABLE_BYTES)
         window_bytes = n_batches_ahead(parts, self._n_ahead) * batch_bytes
         return Plan(

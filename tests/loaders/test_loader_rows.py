@@ -528,6 +528,65 @@ def test_the_plan_says_what_the_first_batch_waits_for(plain, monkeypatch, kind, 
         Stalling.goes_on.set()
 
 
+class Waiting(Stalling):
+    """Reads wait until they are told to go on; counts what was asked for."""
+
+    asked, lock = 0, threading.Lock()
+
+    def readinto(self, path, *, starts, buffers):
+        Waiting.ask(sum(buffer.nbytes for buffer in buffers))
+        super().readinto(path, starts=starts, buffers=buffers)
+
+    def get_ranges(self, path, *, starts, ends):
+        Waiting.ask(sum(ends) - sum(starts))
+        return super().get_ranges(path, starts=starts, ends=ends)
+
+    @staticmethod
+    def ask(nbytes):
+        with Waiting.lock:
+            Waiting.asked += nbytes
+        Stalling.goes_on.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (OrderedLoader, {}),
+        (ShuffledLoader, {"window_blocks": 4, "n_partitions": 2}),
+        (ShuffledLoader, {"window_blocks": 12, "n_partitions": 1, "early_start": True}),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 3])
+def test_nothing_is_read_before_the_first_batch_that_it_does_not_wait_for(plain, monkeypatch, kind, options, first):
+    """However many threads read: on a slow link the rest would arrive instead. Afterwards the threads have enough to do."""
+    monkeypatch.setattr(Stalling, "goes_on", threading.Event())
+    monkeypatch.setattr(Stalling, "left", 1 << 40)
+    rows = ShardStore.open(Waiting(in_memory(plain))).sel(layer=5, tokens="content")
+    loader = kind(rows, batch_size=6, n_threads=32, prefetch_batches=1, **options)
+    loader.load_state_dict({**loader.state_dict(), "batch": first})
+    monkeypatch.setattr(Waiting, "asked", 0)
+    with loader:
+        iterator = iter(loader)
+        asked = settled(lambda: Waiting.asked)
+        if not first:
+            assert asked <= loader.explain().first_batch_bytes
+        else:
+            assert asked < len(rows) * rows.space.row_nbytes / 2
+        Stalling.goes_on.set()
+        for _ in range(2):
+            next(iterator)
+        assert settled(lambda: Waiting.asked) > asked
+
+
+def settled(value) -> int:
+    """A number that threads change, once it has not changed for a while."""
+    seen = [-1] * 5
+    while len(set(seen)) > 1 or seen[-1] <= 0:
+        time.sleep(0.02)
+        seen = [*seen[1:], value()]
+    return seen[-1]
+
+
 @pytest.mark.parametrize("window", [{"window_bytes": 1 << 20}, {"window_bytes": 1 << 30}])
 def test_an_early_start_waits_for_a_few_batches(tmp_path, window):
     """Instead of half the window, or of all there is where the window holds that; the rest of the epoch is mixed as well."""
