@@ -13,7 +13,7 @@ NEEDS = {
     "saev_store/compat/*": "torch",
     "saev_store/integrations/*": "torch",
     "saev_store/transport/obstore/_transport.py": "obstore",
-    "saev_store/xarray.py": "xarray",
+    "saev_store/xarray/*": "xarray",
     "saev_store/dask.py": "dask",
     "saev_store/serve/*": "starlette",
     "saev_store/view/*": "starlette",

@@ -78,7 +78,7 @@ HEAVY = {
     "botocore": ("transport/fsspec/",),
     "dask": (
         "dask/",
-        "xarray.py",
+        "xarray/",
         "zarr/",
         "testing/",
         "stats/",
@@ -94,7 +94,7 @@ HEAVY = {
     "matplotlib": (),
     "obstore": ("transport/obstore/",),
     "PIL": ("record/", "sources/pixels.py", "view/_pictures.py"),
-    "pandas": ("export/", "xarray.py"),
+    "pandas": ("export/", "xarray/"),
     "pyarrow": ("sources/caches/_arrow.py",),
     "pydantic": (
         "cli/_plan.py",
@@ -124,8 +124,8 @@ HEAVY = {
     "typer": ("cli/",),
     "uvicorn": ("serve/",),
     "virtualizarr": ("export/",),
-    "xarray": ("xarray.py", "zarr/", "export/", "testing/"),
-    "zarr": ("zarr/", "xarray.py", "dask/", "export/", "serve/", "testing/"),
+    "xarray": ("xarray/", "zarr/", "export/", "testing/"),
+    "zarr": ("zarr/", "xarray/", "dask/", "export/", "serve/", "testing/"),
 }
 
 #: What floor 0 may not import although it is in the standard library: anything that opens, starts or waits for something.

@@ -107,6 +107,9 @@ PUBLIC = {
     "saev_store.writer.importing": """
         Block Examples ImportOptions MAX_BLOCK_BYTES check_options from_array import_examples narrowed stored_dtype
     """,
+    "saev_store.xarray": """
+        SaevBackend concat dataset_of open_store
+    """,
     "saev_store.zarr": """
         ARRAY BFloat16 Chunks Sharded TensorKeys ZarrView chunk_shape open_view
     """,

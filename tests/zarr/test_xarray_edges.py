@@ -18,7 +18,8 @@ pytest.importorskip("dask.array")
 from xarray.core.indexing import VectorizedIndexer
 from xarray.core.nputils import NumpyVIndexAdapter
 
-from saev_store.xarray import SaevBackend, StoreArray
+from saev_store.xarray import SaevBackend
+from saev_store.xarray._variables import StoreArray
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
 PAIRS, TABLE = np.array([0, 2, 1]), np.array([[0, 1], [2, 2]])

@@ -174,7 +174,7 @@ def test_a_tree_opens_without_reading_activations(
     root: Path, stores: list[PlainStore], monkeypatch: pytest.MonkeyPatch
 ):
     transport = CountingTransport(LatencyTransport(memory_root(stores), 0.0, 1e12))
-    monkeypatch.setattr("saev_store.xarray.open_transport", lambda *_: transport)
+    monkeypatch.setattr("saev_store.xarray._backend.open_transport", lambda *_: transport)
     with xr.open_datatree("memory://root", engine=SaevBackend) as tree:
         assert len(tree.children) == 3
     assert set(transport.counters.operations) <= {"read", "size", "list"}
