@@ -282,7 +282,7 @@ def _architecture(found: Mapping[str, object], config: Mapping[str, object], whe
         return "topk" if function == "topk" else cast("str", named)
     if found["gate_bias"] is not None:
         return "gated"
-    has_k, has_threshold = found["k"] is not None or "k" in config, found["threshold"] is not None
+    has_k, has_threshold = found["k"] is not None or config.get("k") is not None, found["threshold"] is not None
     if has_k and has_threshold:
         raise DocumentError(
             "it has both k and a threshold",

@@ -360,6 +360,21 @@ def test_hooks_of_several_shapes_are_no_cache(tmp_path: Path):
     assert type(error) is not NotFoundError
 
 
+def test_lists_that_end_behind_their_numbers_are_refused():
+    """All have the right length, so that nothing but the look at every offset tells it."""
+    pa = pytest.importorskip("pyarrow")
+    sink = io.BytesIO()
+    table = pa.table({"a": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32()))})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    whole, offsets = sink.getvalue(), struct.pack("<3i", 0, 2, 4)
+    assert whole.count(offsets) == 1
+    for wrong in ((100, 102, 104), (2, 4, 6), (-2, 0, 2)):
+        memory = MemoryTransport({"x": whole.replace(offsets, struct.pack("<3i", *wrong))})
+        error = refused(lambda memory=memory: list(read_rows(memory, "x", memory.size("x"), ["a"])))
+        assert (type(error), error.where) == (CorruptShardError, "memory://x")
+
+
 def test_numbers_of_another_width_are_refused():
     pa = pytest.importorskip("pyarrow")
     sink = io.BytesIO()
