@@ -86,6 +86,13 @@ def test_proposals_are_legal(layout: Layout, sharded: bool, wanted: tuple[int, i
         ChunkGrid(layout, shape, sharded=sharded)
 
 
+@pytest.mark.parametrize(("n", "per_shard", "whole"), [(7, 10, 9), (9, 9, 9), (7, 6, 6), (10, 10, 12)])
+def test_a_single_shard_is_filled_up_to_whole_chunks(n: int, per_shard: int, whole: int):
+    grid = ChunkGrid(Layout(n, (2, 5), 4, True, 8, per_shard), (3, 2, 5, 8), sharded=True)
+    assert (grid.outer, grid.inner_counts) == ((whole, 2, 5, 8), (whole // 3, 1, 1, 1))
+    assert (grid.outer_nbytes, grid.counts[0]) == (whole * 2 * 5 * 8 * 4, 2 if n > per_shard else 1)
+
+
 def test_the_error_names_value_rule_and_the_nearest_shapes():
     layout = Layout(12_000, tuple(range(6)), 196, True, 768, 2_000)
     with pytest.raises(ArgumentError) as caught:

@@ -28,10 +28,19 @@ from saev_store.order import _shuffle as shuffle_module
 
 
 def order_of(
-    n: int, tokens: int, *, n_layers: int = 1, group: int = 1, partitions: int = 1, window: int = 10, tick: int = 1
+    n: int,
+    tokens: int,
+    *,
+    n_layers: int = 1,
+    group: int = 1,
+    partitions: int = 1,
+    window: int = 10,
+    tick: int = 1,
+    early: bool = False,
 ) -> ShuffledOrder:
     layout = Layout(n, tuple(range(n_layers)), tokens, True, 8, 3)
-    return ShuffledOrder(Blocks(row_space(layout, tokens="content"), group), 17, 0, partitions, window, tick)
+    blocks = Blocks(row_space(layout, tokens="content"), group)
+    return ShuffledOrder(blocks, 17, 0, partitions, window, tick, early_start=early)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +58,11 @@ def order_of(
         (order_of(100, 5, partitions=3, window=12, tick=20), 0, None, (0, 166, 0, 34, 4, 3, 9, 11)),
         (order_of(100, 5, partitions=3, window=12, tick=20), 1, None, (166, 333, 33, 34, 4, 3, 9, 11)),
         (order_of(100, 5, partitions=3, window=12, tick=20), 2, None, (333, 500, 66, 34, 4, 3, 9, 11)),
+        (order_of(100, 5, window=12, tick=20, early=True), 0, None, (0, 500, 0, 100, 4, 3, 26, 28)),
+        (order_of(100, 5, window=12, tick=1, early=True), 0, None, (0, 500, 0, 100, 1, 12, 106, 117)),
+        (order_of(100, 5, window=1000, tick=20, early=True), 0, None, (0, 500, 0, 100, 4, 25, 37, 61)),
+        (order_of(100, 5, window=3, tick=20, early=True), 0, None, (0, 500, 0, 100, 3, 1, 34, 34)),
+        (order_of(1, 1, partitions=3, early=True), 0, None, (0, 0, 0, 0, 1, 1, 0, 0)),
         (order_of(1, 1, partitions=3), 0, None, (0, 0, 0, 0, 1, 1, 0, 0)),
         (order_of(1, 1, partitions=3), 2, None, (0, 1, 0, 1, 1, 1, 1, 1)),
     ],
@@ -72,6 +86,9 @@ def test_the_shape_of_a_partition(
         (order_of(100, 1, window=12, tick=4), (12, 16, 20, 108), (16, 20, 24, 100)),
         (order_of(100, 2, window=12, tick=4), (24, 28, 32, 220), (34, 38, 42, 200)),
         (order_of(100, 3, window=60, tick=3), (180, 183, 186, 477), (216, 219, 222, 300)),
+        (order_of(100, 5, window=12, tick=20, early=True), (60, 80, 100, 560), (82, 102, 122, 500)),
+        (order_of(100, 5, window=50, tick=8, early=True), (250, 260, 270, 860), (310, 320, 330, 500)),
+        (order_of(100, 1, window=12, tick=4, early=True), (12, 16, 20, 112), (16, 20, 24, 100)),
         (order_of(40, 5, window=40), (200, 200, 200, 200), (200, 200, 200, 200)),
         (order_of(1, 1, partitions=3), (1, 1, 1, 1), (0, 0, 0, 0)),
     ],
@@ -92,6 +109,20 @@ def test_cohorts_at_both_ends_live_shorter_and_are_smaller():
         part.order.permutation.at(np.arange(0, 1)).tolist(),
         part.order.permutation.at(np.arange(88, 90)).tolist(),
     ]
+
+
+def test_an_early_window_grows_by_a_cohort_with_each_tick():
+    part = Partition(order_of(90, 5, window=16, tick=20, early=True), 0)
+    assert (part.window_ticks, part.start_ticks, part.n_ticks, part.n_cohorts) == (4, 1, 25, 28)
+    assert [part.entered(tick) for tick in (*range(7), 24)] == [1, 3, 5, 7, 8, 9, 10, 28]
+    lives = [1, 1, 2, 2, 3, 3, *[4] * 19, 3, 2, 1]
+    assert sum(lives) == 25 * 4 - (3 + 2 + 1)
+    assert part.full_ticks == 23.5
+    assert [part.first_block(cohort) for cohort in range(29)] == [
+        sum(lives[:cohort]) * 90 // 94 for cohort in range(29)
+    ]
+    late = Partition(order_of(90, 5, window=16, tick=20), 0)
+    assert (late.start_ticks, late.full_ticks, [late.entered(tick) for tick in range(3)]) == (4, 23.0, [4, 5, 6])
 
 
 def selected(examples: object, labels: np.ndarray | None = None, layer: object = "all") -> RowSpace:
