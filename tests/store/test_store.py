@@ -42,6 +42,7 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH
 from saev_store.store.listing import list_stores
 from saev_store.transport import MemoryTransport, ReadCost, Transport
+from saev_store.transport.fsspec._transport import FsspecTransport
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 ENGINES = ["mmap", "pread", "fsspec"]
@@ -672,6 +673,22 @@ def test_cards_tell_and_escape(tmp_path: Path) -> None:
         assert words in text
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(("labelled", "says"), [(True, "yes (labels.bin)"), (False, "none")])
+def test_a_far_store_says_nothing_of_labels_before_they_were_looked_for(labelled: bool, says: str) -> None:
+    """The card makes no request."""
+    far = FsspecTransport(f"memory://labels-{labelled}")
+    for name, data in plain_store(LAYOUT, labelled=labelled).files.items():
+        far.put(name, data)
+    store = opened(far)
+    before = far.counters
+    (line,) = (line for line in str(store).splitlines() if line.split()[0] == "labels")
+    assert line.split(maxsplit=1)[1] == "not looked for yet"
+    assert far.counters == before
+    assert store.has_labels is labelled
+    (line,) = (line for line in str(store).splitlines() if line.split()[0] == "labels")
+    assert line.split(maxsplit=1)[1] == says
 
 
 def test_plain_facts() -> None:
