@@ -17,6 +17,7 @@ from saev_store.errors import ArgumentError, CorruptShardError, ResumeError
 from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
 from saev_store.sources.llmbatch.order import block_order, epoch_batches
 from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport.limit import Wrapper
 
 
 def reader_of(n, batch_size=2, seq_len=3):
@@ -355,6 +356,23 @@ def test_batches_that_are_fetched_in_groups_are_all_there(tmp_path, monkeypatch,
     assert sorted(np.array(mapped).reshape(-1).tolist()) == list(range(40))
     with BatchNativeLoader(tmp_path / "x.batch", 3, output="numpy", engine="pread") as fetched:
         assert [batch.tolist() for batch in fetched] == mapped
+
+
+def test_the_first_batch_does_not_wait_for_large_fetches(tmp_path):
+    """Groups of 1, 2, 4, 8 and 16 MiB, and then of 16."""
+    asked = []
+
+    class Noting(Wrapper):
+        def get_ranges(self, path, *, starts, ends):
+            asked.append(sum(ends) - sum(starts))
+            return super().get_ranges(path, starts=starts, ends=ends)
+
+    n, nbytes = 200, 1 << 18
+    write_batch_file(tmp_path / "x.batch", np.zeros((n, nbytes // 4), np.int32), 1)
+    reader = BatchFileReader("x.batch", transport=Noting(open_transport(tmp_path, engine="pread")))
+    asked.clear()
+    assert sum(1 for _ in BatchNativeLoader(reader, shuffle=False, output="numpy")) == n
+    assert sorted(asked) == [1 << 20, *(size << 20 for size in (2, 3, 4, 8, 16, 16))]
 
 
 def test_a_file_is_opened_with_the_options_of_the_caller(tmp_path, monkeypatch):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from saev_store.sources.address import Url
     from saev_store.transport import Engine
 
-#: Bytes of one fetch from a remote file, and the number of concurrent fetches.
-_GROUP_BYTES = 16 << 20
+#: Bytes of one fetch from a remote file, at first and at most, and the number of concurrent fetches.
+_FIRST_BYTES, _GROUP_BYTES = 1 << 20, 16 << 20
 _N_AHEAD = 4
 STATE_VERSION = 2
 
@@ -147,9 +147,17 @@ class BatchNativeLoader:
             yield converted
 
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
-        """The batches, read-only, fetched ahead of the consumer in groups."""
-        n_group = max(1, _GROUP_BYTES // self.reader.header.padded_batch_nbytes)
-        groups = [order[start : start + n_group] for start in range(0, len(order), n_group)]
+        """The batches, read-only, fetched ahead of the consumer in groups.
+
+        Groups begin small and double: on a slow link the first batch would wait for all that is fetched beside it.
+        """
+        n_group, most = (
+            max(1, nbytes // self.reader.header.padded_batch_nbytes) for nbytes in (_FIRST_BYTES, _GROUP_BYTES)
+        )
+        groups, start = list[IntArray](), 0
+        while start < len(order):
+            groups.append(order[start : start + n_group])
+            start, n_group = start + n_group, min(2 * n_group, most)
         with contextlib.closing(ahead(self.reader.read_batches, groups, _N_AHEAD)) as fetched:
             for group in fetched:
                 group.flags.writeable = False
