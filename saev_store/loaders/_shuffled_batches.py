@@ -154,7 +154,8 @@ class ShuffledBatches:
             lanes: list[int] = []
             for lane, part in enumerate(self._parts):
                 cohort, tick = self._next[lane], self._tick[lane]
-                needed = part.entered(max(tick, self._first_tick[lane])) + self._n_ahead
+                needed = part.entered(max(tick, self._first_tick[lane]) if self._n_ahead else self._first_tick[lane])
+                needed += self._n_ahead
                 if cohort < min(needed, tick + placement.depth[lane], part.n_cohorts):
                     end = placement.end_after(lane, cohort)
                     if ring.open(min(-(-end // self._share), self._stop)):

@@ -509,6 +509,9 @@ class Stalling(Wrapper):
         (ShuffledLoader, {"window_blocks": 60, "n_partitions": 1}),
         (ShuffledLoader, {"window_blocks": 12, "n_partitions": 1, "early_start": True}),
         (ShuffledLoader, {"window_blocks": 60, "n_partitions": 2, "early_start": True}),
+        # The first batch ends with a tick of some partitions, of which nothing more is needed while others are waited for.
+        (ShuffledLoader, {"window_blocks": 1, "n_partitions": 2, "batch_size": 84}),
+        (ShuffledLoader, {"window_blocks": 1, "n_partitions": 2, "batch_size": 84, "early_start": True}),
     ],
 )
 @pytest.mark.parametrize(("layer", "missing"), [(5, 0), ((5, 2), 0), (5, 1)])
@@ -517,14 +520,15 @@ def test_the_plan_says_what_the_first_batch_waits_for(plain, monkeypatch, kind, 
     monkeypatch.setattr(Stalling, "goes_on", threading.Event())
     monkeypatch.setattr(Stalling, "left", 1 << 40)
     rows = ShardStore.open(Stalling(in_memory(plain))).sel(layer=layer, tokens="content")
-    loader = kind(rows, batch_size=6, n_threads=1, batch_timeout_s=60 if missing == 0 else 0.1, **options)
+    options = {"batch_size": 6, "n_threads": 1, "batch_timeout_s": 20 if missing == 0 else 0.1, **options}
+    loader = kind(rows, **options)
     monkeypatch.setattr(Stalling, "left", loader.explain().first_batch_bytes - missing)
     with loader:
         if missing:
             with pytest.raises(DeadlineError):
                 next(iter(loader))
         else:
-            assert len(next(iter(loader))["act"]) == 6
+            assert len(next(iter(loader))["act"]) == options["batch_size"]
         Stalling.goes_on.set()
 
 
