@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from waiting import HANG_S
@@ -104,6 +106,20 @@ def test_results_that_wait_are_no_more_than_threads(n):
     for number, answer in enumerate(answers):
         assert answer == number
         assert len(taken) == min(number + 1 + n, 20)  # the last one is not begun yet
+
+
+@pytest.mark.parametrize("refused", [{0}, {2}, {1, 2, 4}, set(range(6))])
+def test_the_order_is_kept_where_the_system_refuses_threads(monkeypatch, refused):
+    """An item that gets no thread is computed by the caller, behind those that were begun before it."""
+    submit, numbers = ThreadPoolExecutor.submit, itertools.count()
+
+    def refusing(pool, work, item):
+        if next(numbers) in refused:
+            raise RuntimeError("can't start new thread")
+        return submit(pool, work, item)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refusing)
+    assert list(ahead(abs, range(6), 3)) == list(range(6))
 
 
 def test_what_nobody_waits_for_is_not_begun():

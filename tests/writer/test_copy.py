@@ -646,6 +646,26 @@ def test_shards_are_shared_on_one_disk(store, tmp_path, monkeypatch, can_link, d
     assert ShardStore.open(url).validate(deep=digests).ok
 
 
+@pytest.mark.parametrize(
+    ("number", "copies"),
+    [(number, True) for number in ("EXDEV", "EPERM", "EACCES", "EOPNOTSUPP", "ENOSYS", "ENOTTY", "EINVAL", "EMLINK")]
+    + [("ENOSPC", False), ("EIO", False)],
+)
+def test_a_disk_that_cannot_share_is_told_from_one_that_fails(store, tmp_path, monkeypatch, number, copies):
+    def refuse(old: str, new: str) -> bool:
+        raise OSError(getattr(errno, number), "no")
+
+    monkeypatch.setattr("saev_store.writer.copying._share._clone", refuse)
+    if not copies:
+        with pytest.raises(TransportError):
+            copy_store(store.path, tmp_path / "to", protocol="2.1", progress=False)
+        return
+    copied = Path(copy_store(store.path, tmp_path / "to", protocol="2.1", progress=False))
+    for shard in map(store.shard, range(store.n_shards)):
+        assert (copied / shard.name).read_bytes() == shard.read_bytes()
+        assert not os.path.samefile(copied / shard.name, shard)
+
+
 def test_hard_links_where_there_are_no_clones(store, tmp_path, monkeypatch):
     monkeypatch.setattr("saev_store.writer.copying._share._clone", lambda old, new: False)
     (tmp_path / "moved").mkdir()
