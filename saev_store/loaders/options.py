@@ -163,7 +163,7 @@ class ShuffleOptions(ReadOptions):
         n_partitions: Streams of the order: a multiple of `world` that divides the global batch. Default: 8 where possible.
         early_start: Begin an epoch with a small window that grows to its full size, for slow links: the first batch waits for
             a few batches' bytes instead of half the window. Until as many bytes as half the window have been handed out,
-            batches are mixed less.
+            batches are mixed less; in an epoch of fewer than about two windows, all of them, also less than predicted.
 
     Raises:
         ArgumentError: an option is out of range; the message lists all of these.

@@ -345,5 +345,5 @@ class ShuffledLoader(Loader):
 
     def _needed_bytes(self) -> int:
         """The memory of this rank's window."""
-        rows = sum(window_rows(part, self._n_ahead) for part in self._partitions(0))
+        rows = sum(min(window_rows(part, self._n_ahead), part.n_rows) for part in self._partitions(0))
         return rows * self._row_nbytes

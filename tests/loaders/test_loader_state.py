@@ -281,6 +281,17 @@ def test_a_state_says_how_its_epoch_began(rows, early):
         assert same(first + acts(here), whole)
 
 
+def test_memory_for_the_whole_store_is_enough_for_any_state_of_it(tmp_path):
+    rows = ShardStore.open(plain_store(tmp_path, n=400, tokens=16, per_shard=100, d_model=8).path).sel(
+        layer=2, tokens="content"
+    )
+    options = {"batch_size": 1024, "window_bytes": int(len(rows) * 32 * 1.1)}
+    there = ShuffledLoader(rows, early_start=True, **options)
+    here = ShuffledLoader(rows, **options)
+    here.load_state_dict(there.state_dict())
+    assert same(acts(here), acts(there))
+
+
 def test_loading_ends_an_iteration_under_way(rows):
     loader = make(rows, "block")
     iterator = iter(loader)

@@ -418,3 +418,22 @@ def test_token_arrays_of_both_stores(tmp_path, kind):
     assert sorted(seen) == [tuple(place) for place in np.argwhere(mask).tolist()]
     with pytest.raises(ArgumentError, match="no token array 'nothing'"):
         kind(rows, token_arrays=["nothing"])
+
+
+def test_states_that_are_older_than_early_starts(tmp_path):
+    """They do not say how their epoch began."""
+    store = ShardStore.open(plain_store(tmp_path, n=30, tokens=4).path)
+    rows = pair(store, store).sel(layer_a=5, layer_b=2)
+
+    def make():
+        return ShuffledPairLoader(rows, batch_size=8, window_blocks=4, n_partitions=2)
+
+    whole = [batch["example_idx"].tolist() for batch in make()]
+    with make() as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    for side in ("a", "b"):
+        del state[side]["early_start"]
+    loader = make()
+    loader.load_state_dict(state)
+    assert [batch["example_idx"].tolist() for batch in loader] == whole[1:]
