@@ -122,7 +122,7 @@ class Explanation:
         cost: Requests, bytes and dollars of an epoch, this rank's: what `store.transport.counters` will have more. Of a
             long epoch some parts are planned and the rest is taken to be like them.
         first_batch_bytes: What has to arrive before the first batch of an epoch: of a shuffle about half the window, or a few
-            batches with `early_start`.
+            batches with `early_start`; without what is read between ranges that one request brings.
         keeps_pages: Whether what was read stays in the page cache; None where there is none.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.

@@ -324,7 +324,6 @@ class _Second(ShuffledLoader):
     def _adopt(self, state: Mapping[str, object]) -> None:
         """Take over what the first one has taken over."""
         geometry, n_ahead = self._first.order
-        said = {"early_start": False, **state}  # states that are older than the option do not have it
-        if not all(same_value(said.get(name), value) for name, value in geometry._asdict().items()):
+        if self._geometry_of(state) != geometry:
             raise ArgumentError("the state has different orders for the two stores", where="load_state_dict")
         self._geometry, self._n_ahead = geometry, n_ahead

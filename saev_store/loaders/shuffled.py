@@ -310,16 +310,23 @@ class ShuffledLoader(Loader):
         """See `Loader`."""
         return self._geometry._asdict()
 
-    def _adopt(self, state: Mapping[str, object]) -> None:
-        """See `Loader`."""
-        batch = self._batching.batch_size
-        geometry = Geometry(
+    def _geometry_of(self, state: Mapping[str, object]) -> Geometry:
+        """What the order of a state was made with.
+
+        Raises:
+            ArgumentError: a part is missing, or none that a loader writes.
+        """
+        return Geometry(
             whole_number(state, "examples_per_block", 1, Blocks.MAX_ROWS),
-            whole_number(state, "n_partitions", 1, batch),
+            whole_number(state, "n_partitions", 1, self._batching.batch_size),
             whole_number(state, "window_blocks", 1),
             # States that are older than the option do not have it.
             truth(state, "early_start", default=False),
         )
+
+    def _adopt(self, state: Mapping[str, object]) -> None:
+        """See `Loader`."""
+        geometry, batch = self._geometry_of(state), self._batching.batch_size
         if batch % geometry.n_partitions or geometry.n_partitions % self._world:
             raise ArgumentError(
                 f"the state has n_partitions = {geometry.n_partitions}, which {self._world} rank(s) and batches of {batch} "

@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import library as operators
 
 #: Keeps the declaration alive; None where torchvision loads by itself, or is absent.
-_DECLARED: torch.library.Library | None = None
+_DECLARED: operators.Library | None = None
 
 
 def declare() -> None:
@@ -24,6 +25,6 @@ def declare() -> None:
     try:
         torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
     except OSError:
-        _DECLARED = torch.library.Library("torchvision", "DEF")
+        _DECLARED = operators.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             _DECLARED.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -597,6 +597,9 @@ def test_an_early_start_waits_for_a_few_batches(tmp_path, window):
     store = ShardStore.open(plain_store(tmp_path, n=3000, tokens=7, per_shard=500, d_model=32).path)
     rows = store.sel(layer=5, tokens="content")
     late, early = (ShuffledLoader(rows, batch_size=256, early_start=start, **window) for start in (False, True))
+    assert (
+        ShuffledLoader(rows, early_start=np.True_, **window).state_dict()["early_start"] is True
+    )  # NumPy's are booleans
     batch_bytes, whole = 256 * 32 * 4, min(window["window_bytes"], len(rows) * 32 * 4)
     assert late.explain().first_batch_bytes > whole / 3
     assert early.explain().first_batch_bytes < 4 * batch_bytes
@@ -638,6 +641,8 @@ def test_an_empty_selection_is_an_empty_epoch(store, kind):
         ({"medium": "tape"}, "medium is 'tape'"),
         ({"scale_norm": -2.0}, "scale_norm is -2.0"),
         ({"window_bytes": -5}, "window_bytes is -5"),
+        ({"early_start": 1}, "early_start is 1"),
+        ({"early_start": "yes"}, "early_start is 'yes'"),
         ({"n_partitions": 3, "batch_size": 8}, "n_partitions is 3"),
         ({"rank": 0, "world": 512, "batch_size": 1}, "cannot be shared"),
     ],
