@@ -212,19 +212,26 @@ class Iteration:
         del error
 
     def read(self, tasks: Iterable[Task]) -> Group:
-        """Queue tasks for the reading threads; gives what to wait for."""
+        """Queue tasks for the reading threads; gives what to wait for.
+
+        Raises:
+            StoppedError: the iteration was closed.
+        """
         queued = list(tasks)
         group = Group(len(queued))
         with self._changed:
+            # Behind what tells the threads to end, tasks would stay in the queue, with the memory that they fill.
+            if self.stop.is_set():
+                raise StoppedError
             self._n_open += len(queued)
-            while self._n_readers < min(self._n_open, self._n_threads) and not self.stop.is_set():
+            while self._n_readers < min(self._n_open, self._n_threads):
                 number = self._n_readers
                 self._start(
                     threading.Thread(target=self._work, args=(number,), name=f"saev-read-{number}", daemon=True)
                 )
                 self._n_readers += 1
-        for task, where in queued:
-            self._tasks.put((task, where, group))
+            for task, where in queued:
+                self._tasks.put((task, where, group))
         return group
 
     def wait(self, group: Group) -> None:

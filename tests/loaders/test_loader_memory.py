@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from waiting import HANG_S
 
 from saev_store import SaevStoreError, ShardStore
 from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders._iteration import Iteration, StoppedError, Totals
 from saev_store.loaders._ring import BufferPool, allocate, lent
 
 #: What a consumer may keep of a batch instead of it.
@@ -265,3 +267,22 @@ print(memory.tolist() == [[1.0] * 4] * 3)
 """
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert told.stdout == "True\n"
+
+
+def test_nothing_is_queued_in_an_iteration_that_was_closed():
+    """Its threads have been told to end: a task behind that would stay, with the memory that it fills."""
+    iteration = Iteration(2, 1, Totals(4), helps=False)
+    done: list[int] = []
+    iteration.wait(iteration.read([(partial(done.append, 1), "a")]))
+    iteration.close()
+
+    class Memory:
+        def fill(self) -> None:
+            done.append(2)
+
+    memory = Memory()
+    seen = weakref.ref(memory)
+    with pytest.raises(StoppedError):
+        iteration.read([(memory.fill, "a")])
+    del memory
+    assert (seen(), done) == (None, [1])
