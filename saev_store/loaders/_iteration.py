@@ -20,6 +20,7 @@ import numpy as np
 
 from saev_store._runtime.threads import ABANDONED, without_variables
 from saev_store.errors import ArgumentError, DeadlineError, ForkError, TransportError
+from saev_store.transport.base import STOP
 
 #: One batch: `act` (n, d_model) float32, or (n, layers, d_model), `example_idx` and `token_idx` (n,) int64, where they apply
 #: `layer` (n,) int64 and `token_labels` (n,) uint8 and token arrays by name, (n,) of their dtype.
@@ -189,6 +190,7 @@ class Iteration:
 
     def _make(self, batches: Callable[[], Iterable[Batch]]) -> None:
         """Put batches into the queue until there are no more, an error, or the end of the iteration."""
+        STOP.set(self.stop)
         error: BaseException | None = None
         try:
             for batch in batches():
@@ -265,6 +267,7 @@ class Iteration:
 
     def _work(self, number: int) -> None:
         """Carry out tasks until told to end."""
+        STOP.set(self.stop)
         while (item := self._tasks.get()) is not None:
             self._carry_out(number, *item)
             # Nothing may keep the memory of the last task alive while waiting for the next.

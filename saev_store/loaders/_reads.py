@@ -25,8 +25,10 @@ from saev_store.transport import Buffer
 
 T = TypeVar("T")
 
-#: A read that failed for a passing reason is tried again after these waits.
-_WAITS_S = (0.05, 0.2, 0.8)
+#: How long a read that failed for a passing reason is tried again, counted from its first beginning: what the transport has tried
+#: for longer is not tried again, and the error comes before the consumer has waited for too long.
+_RETRY_S, _FIRST_WAIT_S, _LONGEST_WAIT_S = 10.0, 0.05, 3.0
+_now_s = time.monotonic  # by this name, so that tests can count waits instead of waiting
 #: So many requests are handed to a transport in one call, so that `close` does not wait for more.
 _REQUESTS_AT_ONCE = 128
 #: Runs shorter than this are cheaper as one gather than as a request each.
@@ -314,19 +316,20 @@ class Reads:
             read: Reads it.
             in_steps: Reads the same in steps, after a failure of the whole: of many ranges another one may fail each time.
         """
+        ends, wait_s = _now_s() + _RETRY_S, _FIRST_WAIT_S
         try:
-            for wait_s in _WAITS_S:
+            while True:
                 try:
                     return read()
                 except TransportError as error:
-                    if not error.transient:
+                    if not error.transient or _now_s() + wait_s > ends:
                         raise
                     self._totals.add(n_retries=1)
                     if self._stop.wait(wait_s):
                         raise
                 if in_steps is not None:
                     return in_steps()
-            return read()
+                wait_s = min(4 * wait_s, _LONGEST_WAIT_S)
         except NotFoundError:
             self._reader.check_size(shard)  # says which examples are gone
             raise

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, Self, TypeVar
 
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError
-from saev_store.transport.base import Counters
+from saev_store.transport.base import STOP, Counters
 from saev_store.transport.checks import RequestCounter, check_path
 
 T = TypeVar("T")
 
 #: Slower than this is as good as stalled, so it is part of every deadline.
 SLOWEST_BYTES_PER_S = 1 << 20
-#: Longest time until a Ctrl-C that the system delivers to another thread is noticed.
+#: Longest time until `STOP`, or a Ctrl-C that the system delivers to another thread, is noticed.
 _SLICE_S = 0.2
 #: A loop that is this late is stuck.
 STUCK_S = 10.0
+#: How long a range is requested again whose service is busy or away for a moment; less than loaders wait for progress.
+RETRY_S = 15.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 3.0
+#: By these names, so that tests can count waits instead of waiting.
+_sleep, _now_s = asyncio.sleep, time.monotonic
 #: Time-outs of connections, and of answers of which nothing comes any more.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 10
 
@@ -31,10 +37,13 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
 
     Raises:
         TimeoutError: it took longer than `limit_s`.
+        TransportError: `STOP` was set.
         Exception: its own error.
     """
     task: asyncio.Task[T] | None = None
-    is_wanted = True
+    is_wanted, stop = True, STOP.get()
+    if stop is not None and stop.is_set():
+        raise _stopped()
 
     async def wanted() -> T:
         nonlocal task
@@ -53,6 +62,8 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
                 return future.result(max(left, 0.0))
             with contextlib.suppress(TimeoutError):  # if it is the future's own, it is raised below
                 return future.result(_SLICE_S)
+            if stop is not None and stop.is_set():
+                raise _stopped()
         return future.result()
     except BaseException:
         # Not by the future: a Ctrl-C may come before this thread has it, while the loop is already at work.
@@ -60,6 +71,10 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: task is not None and task.cancel())
         raise
+
+
+def _stopped() -> TransportError:
+    return TransportError("the request is not wanted any more: what it was for has been closed")
 
 
 async def awaited_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
@@ -83,16 +98,18 @@ async def within(work: Callable[[], Awaitable[T]], limit_s: float) -> T:
         return await work()
 
 
-async def again(work: Callable[[], Awaitable[T]], waits_s: Sequence[float], passes: Callable[[Exception], bool]) -> T:
-    """What `work()` gives; an error that `passes` is tried again after each of the waits."""
-    for wait_s in waits_s:
+async def again(work: Callable[[], Awaitable[T]], passes: Callable[[Exception], bool], *, for_s: float) -> T:
+    """What `work()` gives; an error that `passes` is tried again, after growing, random waits, for so long after the first one."""
+    wait_s, last_s = _FIRST_WAIT_S, float("inf")
+    while True:
         try:
             return await work()
         except Exception as error:
-            if not passes(error):
+            last_s = min(last_s, _now_s() + for_s)
+            if not passes(error) or _now_s() + wait_s > last_s:
                 raise
-        await asyncio.sleep(wait_s)
-    return await work()
+        await _sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311  # spreads clients that failed together
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
 @contextlib.asynccontextmanager

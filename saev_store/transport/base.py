@@ -13,10 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Protocol, runtime_checkable
 
 Buffer = bytes | bytearray | memoryview
+
+#: An event that is set when what this thread reads is not wanted any more: requests to servers are then cancelled.
+STOP: ContextVar[Event | None] = ContextVar("saev_store.transport.STOP", default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 class FlakyServer(http.server.BaseHTTPRequestHandler):
     """Files by range; answers 503, or less than it promised, every now and then."""
 
-    root, faults, counter = "", "", 0
+    root, faults, counter, n_busy = "", "", 0, 0
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes: the second would wait for 40 ms
 
@@ -29,6 +29,9 @@ class FlakyServer(http.server.BaseHTTPRequestHandler):
         path = os.path.join(self.root, os.path.basename(self.path.partition("?")[0]))
         if not os.path.exists(path):
             self.send_error(404)
+            return
+        if cls.faults == "busy" and cls.counter <= cls.n_busy:
+            self.send_error(503)
             return
         if cls.faults == "503" and body and cls.counter % 5 == 0:
             self.send_error(503)
@@ -62,10 +65,10 @@ class RangeServer(http.server.ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, type[FlakyServer]]]:
-    """The address of a folder, and the class whose `faults` say how it fails."""
+def serving(folder: Path, *, port: int = 0) -> Iterator[tuple[str, type[FlakyServer]]]:
+    """The address of a folder, and the class whose `faults` say how it fails: "busy" until `counter` is above `n_busy`."""
     handler = type("Handler", (FlakyServer,), {"root": str(folder)})
-    server = RangeServer(("127.0.0.1", 0), handler)
+    server = RangeServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

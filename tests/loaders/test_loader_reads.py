@@ -191,9 +191,11 @@ class Failing(Wrapper):
     armed = False
 
 
-@pytest.mark.parametrize("n_failures", [0, 1, 3, 4])
-def test_a_read_is_tried_four_times(n_failures: int, plain: Plain, monkeypatch):
-    monkeypatch.setattr(_reads, "_WAITS_S", (0.0, 0.0, 0.0))
+@pytest.mark.parametrize("n_failures", [0, 1, 3, 9])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_read_is_tried_for_a_time(n_failures: int, is_late: bool, plain: Plain, monkeypatch):
+    monkeypatch.setattr(_reads, "_FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(_reads, "_RETRY_S", -1.0 if is_late else 1000.0)
     monkeypatch.setattr(_reads, "SMALL_RUN_BYTES", 1)
     files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
     far = Failing(Far(files, 1 << 20), [TransportError("busy", where="x", transient=True)] * n_failures)
@@ -203,13 +205,13 @@ def test_a_read_is_tried_four_times(n_failures: int, plain: Plain, monkeypatch):
     rows = store.sel(layer=5, examples=[0])
     far.armed = True
     loader = OrderedLoader(rows, batch_size=100, n_threads=1)
-    if n_failures < 4:
+    if not n_failures or not is_late:
         (batch,) = loader
         assert batch["act"].tobytes() == plain.acts[0, 1].tobytes()
     else:
         with pytest.raises(TransportError, match="busy"):
             list(loader)
-    assert loader.metrics().n_retries == min(n_failures, 3)
+    assert loader.metrics().n_retries == (0 if is_late else n_failures)
 
 
 class RecordedEvent(threading.Event):
@@ -228,22 +230,24 @@ class RecordedEvent(threading.Event):
 
 @pytest.mark.parametrize("set_in_wait", [None, 1, 2, 3])
 def test_a_failed_read_waits_longer_each_time_and_is_given_up_when_the_loader_is_closed(
-    set_in_wait: int | None, plain: Plain
+    set_in_wait: int | None, plain: Plain, monkeypatch
 ):
     files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
-    far = Failing(Far(files, 1 << 20), [TransportError("busy", where="x", transient=True)] * 9)
+    far = Failing(Far(files, 1 << 20), [TransportError("busy", where="x", transient=True)] * 99)
     with pytest.warns(match="renamed|no recipe"):
         reader = ShardStore.open(far).sel(layer=5).reader
     reader.check_size(0)
     far.armed = True
     stop = RecordedEvent(set_in_wait)
+    monkeypatch.setattr(_reads, "_now_s", lambda: sum(stop.waits_s))
     reads = Reads(reader, Totals(64), stop, task_bytes=1 << 20)
     runs = Runs(column(0), column(0), column(0), column(8), column(0))
     ((task, _),) = reads.tasks(runs, np.empty((8, 16), np.float32))
     with pytest.raises(TransportError, match="busy"):
         task()
-    assert stop.waits_s == [0.05, 0.2, 0.8][:set_in_wait]
-    assert len(far.errors) == 9 - (set_in_wait or 4)
+    # No further wait of three seconds ends within the ten.
+    assert stop.waits_s == pytest.approx([0.05, 0.2, 0.8, 3.0, 3.0][:set_in_wait])
+    assert len(far.errors) == 99 - (set_in_wait or 6)
 
 
 def test_what_will_not_pass_is_not_tried_again(plain: Plain):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.server
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -20,6 +21,7 @@ import pytest
 from fsspec.asyn import AsyncFileSystem
 from processes import in_process, read_part, read_whole
 from range_server import serving
+from retries import clock  # noqa: F401 (a fixture)
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from waiting import HANG_S
 
@@ -69,20 +71,10 @@ def test_a_body_that_breaks_off_is_asked_for_again(tmp_path, one):
         assert server.counter == 8
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ClientPayloadError",
-        "IncompleteRead",
-        "IncompleteReadError",
-        "ResponseStreamingError",
-        "ReadTimeoutError",
-        "ValueError",
-    ],
-)
-def test_what_is_asked_for_again(kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["ClientPayloadError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError", "ReadTimeoutError", "ValueError"])  # fmt: skip
+def test_what_is_asked_for_again(kind, fake, clock):
     """By the names of aiohttp, http.client, asyncio, botocore and urllib3: none of them is needed."""
-    broke_off = type(kind, (Exception,), {})
+    broke_off = type(kind, (ValueError if kind == "ValueError" else Exception,), {})
     answers = [
         broke_off("half of it"),
         broke_off("half of it"),
@@ -95,17 +87,63 @@ def test_what_is_asked_for_again(kind, monkeypatch):
             raise found
         return found
 
-    async def no_wait(_):
-        pass
-
-    monkeypatch.setattr("saev_store.transport._remote.asyncio.sleep", no_wait)
-    reading = ranges(get, None, "a.bin", [2], [4], where="a.bin", arrived=len)
+    reading = ranges(get, None, "a.bin", [2], [4], where="a.bin", arrived=len, passes=fake.client.passes)
     if kind == "ValueError":
         with pytest.raises(broke_off):
             asyncio.run(reading)
         assert len(answers) == 2
     else:
         assert asyncio.run(reading) == [(b"23", ('"1"', 10))]
+
+
+@both
+def test_a_range_of_a_web_server_that_is_busy_for_a_while_comes(tmp_path, one, clock):
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    with serving(tmp_path) as (url, server):
+        server.faults, server.n_busy = "busy", 7
+        assert one(open_transport(url), "a.bin", 2, 8) == b"234567"
+        assert server.counter == 8
+
+
+@pytest.mark.parametrize("n_busy", [3, 1000])
+def test_documents_and_sizes_of_a_web_server_that_is_busy(tmp_path, n_busy, clock):
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    with serving(tmp_path) as (url, server):
+        transport = open_transport(url)
+        for read, found in ((lambda: transport.read("a.bin"), b"0123456789"), (lambda: transport.size("a.bin"), 10)):
+            server.faults, server.n_busy, server.counter = "busy", n_busy, 0
+            if n_busy == 3:
+                assert read() == found
+                assert server.counter >= 4
+            else:
+                with pytest.raises(TransportError, match="503") as caught:
+                    read()
+                assert caught.value.transient
+                assert 5 < server.counter < 100
+
+
+def test_a_web_server_that_is_not_there_is_told_at_once_when_a_store_is_opened(clock):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # not listening
+        transport = open_transport(f"http://127.0.0.1:{taken.getsockname()[1]}/store")
+        with pytest.raises(TransportError, match="Cannot connect|refused"):
+            transport.read("metadata.json")
+    assert clock.waits_s == []
+
+
+@both
+def test_a_web_server_that_starts_while_a_range_is_requested(tmp_path, one, clock):
+    """As one does that was stopped in the middle of an epoch."""
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    with serving(tmp_path) as (url, _):
+        transport = open_transport(url)
+    server = []
+    with contextlib.ExitStack() as stack:
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        clock.after[3] = lambda: server.append(stack.enter_context(serving(tmp_path, port=port)))
+        assert one(transport, "a.bin", 2, 8) == b"234567"
+    assert len(clock.waits_s) == 3
+    assert len(server) == 1
 
 
 class FakeFileSystem(AsyncFileSystem):
@@ -287,7 +325,7 @@ def test_a_document_is_one_request_and_no_longer_than_allowed(fake):
     ("said", "size"),
     [("bytes 3-8/256", 256), ("bytes 3-8/*", None), ("", None), ("bytes 4-9/256", "other"), ("bytes 2-7/*", "other")],
 )
-def test_a_range_that_says_to_be_another_one_is_not_taken(said, size):
+def test_a_range_that_says_to_be_another_one_is_not_taken(said, size, fake):
     """A cache between us and the server may mix up answers; the length alone does not tell."""
 
     async def get(fs, path, start, end, arrived):
@@ -297,7 +335,7 @@ def test_a_range_that_says_to_be_another_one_is_not_taken(said, size):
     arrived = []
 
     def found():
-        return asyncio.run(ranges(get, None, "a.bin", [3], [9], where="there/a.bin", arrived=arrived.append))
+        return asyncio.run(ranges(get, None, "a.bin", [3], [9], where="there/a.bin", arrived=arrived.append, passes=fake.client.passes))
 
     if size == "other":
         with pytest.raises(TransportError, match=r"there/a\.bin: .* but bytes 3 to 9 were asked for") as caught:

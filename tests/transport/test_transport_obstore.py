@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from cloud_servers import gcs_xml_bucket  # noqa: F401 (a fixture)
 from processes import in_process, read_part
+from retries import clock  # noqa: F401 (a fixture)
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from test_transport_contract import RangeHandler, fill_folder
 from waiting import HANG_S
@@ -459,33 +460,75 @@ def test_ctrl_c_cancels_what_is_waited_for(monkeypatch, moment):
         loop.close()
 
 
-def test_waits_before_other_tries_are_kept(monkeypatch):
-    """The last failure is the one that is told; what does not pass is not tried again."""
-    waits_s: list[float] = []
-    errors = [TimeoutError(str(n)) for n in range(3)]
-    left = errors.copy()
+@pytest.mark.parametrize(("for_s", "n_most"), [(0.01, 1), (0.1, 2), (1.0, 8), (15.0, 20)])
+def test_tries_end_after_their_time(clock, for_s, n_most):
+    """The last failure is the one that is told; waits grow; what does not pass is not tried again."""
+    n_left, n_tries = 1000, 0
 
     async def work() -> str:
-        if left:
-            raise left.pop(0)
+        nonlocal n_tries
+        n_tries += 1
+        if n_tries <= n_left:
+            raise TimeoutError(f"try {n_tries}")
         return "done"
 
-    async def no_wait(wait_s: float) -> None:
-        waits_s.append(wait_s)
+    with pytest.raises(TimeoutError) as caught:
+        asyncio.run(again(work, lambda _: True, for_s=for_s))
+    assert str(caught.value) == f"try {n_tries}"
+    assert len(clock.waits_s) == n_tries - 1
+    assert 1 <= n_tries <= n_most
+    assert for_s - 3.2 < sum(clock.waits_s) <= for_s
+    for number, wait_s in enumerate(clock.waits_s):
+        most_s = min(0.1 * 2**number, 3.0)
+        assert most_s / 2 <= wait_s <= most_s
+    n_left, n_tries = n_tries - 1, 0
+    assert asyncio.run(again(work, lambda _: True, for_s=1000.0)) == "done"
+    n_tries = 0
+    with pytest.raises(TimeoutError, match="try 1"):
+        n_left = 5
+        asyncio.run(again(work, lambda _: False, for_s=1000.0))
 
-    monkeypatch.setattr(asyncio, "sleep", no_wait)
-    assert asyncio.run(again(work, (0.1, 0.2, 0.4, 0.8), lambda error: error in errors)) == "done"
-    assert waits_s == [0.1, 0.2, 0.4]
-    for passes, n_waits in ((lambda _: True, 2), (lambda error: error is not errors[1], 1)):
-        left, waits_s = errors.copy(), []
-        with pytest.raises(TimeoutError, match=str(n_waits)):
-            asyncio.run(again(work, (0.1, 0.2), passes))
-        assert waits_s == [0.1, 0.2][:n_waits]
+
+def test_time_is_counted_from_the_first_failure(clock):
+    """A range that broke off after a long time is requested again."""
+    n_tries = 0
+
+    async def work() -> str:
+        nonlocal n_tries
+        n_tries += 1
+        if n_tries == 1:
+            clock.waits_s.append(100.0)
+            raise TimeoutError
+        return "done"
+
+    assert asyncio.run(again(work, lambda _: True, for_s=1.0)) == "done"
 
 
-@pytest.mark.parametrize(("status", "n_tries"), [(409, 3), (500, 1)])
-def test_a_creation_is_tried_again_while_the_service_has_not_decided(s3_bucket, monkeypatch, status, n_tries):
-    monkeypatch.setattr("saev_store.transport.obstore._transport._BUSY_WAITS_S", (0.0, 0.0))
+@pytest.mark.parametrize(("n_busy", "text"), [(9, "503 Slow Down"), (1, "404 Gone"), (1, "error sending request")])
+def test_a_range_is_requested_again_from_a_service_that_is_busy(s3_bucket, monkeypatch, clock, n_busy, text):
+    transport, n_tries, get = open_s3(s3_bucket), 0, obstore.get_async
+    transport.put("a.bin", b"0123456789")
+
+    async def busy(*arguments: object, **options: object) -> object:
+        nonlocal n_tries
+        n_tries += 1
+        if n_tries <= n_busy:
+            status = f"Server returned non-2xx status code: {text}" if text[0].isdigit() else text
+            raise obstore.exceptions.GenericError(status)
+        return await get(*arguments, **options)
+
+    monkeypatch.setattr(obstore, "get_async", busy)
+    if "404" in text:
+        with pytest.raises(NotFoundError):
+            one(transport, "a.bin", 2, 8)
+        assert n_tries == 1
+        return
+    assert bytes(one(transport, "a.bin", 2, 8)) == b"234567"
+    assert n_tries == n_busy + 1
+
+
+@pytest.mark.parametrize(("status", "is_repeated"), [(409, True), (500, False)])
+def test_a_creation_is_tried_again_while_the_service_has_not_decided(s3_bucket, monkeypatch, clock, status, is_repeated):
     tries = []
 
     async def busy(*_: object, **__: object) -> None:
@@ -495,7 +538,10 @@ def test_a_creation_is_tried_again_while_the_service_has_not_decided(s3_bucket, 
     monkeypatch.setattr(obstore, "put_async", busy)
     with pytest.raises(TransportError) as caught:
         open_s3(s3_bucket).create("a.json", b"{}")
-    assert (len(tries), caught.value.transient) == (n_tries, True)
+    assert caught.value.transient
+    assert len(tries) == len(clock.waits_s) + 1
+    assert (len(tries) > 3) == is_repeated
+    assert sum(clock.waits_s) <= 1.5
 
 
 # Errors

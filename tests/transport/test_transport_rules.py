@@ -260,6 +260,11 @@ def test_uploads_of_all_pages_that_are_in_the_folder_or_are_it():
     assert [each["Prefix"] for each in client.asked] == ["a/b"] * 5
 
 
+def requested(get, starts: list[int], ends: list[int]):
+    """The ranges of a file system whose requests `get` answers."""
+    return ranges(get, SimpleNamespace(), "a", starts, ends, where="x", arrived=lambda _: None, passes=lambda _: False)
+
+
 @pytest.mark.parametrize(
     ("headers", "version"),
     [
@@ -275,7 +280,7 @@ def test_the_version_of_an_answer(headers: dict[str, str], version: tuple[str | 
     ) -> tuple[bytes, Mapping[str, str]]:
         return bytes(end - start), {"content-range": f"bytes {start}-{end - 1}/100", **headers}
 
-    found = asyncio.run(ranges(get, SimpleNamespace(), "a", [0, 10], [4, 11], where="x", arrived=lambda _: None))
+    found = asyncio.run(requested(get, [0, 10], [4, 11]))
     assert found == [(bytes(4), version), (bytes(1), version)]
 
 
@@ -298,10 +303,10 @@ def test_the_range_of_an_answer(said: str, nbytes: int, is_refused: bool, size: 
 
     if is_refused:
         with pytest.raises(TransportError, match=r"bytes 10 to 14 were asked for") as caught:
-            asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x", arrived=lambda _: None))
+            asyncio.run(requested(get, [10], [14]))
         assert caught.value.transient
     else:
-        assert asyncio.run(ranges(get, SimpleNamespace(), "a", [10], [14], where="x", arrived=lambda _: None)) == [
+        assert asyncio.run(requested(get, [10], [14])) == [
             (bytes(nbytes), (None, size))
         ]
 

@@ -27,7 +27,9 @@ from saev_store.errors import (
 from saev_store.transport._remote import (
     CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
+    RETRY_S,
     SLOWEST_BYTES_PER_S,
+    again,
     awaited_in_loop,
     run_in_loop,
     within,
@@ -45,6 +47,7 @@ _TLS_PROTOCOLS = {"s3", "s3a", "http", "https"}
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 #: The protocols of plain web addresses, whose file system is opened without a request, so also inside an event loop.
 _WEB = {("http",), ("https",)}
+_WEB_READS = {"cat_file", "info", "ls"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
 #: What is done where nothing is made.
@@ -181,7 +184,22 @@ class FsspecClient:
         if not self.is_async:
             return getattr(fs, operation)(*arguments, **options)
         begin = getattr(fs, f"_{operation}")
-        return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
+        if self.protocols not in _WEB or operation not in _WEB_READS:
+            return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
+
+        def is_busy(error: Exception) -> bool:
+            """Whether the server said so. One that does not answer may be a mistaken address, so that is told at once."""
+            return _status(error) is not None and self.passes(error)
+
+        # The file systems of object stores do this themselves.
+        return self.run(lambda: again(lambda: begin(*arguments, **options), is_busy, for_s=RETRY_S), nbytes=nbytes)
+
+    def passes(self, error: Exception) -> bool:
+        """Whether an error of the library may pass, so that another try is worthwhile."""
+        if isinstance(error, SaevStoreError):
+            return False
+        ours = self._translate(error, doing="read", where="")
+        return isinstance(ours, TransportError) and ours.transient
 
     def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
         """What `work()` gives in the loop of an asynchronous file system; its errors are the library's own.

@@ -12,12 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from saev_store.errors import TransportError
-from saev_store.transport._remote import Version, again, task_group
+from saev_store.transport._remote import RETRY_S, Version, again, task_group
 from saev_store.transport.base import IN_FLIGHT
 
-#: Waits before a body that broke off is asked for again; what fails before the body, the file systems try again themselves.
-_WAITS_S = (0.1, 0.2, 0.4, 0.8)
-_PASSING = {"ClientPayloadError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError", "ReadTimeoutError"}
 #: Sizes of a read buffer: aiohttp's own, which answers with errors need, and the largest, for its parser counts with 32 bits.
 _LEAST_BUFFER_BYTES, _MOST_BUFFER_BYTES = 64 << 10, 64 << 20
 #: A part of an answer at most.
@@ -92,8 +89,19 @@ async def ranges(
     *,
     where: str,
     arrived: _Arrived,
+    passes: Callable[[Exception], bool],
 ) -> list[Answer]:
-    """The ranges of one object, concurrently, each with the version of the object that it is of. `arrived` is told of each part.
+    """The ranges of one object, concurrently, each with the version of the object that it is of.
+
+    Args:
+        get: Requests one range.
+        fs: The file system.
+        path: The object's name there.
+        starts: First byte of each range.
+        ends: The byte after its last one.
+        where: The object's name in messages.
+        arrived: Told of each part.
+        passes: Whether a range is requested again after an error.
 
     Raises:
         TransportError: an answer is of another range than the one requested.
@@ -108,8 +116,8 @@ async def ranges(
         async with slots:
             return await again(
                 lambda: _checked(get, fs, path, start, end, where=where, arrived=arrived),
-                _WAITS_S,
-                lambda error: type(error).__name__ in _PASSING,
+                passes,
+                for_s=RETRY_S,
             )
 
     if len(starts) == 1:

@@ -184,7 +184,8 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         full = self.key(below)
         get = getter(self.client.protocols, fs)
         if get is not None:
-            return await ranges(get, fs, full, starts, ends, where=self.where(below), arrived=self._count)
+            where, passes = self.where(below), self.client.passes
+            return await ranges(get, fs, full, starts, ends, where=where, arrived=self._count, passes=passes)
         found = await cat_ranges(fs, full, starts, ends)
         self._count(_nbytes(found))
         return [(part, None) for part in found]

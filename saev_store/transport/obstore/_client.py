@@ -243,6 +243,13 @@ class ObstoreClient:
         async with self._slots:
             return await work()
 
+    def passes(self, error: Exception) -> bool:
+        """Whether an error of the library may pass, so that another try is worthwhile."""
+        if isinstance(error, SaevStoreError):
+            return False
+        ours = self.translate(error, doing="read", where="")
+        return isinstance(ours, TransportError) and ours.transient
+
     def translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         """Our error for one of obstore's."""
         kind, text = type(error).__name__, str(error)

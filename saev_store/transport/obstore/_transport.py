@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._remote import RemoteTransport, again, task_group
+from saev_store.transport._remote import RETRY_S, RemoteTransport, again, task_group
 from saev_store.transport.base import IN_FLIGHT, Buffer, Entry, Transport, far_cost
 from saev_store.transport.checks import Run, check_ranges, copy_into, cut_runs, joined_runs, run_end, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
@@ -33,8 +33,8 @@ _SLOW_S, _STEP_BYTES = 10.0, 64 << 10
 _MOST_PUT_AT_ONCE = 32 << 20
 #: S3 copies larger objects in parts only.
 _MOST_COPIED_AT_ONCE = 5 << 30
-#: Waits before a creation is repeated that met another conditional write of the same object.
-_BUSY_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+#: How long a creation is repeated that met another conditional write of the same object.
+_UNDECIDED_S = 1.5
 _FAR = far_cost(cpu_s=1e-4, piece_bytes=PIECE_BYTES)
 
 
@@ -167,19 +167,21 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
                     parts.append(part)
             if end - start > _STEP_BYTES:
                 client.s_per_byte = (time.monotonic() - began) / (end - start)
+            if (n_came := sum(map(len, parts))) != end - start:
+                raise TransportError(
+                    f"{n_came:,} bytes came for the range {start:,}:{end:,}", where=where, transient=True
+                )
             return parts
 
         try:
-            parts = await client.slot(get)
+            # Beyond obstore's own tries, which take a second or two.
+            return await again(lambda: client.slot(get), client.passes, for_s=RETRY_S)
         except SaevStoreError:
             raise
         except Exception as error:
             if status_of(error) == 416 and (size := await self._size(below)) < needed:
                 raise too_short(where, size=size, needed=needed) from None
             raise
-        if (n_came := sum(map(len, parts))) != end - start:
-            raise TransportError(f"{n_came:,} bytes came for the range {start:,}:{end:,}", where=where, transient=True)
-        return parts
 
     def _check(self, below: str, meta: ObjectMeta, *, needed: int) -> None:
         """That an answer is of the object that was read before, and that it is long enough."""
@@ -276,7 +278,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
             await obstore.put_async(client.store, self.key(below), content, mode="create")
 
         # 409: nothing is decided yet
-        attempts = partial(again, attempt, _BUSY_WAITS_S, lambda error: status_of(error) == 409)
+        attempts = partial(again, attempt, lambda error: status_of(error) == 409, for_s=_UNDECIDED_S)
         try:
             client.call("create", self.where(below), lambda: client.slot(attempts), nbytes=len(content))
         except StoreExistsError:
