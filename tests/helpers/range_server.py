@@ -11,9 +11,15 @@ from pathlib import Path
 
 
 class FlakyServer(http.server.BaseHTTPRequestHandler):
-    """Files by range; answers 503, or less than it promised, every now and then."""
+    """Files by range; answers 503, or less than it promised, every now and then.
 
-    root, faults, counter, n_busy = "", "", 0, 0
+    Attributes:
+        faults: "503" or "truncated" now and then; "busy" until `counter` is above `n_busy`; "stalled" in the middle of a body.
+        n_stalled: Answers that stalled.
+        n_left: Of these, how many clients have gone.
+    """
+
+    root, faults, counter, n_busy, n_stalled, n_left = "", "", 0, 0, 0, 0
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes: the second would wait for 40 ms
 
@@ -52,6 +58,13 @@ class FlakyServer(http.server.BaseHTTPRequestHandler):
         if body and cls.faults == "truncated" and cls.counter % 7 == 0:
             self.wfile.write(data[: len(data) // 2])
             self.close_connection = True
+        elif body and cls.faults == "stalled":
+            self.wfile.write(data[: len(data) // 2])
+            cls.n_stalled += 1
+            with contextlib.suppress(OSError):
+                self.connection.recv(1)  # nothing, once the client has gone
+            cls.n_left += 1
+            self.close_connection = True
         elif body:
             self.wfile.write(data)
 
@@ -66,7 +79,7 @@ class RangeServer(http.server.ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(folder: Path, *, port: int = 0) -> Iterator[tuple[str, type[FlakyServer]]]:
-    """The address of a folder, and the class whose `faults` say how it fails: "busy" until `counter` is above `n_busy`."""
+    """The address of a folder, and the class whose `faults` say how it fails."""
     handler = type("Handler", (FlakyServer,), {"root": str(folder)})
     server = RangeServer(("127.0.0.1", port), handler)
     server.daemon_threads = True

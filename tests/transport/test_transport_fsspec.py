@@ -335,7 +335,9 @@ def test_a_range_that_says_to_be_another_one_is_not_taken(said, size, fake):
     arrived = []
 
     def found():
-        return asyncio.run(ranges(get, None, "a.bin", [3], [9], where="there/a.bin", arrived=arrived.append, passes=fake.client.passes))
+        return asyncio.run(
+            ranges(get, None, "a.bin", [3], [9], where="there/a.bin", arrived=arrived.append, passes=fake.client.passes)
+        )
 
     if size == "other":
         with pytest.raises(TransportError, match=r"there/a\.bin: .* but bytes 3 to 9 were asked for") as caught:

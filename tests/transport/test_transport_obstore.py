@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import CancelledError
+from contextvars import copy_context
 from functools import partial
 
 import numpy as np
@@ -39,6 +40,7 @@ from saev_store.testing._reading import follow
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
 from saev_store.transport import Transport, open_transport
 from saev_store.transport._remote import again, run_in_loop
+from saev_store.transport.base import STOP
 from saev_store.transport.obstore import part_bytes
 from saev_store.transport.obstore._client import bucket_region
 from saev_store.transport.obstore._options import only_obstore_understands, place_of
@@ -460,6 +462,46 @@ def test_ctrl_c_cancels_what_is_waited_for(monkeypatch, moment):
         loop.close()
 
 
+@pytest.mark.parametrize("moment", ["before", "while waiting", "never"])
+def test_a_request_that_is_not_wanted_any_more_is_cancelled(moment):
+    loop, stop, cancelled, n_begun = asyncio.new_event_loop(), threading.Event(), threading.Event(), 0
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def work() -> str:
+        nonlocal n_begun
+        n_begun += 1
+        if moment == "while waiting":
+            stop.set()
+        try:
+            await asyncio.sleep(0 if moment == "never" else 1000)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return "done"
+
+    def read() -> str:
+        STOP.set(stop)
+        if moment == "before":
+            stop.set()
+        return run_in_loop(work, loop, limit_s=1000)
+
+    try:
+        if moment == "never":
+            assert copy_context().run(read) == "done"
+        else:
+            with pytest.raises(TransportError, match="not wanted any more") as caught:
+                copy_context().run(read)
+            assert not caught.value.transient
+            assert n_begun == (moment == "while waiting")
+            if moment != "before":
+                assert cancelled.wait(HANG_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(HANG_S)
+        loop.close()
+
+
 @pytest.mark.parametrize(("for_s", "n_most"), [(0.01, 1), (0.1, 2), (1.0, 8), (15.0, 20)])
 def test_tries_end_after_their_time(clock, for_s, n_most):
     """The last failure is the one that is told; waits grow; what does not pass is not tried again."""
@@ -504,10 +546,15 @@ def test_time_is_counted_from_the_first_failure(clock):
     assert asyncio.run(again(work, lambda _: True, for_s=1.0)) == "done"
 
 
+@pytest.mark.parametrize("request_of", ["range", "size"])  # a size is requested when a shard is first read
 @pytest.mark.parametrize(("n_busy", "text"), [(9, "503 Slow Down"), (1, "404 Gone"), (1, "error sending request")])
-def test_a_range_is_requested_again_from_a_service_that_is_busy(s3_bucket, monkeypatch, clock, n_busy, text):
-    transport, n_tries, get = open_s3(s3_bucket), 0, obstore.get_async
+def test_what_is_read_is_requested_again_from_a_service_that_is_busy(
+    s3_bucket, monkeypatch, clock, request_of, n_busy, text
+):
+    transport, n_tries = open_s3(s3_bucket), 0
     transport.put("a.bin", b"0123456789")
+    name = "get_async" if request_of == "range" else "head_async"
+    answer = getattr(obstore, name)
 
     async def busy(*arguments: object, **options: object) -> object:
         nonlocal n_tries
@@ -515,20 +562,25 @@ def test_a_range_is_requested_again_from_a_service_that_is_busy(s3_bucket, monke
         if n_tries <= n_busy:
             status = f"Server returned non-2xx status code: {text}" if text[0].isdigit() else text
             raise obstore.exceptions.GenericError(status)
-        return await get(*arguments, **options)
+        return await answer(*arguments, **options)
 
-    monkeypatch.setattr(obstore, "get_async", busy)
+    def read() -> object:
+        return transport.size("a.bin") if request_of == "size" else bytes(one(transport, "a.bin", 2, 8))
+
+    monkeypatch.setattr(obstore, name, busy)
     if "404" in text:
         with pytest.raises(NotFoundError):
-            one(transport, "a.bin", 2, 8)
+            read()
         assert n_tries == 1
-        return
-    assert bytes(one(transport, "a.bin", 2, 8)) == b"234567"
-    assert n_tries == n_busy + 1
+    else:
+        assert read() == (10 if request_of == "size" else b"234567")
+        assert n_tries == n_busy + 1
 
 
 @pytest.mark.parametrize(("status", "is_repeated"), [(409, True), (500, False)])
-def test_a_creation_is_tried_again_while_the_service_has_not_decided(s3_bucket, monkeypatch, clock, status, is_repeated):
+def test_a_creation_is_tried_again_while_the_service_has_not_decided(
+    s3_bucket, monkeypatch, clock, status, is_repeated
+):
     tries = []
 
     async def busy(*_: object, **__: object) -> None:
@@ -574,6 +626,12 @@ def test_errors_become_ours_and_tell_no_secrets(s3_bucket):
         ("Server returned non-2xx status code: 409 Conflict: ", TransportError, True),
         ("Server returned non-2xx status code: 301 Moved: ", TransportError, False),
         ("HTTP error: error sending request: operation timed out", DeadlineError, True),
+        # Its word for the limit of retries is no time-out.
+        (
+            "Generic HTTP error: Error performing HEAD http://h/a in 1.7s, after 6 retries, max_retries: 6, retry_timeout: 60s  - Server returned non-2xx status code: 503 Slow: ",
+            TransportError,
+            True,
+        ),
         ("HTTP error: request or response body error", TransportError, True),
         ("Server returned non-2xx status code: 401 Unauthorized: ", AccessError, None),
         ("Server returned non-2xx status code: 404 Not Found: ", NotFoundError, None),

@@ -306,9 +306,7 @@ def test_the_range_of_an_answer(said: str, nbytes: int, is_refused: bool, size: 
             asyncio.run(requested(get, [10], [14]))
         assert caught.value.transient
     else:
-        assert asyncio.run(requested(get, [10], [14])) == [
-            (bytes(nbytes), (None, size))
-        ]
+        assert asyncio.run(requested(get, [10], [14])) == [(bytes(nbytes), (None, size))]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 100])

@@ -272,7 +272,7 @@ class ObstoreClient:
             return AccessError(
                 message, where=where, remedy="Check the credentials in storage_options or the environment."
             )
-        if isinstance(error, TimeoutError) or re.search(r"timed? ?out", text.partition("\n")[0], re.IGNORECASE):
+        if isinstance(error, TimeoutError) or re.search(r"\btimed? ?out\b", text.partition("\n")[0], re.IGNORECASE):
             return DeadlineError(message, where=where, transient=True)
         remedy, elsewhere = None, "Received redirect without LOCATION" in text
         if (elsewhere or status in {301, 307, 308, 400}) and self.place.kind == "s3":

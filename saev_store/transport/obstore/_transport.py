@@ -107,7 +107,8 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
 
         client = self.client
         client.requests.add("size")
-        return (await client.slot(lambda: obstore.head_async(client.store, self.key(below))))["size"]
+        head = partial(client.slot, lambda: obstore.head_async(client.store, self.key(below)))
+        return (await again(head, client.passes, for_s=RETRY_S))["size"]
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One read-only buffer per range, each of exactly the length asked for; empty ranges cost no request.
