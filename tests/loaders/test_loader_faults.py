@@ -34,7 +34,7 @@ from saev_store.errors import (
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.loaders._iteration import Group, Iteration, StoppedError, Totals
 from saev_store.order import Partition
-from saev_store.transport import Counters, PreadTransport
+from saev_store.transport import Counters, PreadTransport, _remote
 from saev_store.transport.limit import Wrapper
 from saev_store.transport.local.files import DESCRIPTORS
 from saev_store.transport.obstore._client import IN_FLIGHT
@@ -339,8 +339,10 @@ def test_a_server_that_fails_now_and_then(plain):
 @pytest.mark.parametrize("engine", ["fsspec", "obstore"])
 @pytest.mark.parametrize("cls", [OrderedLoader, ShuffledLoader])
 @pytest.mark.parametrize("leaves", ["closed", "dropped"])
-def test_requests_under_way_end_with_the_iteration(plain, cls, engine, leaves):
-    """They would share the line with whatever is read next."""
+def test_requests_under_way_end_with_the_iteration(plain, cls, engine, leaves, monkeypatch):
+    """They would share the line with whatever is read next, until they end by their time-outs."""
+    real, cancelled = _remote._stopped, []
+    monkeypatch.setattr(_remote, "_stopped", lambda: cancelled.append(True) or real())
     pytest.importorskip("aiohttp" if engine == "fsspec" else "obstore")
     with serving(plain.path) as (url, handler):
         store = ShardStore.open(url, engine=engine)
@@ -355,6 +357,7 @@ def test_requests_under_way_end_with_the_iteration(plain, cls, engine, leaves):
             del batches
         assert soon(lambda: handler.n_left == handler.n_stalled)
         assert soon(lambda: our_threads() == [])
+        assert cancelled
         n_stalled, handler.faults = handler.n_stalled, ""
         assert check(plain, loader) is None
         assert handler.n_stalled == n_stalled
