@@ -31,7 +31,7 @@ class Plan:
         runs: The reads of a part.
         n_vectors: Vectors that all parts bring.
         n_buffers: Batches that are in memory at a time.
-        first_batch_bytes: What the first batch of an epoch waits for.
+        first_batch_bytes: What the first batch of the next iteration waits for.
         into_batches: Whether vectors are read straight into batches, where the transport can.
         window_bytes: Memory of the window; 0 without one.
         ahead_bytes: Memory of what is read ahead besides the window.
@@ -121,8 +121,9 @@ class Explanation:
         extent_bytes: What one read brings, typically.
         cost: Requests, bytes and dollars of an epoch, this rank's: what `store.transport.counters` will have more. Of a
             long epoch some parts are planned and the rest is taken to be like them.
-        first_batch_bytes: What has to arrive before the first batch of an epoch: of a shuffle about half the window, or a few
-            batches with `early_start`; without what is read between ranges that one request brings.
+        first_batch_bytes: What has to arrive before the first batch of the next iteration: of a shuffle about half the window, or
+            a few batches with `early_start`; the whole window after a state of mid-epoch was loaded. Without what is read
+            between ranges that one request brings.
         keeps_pages: Whether what was read stays in the page cache; None where there is none.
         window_bytes: Memory of the window; 0 without one.
         buffer_bytes: Memory of the batches made ahead.

@@ -44,6 +44,24 @@ def n_batches_ahead(partitions: Sequence[Partition], n_ahead: int) -> int:
     return max(1, *(-(-part.placed_rows(max(n_ahead, 2)) // share) for part in partitions))
 
 
+def first_ticks(
+    partitions: Sequence[Partition], first: int, *, fill_up: bool
+) -> tuple[list[int], list[int], list[int]]:
+    """Of each partition, the position at which batch `first` begins, its tick, and the last tick that this batch needs."""
+    share = partitions[0].order.rows_per_tick
+    # A partition that has no row left for the batch may have to repeat its last.
+    start = [min(first * share, max(part.n_rows - fill_up, 0)) for part in partitions]
+    ends = [
+        (min(at, part.n_rows - 1), min((first + 1) * share, part.n_rows) - 1)
+        for part, at in zip(partitions, start, strict=True)
+    ]
+    ticks = [
+        tuple(part.tick_of(at) for at in end) if part.n_rows else (0, 0)
+        for part, end in zip(partitions, ends, strict=True)
+    ]
+    return start, [begin for begin, _ in ticks], [last for _, last in ticks]
+
+
 def vectors_of_rows(to: RowNumbers, n_tokens: int, n_vectors: int) -> RowNumbers:
     """The ring's vectors for the vectors of blocks in the order of `runs_of_blocks`, given its rows for their cells."""
     # In 64 bits: rows are fewer than 2^31, vectors may be more.
@@ -88,19 +106,12 @@ class ShuffledBatches:
         self._fill_up, self._blocks = fill_up, order.blocks
         ring.begin(first)
         ring.layer[:] = self._blocks.space.layer_idx[0]
-        # A lane that has no row left for the first batch may have to repeat its last.
-        self._start = [min(first * self._share, max(part.n_rows - fill_up, 0)) for part in partitions]
-        ticks = [
-            part.tick_of(min(at, part.n_rows - 1)) if part.n_rows else 0
-            for part, at in zip(partitions, self._start, strict=True)
-        ]
+        self._start, ticks, last_ticks = first_ticks(partitions, first, fill_up=fill_up)
         self._placement, self._most_ahead = Placement(partitions, ticks, most_ahead), most_ahead
         #: Of each lane, the last tick of the first batch. Until that batch is there, nothing else is read, and then 1, 3, 7, …
         #: cohorts ahead: on a slow link these bytes would arrive instead of those that are waited for.
         self._n_ahead = 0
-        self._first_tick = [
-            part.tick_of(min((first + 1) * self._share, part.n_rows) - 1) if part.n_rows else 0 for part in partitions
-        ]
+        self._first_tick = last_ticks
         self._tick, self._next = ticks, ticks.copy()
         #: Of each lane, the position before which all rows have arrived.
         self._done = self._start.copy()

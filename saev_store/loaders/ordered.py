@@ -202,6 +202,7 @@ class OrderedLoader(Loader):
             return runs_of_rows(space, *self._batching.rows_of_rank(number, self._rank))[1]
 
         plane_bytes = space.tokens.count * layout.vector_nbytes
+        first = runs(self._resume_at).n_vectors.sum() if self._resume_at < self._batching.n_batches else 0
         contiguous = len(space.layer_idx) == layout.n_layers and space.tokens.count == layout.tokens_per_example
         return Plan(
             extent_bytes=self._read_bytes if contiguous else min(plane_bytes, self._read_bytes),
@@ -210,5 +211,5 @@ class OrderedLoader(Loader):
             n_vectors=-(-space.n_rows // self._world) * space.vectors_per_row,
             into_batches=space.vectors_per_row == 1 and self._rows.dtype == self._reader.dtype,
             n_buffers=self._prefetch + self._n_ahead + 2,
-            first_batch_bytes=int(runs(0).n_vectors.sum()) * layout.vector_nbytes if self._batching.n_batches else 0,
+            first_batch_bytes=int(first) * layout.vector_nbytes,
         )

@@ -18,7 +18,7 @@ from saev_store.loaders._iteration import Iteration
 from saev_store.loaders._medium import Kind
 from saev_store.loaders._reads import Reads, Runs
 from saev_store.loaders._ring import TABLE_BYTES, Allocate, BatchRing, BufferPool, HostMemory, MakeMemory, allocate
-from saev_store.loaders._shuffled_batches import ShuffledBatches, n_batches_ahead, runs_of_blocks
+from saev_store.loaders._shuffled_batches import ShuffledBatches, first_ticks, n_batches_ahead, runs_of_blocks
 from saev_store.loaders.options import ShuffleArguments, ShuffleOptions, chosen_options
 from saev_store.order import Batching, Blocks, Partition, ShuffledOrder, predict_mixing
 from saev_store.store.selection import Selection
@@ -225,7 +225,7 @@ class ShuffledLoader(Loader):
             parts,
             first,
             self._batching.n_batches,
-            fill_up=self._world > 1 and not self.drop_last,
+            fill_up=self._fills_up,
             # Copies out of memory wait for nothing, and memory that is not touched costs nothing.
             most_ahead=n_ahead * (1 if self._medium.kind in ("memory", "cached") else 2),
             ring=self._ring,
@@ -233,6 +233,11 @@ class ShuffledLoader(Loader):
             reads=reads,
             scale=self.scale,
         )
+
+    @property
+    def _fills_up(self) -> bool:
+        """Whether partitions that are one row short repeat their last one."""
+        return self._world > 1 and not self.drop_last
 
     def _n_cohorts_ahead(self) -> int:
         """Cohorts read ahead: of a remote store up to twice as many, for more requests to be under way."""
@@ -261,10 +266,11 @@ class ShuffledLoader(Loader):
             found = [part.block_numbers(number) for part in parts if number < part.n_cohorts]
             return runs_of_blocks(blocks, np.concatenate(found), np.array([len(some) for some in found]))
 
+        _, begins, lasts = first_ticks(parts, self._resume_at, fill_up=self._fills_up)
         n_first = sum(
-            part.first_block(part.entered(part.tick_of(min(order.rows_per_tick, part.n_rows) - 1)))
-            for part in parts
-            if part.n_rows
+            part.first_block(part.entered(last)) - part.first_block(begin)
+            for part, begin, last in zip(parts, begins, lasts, strict=True)
+            if part.n_rows and self._resume_at < self._batching.n_batches
         )
         batch_bytes = self.batch_size * (space.row_nbytes + TABLE_BYTES)
         window_bytes = n_batches_ahead(parts, self._n_ahead) * batch_bytes
