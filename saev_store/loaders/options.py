@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import Field as DataclassField
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import wraps
-from typing import Annotated, Protocol, TypedDict, TypeVar, cast, dataclass_transform
+from typing import Annotated, ClassVar, Protocol, TypedDict, TypeVar, cast, dataclass_transform
 
 import numpy as np
 import pydantic
@@ -18,6 +20,12 @@ from saev_store.errors import ArgumentError, brief
 from saev_store.loaders._medium import Kind
 
 T = TypeVar("T")
+
+
+class _Options(Protocol):
+    """Any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, DataclassField[object]]]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
@@ -47,9 +55,11 @@ def options_class(error: type[ArgumentError], *, kw_only: bool = True) -> Callab
                         str(found["loc"][0]),
                         found["msg"].replace("Input should", "it must").removeprefix("Value error, "),
                     )
-                    # Options for file systems hold credentials, so their values are not shown, however misspelled.
-                    is_secret = name.startswith("storage") or found["type"] == "unexpected_keyword_argument"
-                    value = "" if is_secret else f" is {brief(found['input'])}"
+                    if found["type"] == "unexpected_keyword_argument":
+                        problems[name] = _no_option(made, name)
+                        continue
+                    # Options for file systems hold credentials, so their values are not shown.
+                    value = "" if name.startswith("storage") else f" is {brief(found['input'])}"
                     problems[name] = f"{problems[name]}, or {rule}" if name in problems else f"{name}{value}; {rule}"
             if problems:
                 raise error("; ".join(problems.values()), where=", ".join(problems))
@@ -60,12 +70,25 @@ def options_class(error: type[ArgumentError], *, kw_only: bool = True) -> Callab
     return made_of
 
 
+def _no_option(cls: type[object], name: str) -> str:
+    """What is said of an option that a class does not have; its value may be a credential."""
+    kinds = {
+        kind: [field.name for field in fields(cast("type[_Options]", kind))] for kind in (cls, *cls.__subclasses__())
+    }
+    near = get_close_matches(name, kinds[cls], 1)
+    owners = [kind.__name__ for kind, names in kinds.items() if name in names]
+    hint = f"; is {near[0]} meant?" if near else f"; it is one of {owners[0]}" if owners else ""
+    return f"{cls.__name__} has no option {name}{hint}"
+
+
 def _plain(value: object) -> object:
     """NumPy's numbers as Python's."""
     return cast("object", value.item()) if isinstance(value, np.generic) else value
 
 
 _number = BeforeValidator(_plain)
+#: True or false, also NumPy's; never a text or a number that could be taken for one.
+Flag = Annotated[pydantic.StrictBool, _number]
 Count = Annotated[int, _number, Field(strict=True, ge=1)]
 Factor = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
@@ -136,7 +159,7 @@ class ReadOptions:
     """
 
     batch_size: Count = 16_384
-    drop_last: Annotated[bool, _number] = False
+    drop_last: Flag = False
     rank: Annotated[int, _number, Field(strict=True, ge=0)] | None = None
     world: Count | None = None
     n_threads: Count | None = None
@@ -145,7 +168,7 @@ class ReadOptions:
     scale_norm: Annotated[pydantic.StrictBool | Factor, _number] = False
     medium: Kind | None = None
     read_bytes: Count | None = None
-    keep_pages: bool | None = None
+    keep_pages: Flag | None = None
     token_arrays: tuple[str, ...] = ()
 
 
@@ -174,7 +197,7 @@ class ShuffleOptions(ReadOptions):
     window_blocks: Count | None = None
     examples_per_block: Count | None = None
     n_partitions: Count | None = None
-    early_start: Annotated[pydantic.StrictBool, _number] = False
+    early_start: Flag = False
 
 
 class _Distributed(Protocol):

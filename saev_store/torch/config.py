@@ -13,6 +13,7 @@ from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError
 from saev_store.loaders import ReadOptions, ShuffleOptions, options_class
+from saev_store.loaders.options import Flag
 from saev_store.torch.normalize import Normalize
 
 _OLD_TOKENS = {"image": "content", "cls": "special"}
@@ -130,15 +131,15 @@ class IndexedConfig(_OldNames):
     tokens: WhichTokens = "content"
     layer: Layer = -2
     seed: int = 17
-    debug: bool = False
+    debug: Flag = False
     ignore_labels: tuple[int, ...] = ()
-    masked: bool = False
+    masked: Flag = False
     dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
     token_arrays: tuple[str, ...] = ()
-    stack_layers: bool = False
+    stack_layers: Flag = False
     storage_options: dict[str, object] | None = None
     where: Conditions | None = None
-    remove_bos: bool = False
+    remove_bos: Flag = False
     max_norm_multiple: Multiple | None = None
 
 
@@ -150,22 +151,22 @@ class _LoaderConfig(_OldNames):
     tokens: WhichTokens = "content"
     layer: Layer = -2
     ignore_labels: tuple[int, ...] = ()
-    masked: bool = False
+    masked: Flag = False
     dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
-    stack_layers: bool = False
+    stack_layers: Flag = False
     examples: Examples | None = None
-    damaged_ok: bool = False
+    damaged_ok: Flag = False
     buffer_size: Count = 64
     buffer_bytes: Count = 256 << 20
-    debug: bool = False
+    debug: Flag = False
     log_every_s: Seconds = 30.0
-    use_tmpdir: bool = False
+    use_tmpdir: Flag = False
     storage_options: dict[str, object] | None = None
     cache_dir: str | None = None
     cache_bytes: Count = 64 << 30
     device: str = "cpu"
     where: Conditions | None = None
-    remove_bos: bool = False
+    remove_bos: Flag = False
     max_norm_multiple: Multiple | None = None
     normalize: Normalize | None = None
 

@@ -19,7 +19,7 @@ from saev_store.errors import ArgumentError, CorruptShardError, MissingShardErro
 from saev_store.loaders import OrderedLoader, ShuffledLoader, _medium, _reads, batch_entropy
 from saev_store.loaders._iteration import Iteration, Totals
 from saev_store.loaders._reads import Positions, Reads, Runs, cut, runs_of_planes
-from saev_store.loaders.options import ReadOptions, rank_and_world
+from saev_store.loaders.options import ReadOptions, ShuffleOptions, rank_and_world
 from saev_store.loaders.ordered import runs_of_rows
 from saev_store.store.reader import Reader
 from saev_store.transport import MemoryTransport, PreadTransport, ReadCost
@@ -386,6 +386,27 @@ def test_ranks_are_given_or_found(rank, world, environment, found, monkeypatch):
             rank_and_world(rank, world)
     else:
         assert rank_and_world(rank, world) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (ReadOptions, {"early_start": True}, "ReadOptions has no option early_start; it is one of ShuffleOptions"),
+        (ShuffleOptions, {"windw_bytes": 1}, "ShuffleOptions has no option windw_bytes; is window_bytes meant?"),
+        (ShuffleOptions, {"batchsize": 1, "rank": -1}, "rank is -1; .*has no option batchsize; is batch_size meant?"),
+        (ReadOptions, {"xyzzy": 1}, "ReadOptions has no option xyzzy$"),
+        (ReadOptions, {"drop_last": "yes"}, "drop_last is 'yes'; it must be a valid boolean"),
+        (ReadOptions, {"drop_last": 1}, "drop_last is 1; it must be a valid boolean"),
+        (ReadOptions, {"keep_pages": "no"}, "keep_pages is 'no'; it must be a valid boolean"),
+    ],
+)
+def test_what_is_said_of_bad_options(kind: type, options: dict[str, object], said: str):
+    with pytest.raises(ArgumentError, match=said.replace("?", r"\?")):
+        kind(**options)
+
+
+def test_booleans_of_numpy_are_booleans():
+    assert ReadOptions(drop_last=np.True_, keep_pages=np.False_) == ReadOptions(drop_last=True, keep_pages=False)
 
 
 def test_misspelled_options_show_no_value():

@@ -117,7 +117,7 @@ def test_configs_are_frozen_checked_and_replaced(plain):
     assert dataclasses.asdict(cfg)["layer"] == 5
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.seed = 1
-    for bad in ({"batch_size": 0}, {"tokens": "words"}, {"layer": "some"}, {"min_buffer_fill": 2}, {"shard_rot": "x"}, {"drop_last": "perhaps"}):  # fmt: skip
+    for bad in ({"batch_size": 0}, {"tokens": "words"}, {"layer": "some"}, {"min_buffer_fill": 2}, {"shard_rot": "x"}, {"drop_last": "perhaps"}, {"masked": "no"}, {"remove_bos": 1}):  # fmt: skip
         with pytest.raises(ConfigError) as raised:
             ShuffledConfig(**bad)
         assert isinstance(raised.value, ArgumentError)
