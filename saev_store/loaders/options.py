@@ -185,8 +185,9 @@ class ShuffleOptions(ReadOptions):
             neighbouring examples are neighbours in the file.
         n_partitions: Streams of the order: a multiple of `world` that divides the global batch. Default: 8 where possible.
         early_start: Begin an epoch with a small window that grows to its full size, for slow links: the first batch waits for
-            a few batches' bytes instead of half the window (at least a block or two of each partition). Until as many bytes as half the window have been handed out,
-            batches are mixed less; in an epoch of fewer than about two windows, all of them, also less than predicted.
+            a few batches' bytes instead of half the window (at least a block or two of each partition). Until as many bytes
+            as half the window have been handed out, batches are mixed less; in an epoch of fewer than about two windows, all
+            of them.
 
     Raises:
         ArgumentError: an option is out of range; the message lists all of these.

@@ -10,8 +10,8 @@ import numpy as np
 from saev_store.order._partition import Partition
 from saev_store.order._shuffle import ShuffledOrder
 
-#: Batches, spread over the middle half of the epoch, whose position relative to the ticks is looked at.
-_N_BATCHES = 64
+#: Batches, spread over the middle half of the epoch, that are looked at.
+_N_BATCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +52,19 @@ def predict_mixing(order: ShuffledOrder, batch_size: int, n_partitions: int | No
     >>> order = ShuffledOrder(Blocks(rows), 17, 0, n_partitions=8, window_blocks=446, rows_per_tick=2048)
     >>> mixing = predict_mixing(order, 16_384)
     >>> round(mixing.distinct_examples), round(mixing.full_shuffle)
-    (3573, 16280)
+    (3570, 16280)
     """
     n_partitions = n_partitions or order.n_partitions
     part = Partition(order, order.n_partitions // 2)
     n_examples = order.blocks.space.n_examples
-    n_layers, group = order.blocks.n_layers, order.blocks.examples_per_block
+    n_layers = order.blocks.n_layers
     if part.n_rows == 0:
         return Mixing(batch_size, 0.0, 0.0, 0.0, 0.0)
-    per_partition = min(batch_size / n_partitions, part.n_rows)
-    blocks = _blocks_met(part, per_partition)
+    blocks, there = _blocks_met(part, min(-(-batch_size // n_partitions), part.n_rows))
     # A layer's block and another layer's block may stand for the same example.
     of_all = min(blocks * n_partitions / (n_examples * n_layers), 1.0)
     distinct = n_examples * (1 - (1 - of_all) ** n_layers)
-    per_tick = part.n_blocks / part.full_ticks
-    window = min(per_tick * part.window_ticks * n_partitions * group, float(n_examples))
+    window = min(there * n_partitions, float(n_examples))
     rows_per_example = order.n_rows / n_examples
     full = n_examples * -math.expm1(-batch_size * _slope(rows_per_example, order.n_rows))
     independent = window * -math.expm1(-batch_size / window)
@@ -79,24 +77,23 @@ def _slope(rows_per_example: float, n_rows: int) -> float:
     return -math.log1p(-share) if share < 1 else math.inf
 
 
-def _blocks_met(part: Partition, batch: float) -> float:
-    """Examples' worth of blocks met by `batch` consecutive rows of a partition, on average in the middle of an epoch."""
-    w, group = part.window_ticks, part.order.blocks.examples_per_block
-    rows_per_tick, blocks_per_tick = part.n_rows / part.full_ticks, part.n_blocks / part.full_ticks
-    size = max(1, round(part.n_rows / part.n_blocks))
-    n_met = math.ceil(batch / rows_per_tick) + 1
-    phases = np.zeros(1)
-    if part.n_ticks > 1:
-        # Shares are rounded down, so ticks lag behind their average pace, each by its own few rows.
-        starts = (np.linspace(0.25, 0.75, _N_BATCHES) * max(part.n_rows / batch - 1, 0)).astype(np.int64) * batch
-        near = np.minimum(starts / rows_per_tick, part.n_ticks - 1).astype(np.int64).tolist()
-        lag = rows_per_tick * np.array(near) - np.array([part.emitted_before(tick) for tick in near])
-        phases = ((starts + lag) / rows_per_tick) % 1.0
-    ticks = np.arange(n_met)
-    begin = phases[:, None] * rows_per_tick
-    share = np.minimum(begin + batch, (ticks + 1) * rows_per_tick) - np.maximum(begin, ticks * rows_per_tick)
-    share = np.clip(share / rows_per_tick, 0, 1 - 1e-12)  # of each tick's rows, (batches, ticks)
-    age = np.arange(1 - n_met, w)[:, None] + ticks  # (cohorts, ticks)
-    handed_out = np.where((age >= 0) & (age < w), (age + 1) * size // w - age * size // w, 0)
-    log_missed = handed_out.astype(np.float64) @ np.log1p(-share / group).T
-    return float(-np.expm1(log_missed).sum(axis=0).mean()) * blocks_per_tick * group
+def _blocks_met(part: Partition, batch: int) -> tuple[float, float]:
+    """Examples' worth of blocks met by `batch` consecutive rows of a partition, and of those in the window, on average."""
+    group, size = part.order.blocks.examples_per_block, max(1, round(part.n_rows / part.n_blocks))
+    starts = (np.linspace(0.25, 0.75, _N_BATCHES) * max(part.n_rows / batch - 1, 0)).astype(np.int64) * batch
+    n_met = n_there = 0.0
+    for start in starts.tolist():
+        stop = min(start + batch, part.n_rows)
+        first, last = part.tick_of(start), part.tick_of(stop - 1)
+        bounds = np.array([part.emitted_before(tick) for tick in range(first, last + 2)])
+        # Of the rows of each tick, how many are in the batch.
+        share = (np.minimum(bounds[1:], stop) - np.maximum(bounds[:-1], start)) / np.maximum(np.diff(bounds), 1)
+        share = np.clip(share, 0, 1 - 1e-12)
+        n_blocks = np.diff([part.first_block(cohort) for cohort in range(first, part.entered(last) + 1)])
+        enters, life = part.lives(np.arange(first, part.entered(last)))
+        life, age = life[:, None], np.arange(first, last + 1) - enters[:, None]  # (cohorts, ticks)
+        handed_out = np.where((age >= 0) & (age < life), (age + 1) * size // life - age * size // life, 0)
+        met = -np.expm1(handed_out @ np.log1p(-share / group))
+        n_met += float(met @ n_blocks) * group
+        n_there += (part.first_block(part.entered(first)) - part.first_block(first)) * group
+    return n_met / len(starts), n_there / len(starts)

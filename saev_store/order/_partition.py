@@ -84,11 +84,6 @@ class Partition:
         self.n_cohorts = self.n_ticks + self.window_ticks - 1 if self.n_blocks else 0
         self._n_lived = self.n_ticks * self.window_ticks - missing
 
-    @property
-    def full_ticks(self) -> float:
-        """How many ticks of a full window would hand out all rows."""
-        return self._n_lived / self.window_ticks
-
     def window_rows(self, n_ahead: int) -> int:
         """Rows of the blocks of a window, with those of `n_ahead` cohorts read ahead."""
         # A window that holds everything has nothing to read ahead.
@@ -120,6 +115,11 @@ class Partition:
     def entered(self, tick: int) -> int:
         """Cohorts that have entered the window at a tick, those that have left it included."""
         return min(tick + self.window_ticks, 2 * tick + self.start_ticks, self.n_cohorts)
+
+    def lives(self, cohort: IntArray) -> tuple[IntArray, IntArray]:
+        """The ticks at which cohorts enter, and how many ticks each lives."""
+        first = _first_tick(cohort, self.window_ticks, self.start_ticks)
+        return first, np.minimum(cohort, self.n_ticks - 1) - first + 1
 
     def block_numbers(self, cohort: int) -> IntArray:
         """The blocks of a cohort."""
@@ -156,8 +156,7 @@ class Partition:
         counts = self.order.sizes_between(self.first_position + done, self.first_position + bounds[-1])
         self.trim(done, bounds[-1], counts)
         cohort, n = np.arange(tick, last), np.diff(bounds)
-        first = _first_tick(cohort, self.window_ticks, self.start_ticks)
-        life = np.minimum(cohort, self.n_ticks - 1) - first + 1
+        first, life = self.lives(cohort)
         return total + int((np.repeat(tick - first, n) * counts // np.repeat(life, n)).sum())
 
     def tick_of(self, position: int) -> int:
