@@ -131,7 +131,9 @@ class _Answers:
         if unwanted == "*" or etag in unwanted:
             return Response(status_code=304, headers=headers)
         is_current = request.headers.get("if-range", etag) == etag  # else the client has a part of another version
-        has_range = is_current and request.method == "GET"  # ranges of other methods are to be ignored (RFC 9110, section 14.2)
+        has_range = (
+            is_current and request.method == "GET"
+        )  # ranges of other methods are to be ignored (RFC 9110, section 14.2)
         try:
             asked = parse_range(request.headers.get("range"), nbytes) if has_range else None
         except UnsatisfiableError:

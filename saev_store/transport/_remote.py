@@ -74,7 +74,8 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
 
 
 def _stopped() -> TransportError:
-    return TransportError("the request is not wanted any more: what it was for has been closed")
+    """Raised in a thread whose result nobody waits for, so no user sees it."""
+    return TransportError("not wanted any more: what it was for has been closed", where="a request")
 
 
 async def awaited_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
@@ -98,8 +99,17 @@ async def within(work: Callable[[], Awaitable[T]], limit_s: float) -> T:
         return await work()
 
 
-async def again(work: Callable[[], Awaitable[T]], passes: Callable[[Exception], bool], *, for_s: float) -> T:
-    """What `work()` gives; an error that `passes` is tried again, after growing, random waits, for so long after the first one."""
+async def again(
+    work: Callable[[], Awaitable[T]], passes: Callable[[Exception], bool], *, for_s: float | None = None
+) -> T:
+    """What `work()` gives; an error that `passes` is tried again, after growing, random waits, for so long after the first one.
+
+    Args:
+        work: Begins it.
+        passes: Whether another try is worthwhile.
+        for_s: Seconds; default: `RETRY_S`.
+    """
+    for_s = RETRY_S if for_s is None else for_s
     wait_s, last_s = _FIRST_WAIT_S, float("inf")
     while True:
         try:

@@ -28,6 +28,7 @@ from fault_campaign import (
     uploads,
     write_through,
 )
+from retries import few_tries  # noqa: F401 (a fixture)
 from servers import s3_bucket, s3_endpoint  # noqa: F401 (one is a fixture)
 from waiting import HANG_S
 
@@ -47,7 +48,7 @@ def in_turn(kinds):
 
 
 @in_turn(READING)
-def test_right_bytes_or_a_named_error_in_time(s3_bucket, kind, engine):
+def test_right_bytes_or_a_named_error_in_time(s3_bucket, kind, engine, few_tries):
     found = read_through(s3_endpoint(), s3_bucket, engine, kind, operations=6)
     assert not found.problems
     assert found.operations in {6, 3}
@@ -69,7 +70,7 @@ def test_a_store_is_published_whole_or_not_at_all(s3_bucket, kind, engine, proto
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["everything", "reset in mid-body"])
-def test_a_server_that_checks_what_it_is_sent(swift_bucket, kind, engine):
+def test_a_server_that_checks_what_it_is_sent(swift_bucket, kind, engine, few_tries):
     """A few operations of a few kinds; `fault_campaign.py` has them all."""
     endpoint = swift_bucket.options["endpoint_url"]
     assert not read_through(endpoint, swift_bucket, engine, kind).problems

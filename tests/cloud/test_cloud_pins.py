@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cloud_servers import PLACES, Fault, Proxy, gcs_json_bucket, gcs_xml_bucket, speak_gcs, swift_bucket  # noqa: F401 (fixtures)
 from dense_stores import plain_store
+from retries import few_tries  # noqa: F401 (a fixture)
 from servers import Bucket, s3_bucket, s3_endpoint  # noqa: F401 (one is a fixture)
 
 from saev_store import ShardStore
@@ -190,7 +191,7 @@ def told(error: BaseException | None) -> str:
     ],
     ids=lambda fault: f"{fault.status or 'broken'}-{fault.code}",
 )
-def test_no_message_shows_credentials(s3_bucket: Bucket, engine: str, fault: Fault, caplog, capfd):
+def test_no_message_shows_credentials(s3_bucket: Bucket, engine: str, fault: Fault, caplog, capfd, few_tries):
     """Not even where a server or a proxy repeats in its answer what it was sent."""
     open_transport(s3_bucket.url, s3_bucket.options, engine="obstore").put("x.bin", OLD)
     caplog.set_level(logging.DEBUG, logger="saev_store")

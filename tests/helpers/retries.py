@@ -38,3 +38,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(_remote, "_sleep", found.sleep)
     monkeypatch.setattr(_remote, "_now_s", found.now_s)
     return found
+
+
+@pytest.fixture
+def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not pass is tried again for a short time only."""
+    monkeypatch.setattr(_remote, "RETRY_S", 0.5)

@@ -31,7 +31,7 @@ from saev_store.errors import (
     SaevStoreError,
     TransportError,
 )
-from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders import OrderedLoader, ShuffledLoader, _reads
 from saev_store.loaders._iteration import Group, Iteration, StoppedError, Totals
 from saev_store.order import Partition
 from saev_store.transport import Counters, PreadTransport, _remote
@@ -139,6 +139,7 @@ def test_lasting_failures_name_the_file(plain, kind, monkeypatch):
         return real(fd, buffers, offset, flags)
 
     loader = make(plain, kind)
+    monkeypatch.setattr(_reads, "_RETRY_S", 0.2)
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(TransportError, match=r"acts000003\.bin.*EIO") as raised:
         check(plain, loader)

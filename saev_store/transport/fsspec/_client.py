@@ -27,7 +27,6 @@ from saev_store.errors import (
 from saev_store.transport._remote import (
     CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
-    RETRY_S,
     SLOWEST_BYTES_PER_S,
     again,
     awaited_in_loop,
@@ -192,7 +191,7 @@ class FsspecClient:
             return _status(error) is not None and self.passes(error)
 
         # The file systems of object stores do this themselves.
-        return self.run(lambda: again(lambda: begin(*arguments, **options), is_busy, for_s=RETRY_S), nbytes=nbytes)
+        return self.run(lambda: again(lambda: begin(*arguments, **options), is_busy), nbytes=nbytes)
 
     def passes(self, error: Exception) -> bool:
         """Whether an error of the library may pass, so that another try is worthwhile."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from saev_store.errors import TransportError
-from saev_store.transport._remote import RETRY_S, Version, again, task_group
+from saev_store.transport._remote import Version, again, task_group
 from saev_store.transport.base import IN_FLIGHT
 
 #: Sizes of a read buffer: aiohttp's own, which answers with errors need, and the largest, for its parser counts with 32 bits.
@@ -117,7 +117,6 @@ async def ranges(
             return await again(
                 lambda: _checked(get, fs, path, start, end, where=where, arrived=arrived),
                 passes,
-                for_s=RETRY_S,
             )
 
     if len(starts) == 1:

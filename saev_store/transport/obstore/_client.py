@@ -44,6 +44,7 @@ T = TypeVar("T")
 #: Parts of one upload that are under way at the same time: with the one being filled, all the memory a sink takes.
 PARTS_IN_FLIGHT = 8
 _NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
+_OTHER_RANGE = re.compile(r"error: (Requested \d+\.\.\d+, got|Received non-partial response)")
 #: A first answer that takes longer may never come: the certificate is looked at.
 _QUICK_S = 0.05
 #: At exit: the longest wait for each of the loop and obstore's threads; what those take to see that a request is cancelled.
@@ -244,8 +245,8 @@ class ObstoreClient:
             return await work()
 
     def passes(self, error: Exception) -> bool:
-        """Whether an error of the library may pass, so that another try is worthwhile."""
-        if isinstance(error, SaevStoreError):
+        """Whether an error of the library may pass, so that another try is worthwhile. Answers of other ranges do not."""
+        if isinstance(error, SaevStoreError) or _OTHER_RANGE.search(str(error)):
             return False
         ours = self.translate(error, doing="read", where="")
         return isinstance(ours, TransportError) and ours.transient

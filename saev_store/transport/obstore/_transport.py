@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._remote import RETRY_S, RemoteTransport, again, task_group
+from saev_store.transport._remote import RemoteTransport, again, task_group
 from saev_store.transport.base import IN_FLIGHT, Buffer, Entry, Transport, far_cost
 from saev_store.transport.checks import Run, check_ranges, copy_into, cut_runs, joined_runs, run_end, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
@@ -108,7 +108,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         client = self.client
         client.requests.add("size")
         head = partial(client.slot, lambda: obstore.head_async(client.store, self.key(below)))
-        return (await again(head, client.passes, for_s=RETRY_S))["size"]
+        return (await again(head, client.passes))["size"]
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One read-only buffer per range, each of exactly the length asked for; empty ranges cost no request.
@@ -176,7 +176,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
 
         try:
             # Beyond obstore's own tries, which take a second or two.
-            return await again(lambda: client.slot(get), client.passes, for_s=RETRY_S)
+            return await again(lambda: client.slot(get), client.passes)
         except SaevStoreError:
             raise
         except Exception as error:
