@@ -86,18 +86,23 @@ class Totals:
     n_retries: int = 0
     read_s: float = 0.0
     copy_s: float = 0.0
+    #: The last passing failure, as text.
+    failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(
-        self, *, n_requests: int = 0, bytes_read: int = 0, n_retries: int = 0, read_s: float = 0.0, copy_s: float = 0.0
-    ) -> None:
+    def add(self, *, n_requests: int = 0, bytes_read: int = 0, read_s: float = 0.0, copy_s: float = 0.0) -> None:
         """Count what a thread has read."""
         with self._lock:
             self.n_requests += n_requests
             self.bytes_read += bytes_read
-            self.n_retries += n_retries
             self.read_s += read_s
             self.copy_s += copy_s
+
+    def failed(self, error: Exception) -> None:
+        """Count a read that is tried again."""
+        with self._lock:
+            self.n_retries += 1
+            self.failure = str(error)
 
     def metrics(self, batches_ready: int) -> Metrics:
         """The sums as they are now."""
@@ -325,8 +330,9 @@ class Iteration:
                     left, seen = timeout_s, found
                 if left <= 0:
                     reading = ", ".join(sorted(set(self._busy.copy().values()))) or "nothing"
+                    failure = f"; what failed last: {self.totals.failure}" if self.totals.failure else ""
                     raise DeadlineError(
-                        f"no batch and nothing read within {timeout_s:g} s; reading threads are busy with: {reading}",
+                        f"no batch and nothing read within {timeout_s:g} s; reading threads are busy with: {reading}{failure}",
                         where="batch_timeout_s",
                         remedy="Allow more time, or look at loader.explain() and loader.metrics().",
                     )

@@ -25,8 +25,7 @@ from saev_store.transport import Buffer
 
 T = TypeVar("T")
 
-#: How long a read that failed for a passing reason is tried again, counted from its first beginning: what the transport has tried
-#: for longer is not tried again, and the error comes before the consumer has waited for too long.
+#: How long a read that failed for a passing reason is tried again after its first failure; at least once, however long a try takes.
 _RETRY_S, _FIRST_WAIT_S, _LONGEST_WAIT_S = 10.0, 0.05, 3.0
 _now_s = time.monotonic  # by this name, so that tests can count waits instead of waiting
 #: So many requests are handed to a transport in one call, so that `close` does not wait for more.
@@ -316,15 +315,16 @@ class Reads:
             read: Reads it.
             in_steps: Reads the same in steps, after a failure of the whole: of many ranges another one may fail each time.
         """
-        ends, wait_s = _now_s() + _RETRY_S, _FIRST_WAIT_S
+        ends_s, wait_s = float("inf"), _FIRST_WAIT_S
         try:
             while True:
                 try:
                     return read()
                 except TransportError as error:
-                    if not error.transient or _now_s() + wait_s > ends:
+                    if not error.transient or _now_s() + wait_s > ends_s:
                         raise
-                    self._totals.add(n_retries=1)
+                    ends_s = min(ends_s, _now_s() + _RETRY_S)
+                    self._totals.failed(error)
                     if self._stop.wait(wait_s):
                         raise
                 if in_steps is not None:

@@ -122,6 +122,11 @@ async def again(
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
+def may_pass(status: int) -> bool:
+    """Whether a later request may succeed after an answer with this status; 501 and 505 say that it is not implemented."""
+    return status in {408, 429} or (status >= 500 and status not in {501, 505})
+
+
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
     """A task group that raises the first error of its tasks as it is, and cancels the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,8 @@ class Clock:
         self.after: dict[int, Callable[[], object]] = {}
 
     async def sleep(self, wait_s: float) -> None:
-        """Wait, without taking time."""
+        """Let others go on, without taking time."""
+        await asyncio.sleep(0)
         self.waits_s.append(wait_s)
         self.after.get(len(self.waits_s), bool)()
 

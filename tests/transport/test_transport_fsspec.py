@@ -105,6 +105,36 @@ def test_a_range_of_a_web_server_that_is_busy_for_a_while_comes(tmp_path, one, c
         assert server.counter == 8
 
 
+@both
+def test_a_web_server_that_stays_busy_is_an_error_after_the_time_for_tries(tmp_path, one, clock):
+    """Not after twice that: the size of the file, which would tell that it was cut, is requested once."""
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    with serving(tmp_path) as (url, server):
+        server.faults, server.n_busy = "busy", 1000
+        with pytest.raises(TransportError, match="503"):
+            one(open_transport(url), "a.bin", 2, 8)
+        assert 10 < clock.now_s() <= 15
+
+
+def test_a_range_that_waits_for_a_busy_server_leaves_the_slots_to_others(monkeypatch, clock):
+    """All stores share them."""
+    monkeypatch.setattr("saev_store.transport.fsspec._ranges.IN_FLIGHT", 1)
+    done = []
+
+    async def get(_, path, start, end, arrived):
+        if path == "busy" and not done:
+            raise HttpError(503)
+        done.append(path)
+        return bytes(end - start), {}
+
+    async def both_at_once():
+        read = partial(ranges, get, None, starts=[0], ends=[4], where="x", arrived=len, passes=lambda _: True)
+        await asyncio.gather(read("busy"), read("healthy"))
+
+    asyncio.run(both_at_once())
+    assert done == ["healthy", "busy"]
+
+
 @pytest.mark.parametrize("n_busy", [3, 1000])
 def test_documents_and_sizes_of_a_web_server_that_is_busy(tmp_path, n_busy, clock):
     (tmp_path / "a.bin").write_bytes(b"0123456789")
@@ -120,6 +150,7 @@ def test_documents_and_sizes_of_a_web_server_that_is_busy(tmp_path, n_busy, cloc
                     read()
                 assert caught.value.transient
                 assert 5 < server.counter < 100
+    assert clock.now_s() < 31
 
 
 def test_a_web_server_that_is_not_there_is_told_at_once_when_a_store_is_opened(clock):
@@ -256,6 +287,8 @@ def test_a_precondition_that_fails_in_a_read_does_not_mean_that_something_exists
         (HttpError(503), TransportError, True),
         (ClientPayloadError(), TransportError, True),
         (HttpError(429), TransportError, True),
+        (HttpError(501), TransportError, False),
+        (HttpError(505), TransportError, False),
         (ClientError("SlowDown", 503), TransportError, True),
         (caused_by(OSError(5, "translated"), ClientError("InternalError", 500)), TransportError, True),
         (ConnectionResetError(104, "reset by peer"), TransportError, True),

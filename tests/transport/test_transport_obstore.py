@@ -646,6 +646,8 @@ def test_errors_become_ours_and_tell_no_secrets(s3_bucket):
         ("Server returned non-2xx status code: 408 Slow: ", TransportError, True),
         ("Server returned non-2xx status code: 500 Internal: ", TransportError, True),
         ("Server returned non-2xx status code: 499 Odd: ", TransportError, False),
+        ("Server returned non-2xx status code: 501 Not Implemented: ", TransportError, False),
+        ("Server returned non-2xx status code: 505 Other Version: ", TransportError, False),
         ("Server returned non-2xx status code: 412 Precondition Failed: ", TransportError, False),
         ("Server returned non-2xx status code: 400 Bad: <Error><Code>InvalidAccessKeyId</Code>", AccessError, None),
         ("Server returned non-2xx status code: 400 Bad: <Error><Code>InvalidToken</Code>", AccessError, None),

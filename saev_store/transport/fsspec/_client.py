@@ -30,6 +30,7 @@ from saev_store.transport._remote import (
     SLOWEST_BYTES_PER_S,
     again,
     awaited_in_loop,
+    may_pass,
     run_in_loop,
     within,
 )
@@ -173,8 +174,8 @@ class FsspecClient:
         if not self.is_async:
             self.fs().makedirs(key.rpartition("/")[0] or "/", exist_ok=True)
 
-    def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: object) -> object:
-        """What an operation of the file system gives.
+    def ask(self, operation: str, *arguments: object, nbytes: int = 0, once: bool = False, **options: object) -> object:
+        """What an operation of the file system gives; `once` asks a busy web server no second time.
 
         An asynchronous operation has the time-out for `nbytes` and is cancelled then: if it went on, it could change the object
         after another writer has. The others have no time-out.
@@ -183,7 +184,7 @@ class FsspecClient:
         if not self.is_async:
             return getattr(fs, operation)(*arguments, **options)
         begin = getattr(fs, f"_{operation}")
-        if self.protocols not in _WEB or operation not in _WEB_READS:
+        if once or self.protocols not in _WEB or operation not in _WEB_READS:
             return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
 
         def is_busy(error: Exception) -> bool:
@@ -297,9 +298,7 @@ class FsspecClient:
             return ReadOnlyError(f"this kind of file system cannot {doing}", where=where)
         if isinstance(error, OSError) and error.errno not in {None, errno.EIO, errno.EBUSY} and status is None:
             return from_os_error(OSError(error.errno, text), where=where, doing=doing)
-        transient = not isinstance(error, (TypeError, ValueError)) and (
-            status is None or status >= 500 or status in {408, 429}
-        )
+        transient = not isinstance(error, (TypeError, ValueError)) and (status is None or may_pass(status))
         return TransportError(message, where=where, transient=transient)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from saev_store.errors import TransportError
@@ -114,15 +114,16 @@ async def ranges(
 
     async def one(start: int, end: int) -> Answer:
         async with slots:
-            return await again(
-                lambda: _checked(get, fs, path, start, end, where=where, arrived=arrived),
-                passes,
-            )
+            return await _checked(get, fs, path, start, end, where=where, arrived=arrived)
+
+    def tried(start: int, end: int) -> Coroutine[object, object, Answer]:
+        """One range. Between two tries its slot is free: all stores share them, and others may be well."""
+        return again(lambda: one(start, end), passes)
 
     if len(starts) == 1:
-        return [await one(starts[0], ends[0])]
+        return [await tried(starts[0], ends[0])]
     async with task_group() as group:
-        tasks = [group.create_task(one(start, end)) for start, end in zip(starts, ends, strict=True)]
+        tasks = [group.create_task(tried(start, end)) for start, end in zip(starts, ends, strict=True)]
     return [task.result() for task in tasks]
 
 

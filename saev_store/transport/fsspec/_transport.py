@@ -83,7 +83,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         except TransportError:
             # Servers refuse any range of an empty file.
             with contextlib.suppress(SaevStoreError):
-                if self.size(path) == 0:
+                if self._size(below, once=True) == 0:
                     return b""
             raise
         self.client.requests.add("read", read=len(data))
@@ -92,10 +92,13 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         return bytes(data)
 
     def size(self, path: str) -> int:
-        below = self.below(path)
+        return self._size(self.below(path))
+
+    def _size(self, below: str, *, once: bool = False) -> int:
+        """The size of a file; `once` after a failure, where a server that is busy was waited for before."""
         with self.client.errors("look at it", self.where(below)):
             self.client.requests.add("size")
-            info = cast("Mapping[str, object]", self.client.ask("info", self.key(below)))
+            info = cast("Mapping[str, object]", self.client.ask("info", self.key(below), once=once))
         size = info.get("size")
         if info.get("type") == "directory":
             raise TransportError("this is a folder, but a file is needed", where=self.where(below))
@@ -214,7 +217,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         """Raise `CorruptShardError` if a failed range is beyond the end of the file; servers answer that with different errors."""
         size = needed
         with contextlib.suppress(SaevStoreError):
-            size = self.size(path)
+            size = self._size(self.below(path), once=True)
         if size < needed:
             raise too_short(error.where or path, size=size, needed=needed) from None
 

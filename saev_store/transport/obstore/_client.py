@@ -29,7 +29,14 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport._remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, SLOWEST_BYTES_PER_S, STUCK_S, run_in_loop
+from saev_store.transport._remote import (
+    CONNECT_TIMEOUT_S,
+    READ_TIMEOUT_S,
+    SLOWEST_BYTES_PER_S,
+    STUCK_S,
+    may_pass,
+    run_in_loop,
+)
 from saev_store.transport._tls import read_authorities, refused_certificate
 from saev_store.transport.base import IN_FLIGHT
 from saev_store.transport.checks import RequestCounter
@@ -278,7 +285,7 @@ class ObstoreClient:
         remedy, elsewhere = None, "Received redirect without LOCATION" in text
         if (elsewhere or status in {301, 307, 308, 400}) and self.place.kind == "s3":
             remedy = 'Check the region: storage_options={"client_kwargs": {"region_name": …}}.'
-        passing = (status is None and not elsewhere) or (status or 0) >= 500 or status in {408, 409, 429}
+        passing = not elsewhere if status is None else status == 409 or may_pass(status)
         transient = passing and not isinstance(error, (TypeError, ValueError))
         return TransportError(message, where=where, remedy=remedy, transient=transient)
 
