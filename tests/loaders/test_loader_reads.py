@@ -222,7 +222,7 @@ def test_a_time_out_says_what_failed_last(plain: Plain, monkeypatch):
         store = ShardStore.open(far)
     _ = store[0]
     far.armed = True
-    with pytest.raises(DeadlineError, match=r"nothing read within 0.3 s.*; what failed last: x: busy$"):
+    with pytest.raises(DeadlineError, match=r"nothing read within 0.3 s.*; what failed last: x: busy\."):
         list(OrderedLoader(store.sel(layer=5), batch_size=100, n_threads=1, batch_timeout_s=0.3))
 
 
