@@ -266,12 +266,12 @@ class ShuffledLoader(Loader):
             found = [part.block_numbers(number) for part in parts if number < part.n_cohorts]
             return runs_of_blocks(blocks, np.concatenate(found), np.array([len(some) for some in found]))
 
-        _, begins, lasts = first_ticks(parts, self._resume_at, fill_up=self._fills_up)
-        n_first = sum(
-            part.first_block(part.entered(last)) - part.first_block(begin)
-            for part, begin, last in zip(parts, begins, lasts, strict=True)
-            if part.n_rows and self._resume_at < self._batching.n_batches
-        )
+        n_first = 0
+        if self._resume_at < self._batching.n_batches:
+            _, begins, lasts = first_ticks(parts, self._resume_at, fill_up=self._fills_up)
+            for part, begin, last in zip(parts, begins, lasts, strict=True):
+                numbers = part.numbers_between(begin, part.entered(last))
+                n_first += int(blocks.places(numbers).n_examples.sum()) * space.tokens.count
         batch_bytes = self.batch_size * (space.row_nbytes + TABLE_BYTES)
         window_bytes = n_batches_ahead(parts, self._n_ahead) * batch_bytes
         return Plan(
@@ -281,7 +281,7 @@ class ShuffledLoader(Loader):
             n_vectors=sum(part.n_blocks for part in parts) * blocks.cells_per_block * space.vectors_per_row,
             # Besides those that are lent, one is begun and one ends.
             n_buffers=self._prefetch + 4,
-            first_batch_bytes=n_first * blocks.cells_per_block * space.row_nbytes,
+            first_batch_bytes=n_first * space.row_nbytes,
             window_bytes=window_bytes,
             ahead_bytes=n_batches_ahead(parts, self._n_cohorts_ahead()) * batch_bytes - window_bytes,
             n_partitions=order.n_partitions,

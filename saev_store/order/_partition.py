@@ -123,9 +123,12 @@ class Partition:
 
     def block_numbers(self, cohort: int) -> IntArray:
         """The blocks of a cohort."""
-        start, stop = self.first_block(cohort), self.first_block(cohort + 1)
-        positions = np.arange(self.first_position + start, self.first_position + stop)
-        return self.order.permutation.at(positions)
+        return self.numbers_between(cohort, cohort + 1)
+
+    def numbers_between(self, cohort: int, stop: int) -> IntArray:
+        """The blocks of some cohorts, up to `stop` and without it."""
+        first, last = self.first_block(cohort), self.first_block(stop)
+        return self.order.permutation.at(np.arange(self.first_position + first, self.first_position + last))
 
     def trim(self, start: int, stop: int, counts: IntArray) -> int:
         """Take the neighbours' rows off the rows of this partition's blocks `start` to `stop`, in place.

@@ -509,6 +509,8 @@ class Stalling(Wrapper):
         (ShuffledLoader, {"window_blocks": 60, "n_partitions": 1}),
         (ShuffledLoader, {"window_blocks": 12, "n_partitions": 1, "early_start": True}),
         (ShuffledLoader, {"window_blocks": 60, "n_partitions": 2, "early_start": True}),
+        # The last block is short.
+        (ShuffledLoader, {"window_blocks": 60, "n_partitions": 1, "examples_per_block": 4}),
         # The first batch ends with a tick of some partitions, of which nothing more is needed while others are waited for.
         (ShuffledLoader, {"window_blocks": 1, "n_partitions": 2, "batch_size": 84}),
         (ShuffledLoader, {"window_blocks": 1, "n_partitions": 2, "batch_size": 84, "early_start": True}),
