@@ -168,7 +168,10 @@ class Explanation:
         lines = [
             ("rows", f"{self.n_rows:,} in {self.n_batches:,} batches"),
             ("medium", f"{self.medium}: {self.reason} (engine {self.engine})"),
-            ("reads", f"{self.n_requests:,} of about {_size(self.extent_bytes)}, {self.n_threads} at a time"),
+            (
+                "reads",
+                f"{self.n_requests:,} of about {_size(self.bytes_read / max(self.n_requests, 1))}, {self.n_threads} at a time",
+            ),
             ("bytes", f"{_size(self.bytes_read)} per epoch{_PAGES[self.keeps_pages]}"),
             ("start", f"{_size(self.first_batch_bytes)} before the first batch"),
             ("memory", memory),
@@ -179,8 +182,8 @@ class Explanation:
         if self.mixing is not None:
             mixed, kind = self.mixing, f"{self.examples_per_block} example(s) per block"
             lines.append(("window", f"{kind}, {self.n_partitions} partitions"))
-            found = f"{mixed.distinct_examples:,.0f} of {mixed.window_examples:,.0f} examples in the window per batch"
-            lines.append(("mixing", f"{found}; a full shuffle gives {mixed.full_shuffle:,.0f}"))
+            found = f"{mixed.distinct_examples:,.0f} examples per batch, {mixed.window_examples:,.0f} in the window at a time"
+            lines.append(("mixing", f"{found}; a full shuffle gives {mixed.full_shuffle:,.0f} per batch"))
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 

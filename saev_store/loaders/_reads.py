@@ -240,7 +240,7 @@ class Reads:
         array = None if callable(target) or not self._reads_into else target
         begins, stops, first = self.requests(runs, into_target=array is not None)
         # Examples that are known to be lost are refused before they are read.
-        self._reader.check(shard, (max(stops) - 1) // self._layout.example_nbytes)
+        self._retried(shard, partial(self._reader.check, shard, (max(stops) - 1) // self._layout.example_nbytes))
         if self._advice is not None:
             self._advice.before(shard)
         nbytes, copy_s, requests = 0, 0.0, list(pairwise(first))

@@ -50,17 +50,7 @@ def options_class(error: type[ArgumentError], *, kw_only: bool = True) -> Callab
             try:
                 check(self, *args, **kwargs)
             except pydantic.ValidationError as invalid:
-                for found in invalid.errors():
-                    name, rule = (
-                        str(found["loc"][0]),
-                        found["msg"].replace("Input should", "it must").removeprefix("Value error, "),
-                    )
-                    if found["type"] == "unexpected_keyword_argument":
-                        problems[name] = _no_option(made, name)
-                        continue
-                    # Options for file systems hold credentials, so their values are not shown.
-                    value = "" if name.startswith("storage") else f" is {brief(found['input'])}"
-                    problems[name] = f"{problems[name]}, or {rule}" if name in problems else f"{name}{value}; {rule}"
+                problems = _problems(made, invalid)
             if problems:
                 raise error("; ".join(problems.values()), where=", ".join(problems))
 
@@ -68,6 +58,32 @@ def options_class(error: type[ArgumentError], *, kw_only: bool = True) -> Callab
         return made
 
     return made_of
+
+
+def _problems(cls: type[object], invalid: pydantic.ValidationError) -> dict[str, str]:
+    """What is wrong with each option, by name."""
+    found = dict[str, str]()
+    by_place = [field.name for field in fields(cast("type[_Options]", cls)) if not field.kw_only]
+    for problem in invalid.errors():
+        place, kind = problem["loc"][0], problem["type"]
+        name = str(place)
+        if isinstance(place, int):
+            name = by_place[place] if place < len(by_place) else f"argument {place + 1}"
+        if kind == "multiple_argument_values":
+            found[name] = f"{name} is given twice"
+        elif kind == "unexpected_positional_argument":
+            found[name] = f"{cls.__name__} takes {len(by_place)} arguments without a name"
+        elif kind == "unexpected_keyword_argument":
+            found[name] = _no_option(cls, name)
+        else:
+            rule = problem["msg"].replace("Input should", "it must").removeprefix("Value error, ")
+            # Options for file systems hold credentials, so their values are not shown.
+            value = "" if name.startswith("storage") else f" is {brief(problem['input'])}"
+            if name not in found:
+                found[name] = f"{name}{value}; {rule}"
+            elif not found[name].endswith(rule):
+                found[name] += f", or {rule}"
+    return found
 
 
 def _no_option(cls: type[object], name: str) -> str:

@@ -26,6 +26,18 @@ class ConfigError(ArgumentError):
 config_class = options_class(ConfigError, kw_only=False)
 
 
+def check_config(cfg: object, kind: type[object]) -> None:
+    """Refuse what is no config of a loader.
+
+    Raises:
+        ConfigError: it is something else, or the config of another loader.
+    """
+    if not isinstance(cfg, kind):
+        raise ConfigError(
+            f"an object of type {type(cfg).__name__} is no config of this class; {kind.__name__}(…) is", where="cfg"
+        )
+
+
 def scaling(scale_norm: bool | float, normalize: Normalize | None) -> bool | float:
     """What the loader of NumPy batches does by itself.
 

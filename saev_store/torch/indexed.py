@@ -20,7 +20,7 @@ from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.loaders import WAITING, BufferPool, ScatteredReads, TokenColumns, filtered, layer_columns, medium_of
 from saev_store.store.store import ShardStore
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensor_of, tensors
-from saev_store.torch.config import IndexedConfig
+from saev_store.torch.config import IndexedConfig, check_config
 
 #: Fewer rows than this are gathered by one thread.
 _MIN_ROWS_PER_THREAD = 512
@@ -53,6 +53,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
     Example = ExampleBatch
 
     def __init__(self, cfg: IndexedConfig) -> None:
+        check_config(cfg, IndexedConfig)
         self.cfg = cfg
         self.store = ShardStore.open(cfg.shards, cfg.storage_options)
         rows = self.store.sel(

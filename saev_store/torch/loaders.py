@@ -34,7 +34,7 @@ from saev_store.store.store import ShardStore
 from saev_store.torch._device import DeviceMemory, PlainCopies, copies_to, pinned
 from saev_store.torch._epochs import EpochLoader, options_of
 from saev_store.torch.batch import ExampleBatch
-from saev_store.torch.config import OrderedConfig, ShuffledConfig, scaling
+from saev_store.torch.config import OrderedConfig, ShuffledConfig, check_config, scaling
 from saev_store.torch.normalize import Normalization, normalizer_of
 
 Config = TypeVar("Config", OrderedConfig, ShuffledConfig)
@@ -52,7 +52,11 @@ class TorchLoader(EpochLoader[Config, Loader]):
     batch is a view of memory that is used again once no reference to the batch is left.
     """
 
+    #: The class of its configs.
+    _config: type[OrderedConfig | ShuffledConfig]
+
     def __init__(self, cfg: Config) -> None:
+        check_config(cfg, self._config)
         self.cfg = cfg
         copies = self._copies = copies_to(cfg.device)
         self.store: ShardStore = open_for_training(
@@ -180,6 +184,8 @@ class OrderedDataLoader(TorchLoader[OrderedConfig]):
     [(8, 8), (8, 8), (8, 8), (4, 8)]
     """
 
+    _config = OrderedConfig
+
     def _make(self) -> Loader:
         """See `TorchLoader`."""
         options = options_of(self.cfg, ReadOptions)
@@ -202,6 +208,8 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
     >>> len(loader), loader.n_samples
     (3, 28)
     """
+
+    _config = ShuffledConfig
 
     def _make(self) -> Loader:
         """See `TorchLoader`."""

@@ -23,7 +23,16 @@ from saev_store.store.pair import PairSelection, pair
 from saev_store.store.store import ShardStore
 from saev_store.torch._device import copies_to
 from saev_store.torch._epochs import EpochLoader, options_of
-from saev_store.torch.config import Conditions, Examples, Layer, Multiple, config_class, scaling, text_of_path
+from saev_store.torch.config import (
+    Conditions,
+    Examples,
+    Layer,
+    Multiple,
+    check_config,
+    config_class,
+    scaling,
+    text_of_path,
+)
 from saev_store.torch.normalize import Normalization, Normalize, normalizer_of
 
 Address = Annotated[str, BeforeValidator(text_of_path)]
@@ -86,7 +95,11 @@ class TorchPairLoader(EpochLoader[PairConfig, PairLoader]):
         a, b: The stores.
     """
 
+    #: The class of its configs.
+    _config: type[OrderedPairConfig | ShuffledPairConfig]
+
     def __init__(self, cfg: PairConfig) -> None:
+        check_config(cfg, self._config)
         copies = copies_to(cfg.device)
         self.a = ShardStore.open(cfg.shards_a, cfg.storage_options_a)
         self.b = ShardStore.open(cfg.shards_b, cfg.storage_options_b)
@@ -152,6 +165,8 @@ class OrderedPairDataLoader(TorchPairLoader[OrderedPairConfig]):
     [((16, 8), (16, 2, 8)), ((12, 8), (12, 2, 8))]
     """
 
+    _config = OrderedPairConfig
+
     def _make(self, cfg: OrderedPairConfig, rows: PairSelection, labels: Labels | None) -> PairLoader:
         """See `TorchPairLoader`."""
         return OrderedPairLoader(rows, options_of(cfg, ReadOptions), labels=labels)
@@ -171,6 +186,8 @@ class ShuffledPairDataLoader(TorchPairLoader[ShuffledPairConfig]):
     >>> len(ShuffledPairDataLoader(cfg))
     3
     """
+
+    _config = ShuffledPairConfig
 
     def _make(self, cfg: ShuffledPairConfig, rows: PairSelection, labels: Labels | None) -> PairLoader:
         """See `TorchPairLoader`."""

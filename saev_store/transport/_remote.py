@@ -110,16 +110,24 @@ async def again(
         for_s: Seconds; default: `RETRY_S`.
     """
     for_s = RETRY_S if for_s is None else for_s
-    wait_s, last_s = _FIRST_WAIT_S, float("inf")
+    wait_s, n_tries, began_s, last_s = _FIRST_WAIT_S, 0, _now_s(), float("inf")
     while True:
+        n_tries += 1
         try:
             return await work()
         except Exception as error:
             last_s = min(last_s, _now_s() + for_s)
             if not passes(error) or _now_s() + wait_s > last_s:
+                if n_tries > 1:
+                    error.add_note(f"tried {n_tries} times in {_now_s() - began_s:.0f} s")
                 raise
         await _sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311  # spreads clients that failed together
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def notes_of(error: BaseException) -> str:
+    """What `again` says of an error, to stand behind its text."""
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()) if note.startswith("tried "))
 
 
 def may_pass(status: int) -> bool:

@@ -181,13 +181,13 @@ def test_a_plan_as_text() -> None:
     assert str(far).splitlines() == [
         "rows    1,234,567 in 76 batches",
         "medium  remote: it is far (engine obstore:s3)",
-        "reads   3,000 of about 8.0 MiB, 32 at a time",
+        "reads   3,000 of about 1.7 GiB, 32 at a time",
         "bytes   5.0 TiB per epoch",
         "start   768.0 MiB before the first batch",
         "memory  1.5 GiB window, 1023 B batches, 1.0 KiB on the way",
         "price   $1.50 per epoch for requests, and $8.25 if the bytes leave the region",
         "window  3 example(s) per block, 8 partitions",
-        "mixing  901 of 12,000 examples in the window per batch; a full shuffle gives 1,000",
+        "mixing  901 examples per batch, 12,000 in the window at a time; a full shuffle gives 1,000 per batch",
     ]
     near = replace(far, medium="disk", in_flight_bytes=0, mixing=None, keeps_pages=True)
     assert str(near).splitlines()[3:] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -335,6 +336,22 @@ def test_a_server_that_fails_now_and_then(plain):
             for cls in (OrderedLoader, ShuffledLoader):
                 check(plain, cls(store.sel(layer=5, tokens="content"), batch_size=32, n_threads=4))
         assert handler.counter > 20
+
+
+@pytest.mark.parametrize("cls", [OrderedLoader, ShuffledLoader])
+def test_a_server_that_starts_anew_before_a_shard_is_first_read(plain, cls):
+    """The size of a shard is requested then, and nobody answers."""
+    pytest.importorskip("aiohttp")
+    with serving(plain.path) as (url, _):
+        store = ShardStore.open(url, engine="fsspec")
+    port = int(url.rpartition(":")[2].partition("/")[0])
+    loader = cls(store.sel(layer=5, tokens="content"), batch_size=8, n_threads=3)
+    with contextlib.ExitStack() as stack:
+        begins = threading.Timer(0.5, lambda: stack.enter_context(serving(plain.path, port=port)))
+        begins.start()
+        check(plain, loader)
+        begins.join()
+    assert loader.metrics().n_retries > 0
 
 
 @pytest.mark.parametrize("engine", ["fsspec", "obstore"])

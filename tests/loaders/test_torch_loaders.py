@@ -43,6 +43,7 @@ from saev_store.torch import (
     OrderedDataLoader,
     ShuffledConfig,
     ShuffledDataLoader,
+    ShuffledPairDataLoader,
 )
 from saev_store.torch._device import PlainCopies, copies_to, moved, pinned
 from saev_store.torch.batch import tensors
@@ -128,6 +129,19 @@ def test_configs_are_frozen_checked_and_replaced(plain):
     with pytest.raises(ConfigError) as raised:
         ShuffledConfig(storage_options={1: "very-secret-key"}, rank="x")
     assert "very-secret-key" not in str(raised.value)
+    with pytest.raises(ConfigError, match="shards is 5; it must be a valid string"):
+        ShuffledConfig(5, layer=11)
+    with pytest.raises(ConfigError, match="shards is given twice"):
+        ShuffledConfig("a", shard_root="b")
+    for kind, wrong in (
+        (ShuffledDataLoader, "a path"), (ShuffledDataLoader, OrderedConfig()), (OrderedDataLoader, ShuffledConfig()),
+        (OrderedDataLoader, {"shards": "a"}), (IndexedDataset, "a path"),
+        (ShuffledPairDataLoader, ShuffledConfig()),
+    ):  # fmt: skip
+        with pytest.raises(
+            ConfigError, match=f"cfg: an object of type {type(wrong).__name__} is no config of this class"
+        ):
+            kind(wrong)
     with pytest.raises(ConfigError, match="storage_option") as misspelled:
         ShuffledConfig(storage_option={"secret": "very-secret-key"})
     assert "very-secret-key" not in str(misspelled.value)

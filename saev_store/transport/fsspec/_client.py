@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import re
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -31,6 +32,7 @@ from saev_store.transport._remote import (
     again,
     awaited_in_loop,
     may_pass,
+    notes_of,
     run_in_loop,
     within,
 )
@@ -160,7 +162,11 @@ class FsspecClient:
 
     def _missing(self, text: str) -> MissingDependencyError:
         extras = sorted({_EXTRAS[protocol] for protocol in self.protocols if protocol in _EXTRAS})
-        remedy = f"pip install 'saev_store[{','.join(extras)}]'" if extras else "Install the package that serves it."
+        remedy = (
+            f"pip install 'saev_store[{','.join(extras)}]'"
+            if extras
+            else "Check the address, or install the package that serves it."
+        )
         return MissingDependencyError(
             f"this address needs more than is installed: {text}", where=self.safe_url, remedy=remedy
         )
@@ -260,7 +266,9 @@ class FsspecClient:
             is_harmless = self.redact(text) == text[:400] and self.options.redact(hangs_on_it) == hangs_on_it
             is_harmless &= not isinstance(error, RecursionError)
             cause = error if is_harmless else None
-            raise self._translate(error, doing=doing, where=where) from cause
+            ours = self._translate(error, doing=doing, where=where)
+            ours.message += notes_of(error)
+            raise ours from cause
 
     def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         reason = error.__cause__
@@ -296,10 +304,13 @@ class FsspecClient:
             return DeadlineError(message, where=where, transient=True)
         if isinstance(error, NotImplementedError):
             return ReadOnlyError(f"this kind of file system cannot {doing}", where=where)
-        if isinstance(error, OSError) and error.errno not in {None, errno.EIO, errno.EBUSY} and status is None:
+        is_unknown_host = any(isinstance(getattr(link, "os_error", link), socket.gaierror) for link in _chain(error))
+        told_elsewhere = is_unknown_host or status is not None
+        if isinstance(error, OSError) and error.errno not in {None, errno.EIO, errno.EBUSY} and not told_elsewhere:
             return from_os_error(OSError(error.errno, text), where=where, doing=doing)
         transient = not isinstance(error, (TypeError, ValueError)) and (status is None or may_pass(status))
-        return TransportError(message, where=where, transient=transient)
+        remedy = "Check the host's name in the address." if is_unknown_host else None
+        return TransportError(message, where=where, remedy=remedy, transient=transient)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

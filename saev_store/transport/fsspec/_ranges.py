@@ -60,11 +60,17 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arri
     session = await fs.set_session()
     async with session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
+        if answer.status == 200 and answer.content_length not in {None, end - start}:
+            raise _NoRangeError
         parts = list[bytes]()
         while part := await answer.content.readany():
             arrived(len(part))
             parts.append(part)
         return b"".join(parts), answer.headers
+
+
+class _NoRangeError(Exception):
+    """A web server answers with the whole file."""
 
 
 _GET: dict[str, tuple[_Get, str]] = {
@@ -144,7 +150,14 @@ async def cat_ranges(fs: _FileSystem, path: str, starts: Sequence[int], ends: Se
 async def _checked(
     get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str, arrived: _Arrived
 ) -> Answer:
-    data, headers = await get(fs, path, start, end, arrived)
+    try:
+        data, headers = await get(fs, path, start, end, arrived)
+    except _NoRangeError:
+        raise TransportError(
+            f"the server sends the whole file where bytes {start:,} to {end:,} were asked for",
+            where=where,
+            remedy="Use a web server that answers range requests with status 206; `python -m http.server` does not.",
+        ) from None
     said = _RANGE.fullmatch(headers.get("content-range", ""))
     size = None if said is None or said[3] == "*" else int(said[3])
     if said and (int(said[1]), int(said[2]) + 1) != (start, end) and len(data) == end - start:

@@ -35,6 +35,7 @@ from saev_store.transport._remote import (
     SLOWEST_BYTES_PER_S,
     STUCK_S,
     may_pass,
+    notes_of,
     run_in_loop,
 )
 from saev_store.transport._tls import read_authorities, refused_certificate
@@ -203,7 +204,9 @@ class ObstoreClient:
             raise DeadlineError(f"could not {doing} within {limit_s:g} s", where=where, transient=True) from None
         except Exception as error:
             # Not `from error`: its text holds whole answers of the server, addresses and headers.
-            raise self.translate(error, doing=doing, where=where) from None
+            ours = self.translate(error, doing=doing, where=where)
+            ours.message += notes_of(error)
+            raise ours from None
 
     async def _first(self, work: Callable[[], Awaitable[T]], where: str) -> T:
         """What `work()` gives; an error at once if the server's certificate is refused.
