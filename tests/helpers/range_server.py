@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,13 @@ class FlakyServer(http.server.BaseHTTPRequestHandler):
 
     Attributes:
         faults: "503" or "truncated" now and then; "busy" until `counter` is above `n_busy`; "stalled" in the middle of a body.
-        n_stalled: Answers that stalled.
+        n_stalled: Answers that stalled, up to `most_stalled`.
+        byte_s: Seconds between two bytes.
         n_left: Of these, how many clients have gone.
     """
 
     root, faults, counter, n_busy, n_stalled, n_left = "", "", 0, 0, 0, 0
+    most_stalled, byte_s = 1 << 30, 0.0
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes: the second would wait for 40 ms
 
@@ -58,13 +61,17 @@ class FlakyServer(http.server.BaseHTTPRequestHandler):
         if body and cls.faults == "truncated" and cls.counter % 7 == 0:
             self.wfile.write(data[: len(data) // 2])
             self.close_connection = True
-        elif body and cls.faults == "stalled":
-            self.wfile.write(data[: len(data) // 2])
+        elif cls.faults == "stalled" and cls.n_stalled < cls.most_stalled:
+            self.wfile.write(data[: len(data) // 2 if body else 0])
             cls.n_stalled += 1
             with contextlib.suppress(OSError):
                 self.connection.recv(1)  # nothing, once the client has gone
             cls.n_left += 1
             self.close_connection = True
+        elif body and cls.byte_s:
+            for number in range(len(data)):
+                time.sleep(cls.byte_s)
+                self.wfile.write(data[number : number + 1])
         elif body:
             self.wfile.write(data)
 

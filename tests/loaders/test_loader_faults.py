@@ -342,7 +342,8 @@ def test_a_server_that_fails_now_and_then(plain):
 def test_a_server_that_starts_anew_before_a_shard_is_first_read(plain, cls):
     """The size of a shard is requested then, and nobody answers."""
     pytest.importorskip("aiohttp")
-    with serving(plain.path) as (url, _):
+    with serving(plain.path) as (url, handler):
+        handler.protocol_version = "HTTP/1.0"  # no connection outlives its answer
         store = ShardStore.open(url, engine="fsspec")
     port = int(url.rpartition(":")[2].partition("/")[0])
     loader = cls(store.sel(layer=5, tokens="content"), batch_size=8, n_threads=3)

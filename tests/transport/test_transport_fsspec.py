@@ -144,6 +144,28 @@ def test_an_error_says_how_often_and_how_long_it_was_tried(tmp_path, clock):
                 call(open_transport(url))
 
 
+@both
+@pytest.mark.parametrize("n_stalled", [1, 3])
+def test_a_range_that_stalls_is_requested_again(tmp_path, one, n_stalled, monkeypatch):
+    """A connection may die without a word."""
+    monkeypatch.setattr("saev_store.transport.fsspec._ranges.READ_TIMEOUT_S", 0.2)
+    (tmp_path / "a.bin").write_bytes(b"0123456789")
+    with serving(tmp_path) as (url, server):
+        server.faults, server.most_stalled = "stalled", n_stalled
+        assert one(open_transport(url), "a.bin", 2, 8) == b"234567"
+        assert server.n_stalled == n_stalled
+
+
+def test_a_range_whose_bytes_keep_coming_is_not_stalled(tmp_path, monkeypatch):
+    """However long it takes."""
+    monkeypatch.setattr("saev_store.transport.fsspec._ranges.READ_TIMEOUT_S", 1.0)
+    (tmp_path / "a.bin").write_bytes(bytes(range(256)))
+    with serving(tmp_path) as (url, server):
+        server.byte_s = 0.2
+        assert one(open_transport(url), "a.bin", 0, 12) == bytes(range(12))
+        assert server.counter == 1
+
+
 def test_a_name_without_an_address_is_told_as_such():
     transport = open_transport("http://no-such-host.invalid/store")
     with pytest.raises(TransportError, match="no-such-host.*Check the host's name in the address"):

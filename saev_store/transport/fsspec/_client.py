@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from typing import BinaryIO, Protocol, TypeVar, cast
 
@@ -197,8 +198,13 @@ class FsspecClient:
             """Whether the server said so. One that does not answer may be a mistaken address, so that is told at once."""
             return _status(error) is not None and self.passes(error)
 
+        def work() -> Awaitable[object]:
+            """The operation; what has no body is soon there, or will never be."""
+            begun = partial(begin, *arguments, **options)
+            return within(begun, READ_TIMEOUT_S) if operation == "info" else begun()
+
         # The file systems of object stores do this themselves.
-        return self.run(lambda: again(lambda: begin(*arguments, **options), is_busy), nbytes=nbytes)
+        return self.run(lambda: again(work, is_busy), nbytes=nbytes)
 
     def passes(self, error: Exception) -> bool:
         """Whether an error of the library may pass, so that another try is worthwhile."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from saev_store.errors import TransportError
-from saev_store.transport._remote import Version, again, task_group
+from saev_store.transport._remote import READ_TIMEOUT_S, Version, again, task_group
 from saev_store.transport.base import IN_FLIGHT
 
 #: Sizes of a read buffer: aiohttp's own, which answers with errors need, and the largest, for its parser counts with 32 bits.
@@ -57,8 +57,9 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arri
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
     # With less it stops and resumes the socket several times for each answer, which is kept whole anyway.
     options.setdefault("read_bufsize", min(max(end - start, _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES))
-    session = await fs.set_session()
-    async with session.get(fs.encode_url(path), **options) as answer:
+    session, now_s = await fs.set_session(), asyncio.get_running_loop().time
+    # aiohttp's own time-out of reads costs a timer for each part.
+    async with asyncio.timeout(READ_TIMEOUT_S) as patience, session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
         if answer.status == 200 and answer.content_length not in {None, end - start}:
             raise _NoRangeError
@@ -66,6 +67,8 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arri
         while part := await answer.content.readany():
             arrived(len(part))
             parts.append(part)
+            if (patience.when() or 0.0) - (now := now_s()) < READ_TIMEOUT_S / 2:
+                patience.reschedule(now + READ_TIMEOUT_S)
         return b"".join(parts), answer.headers
 
 
