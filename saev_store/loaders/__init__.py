@@ -9,8 +9,9 @@ from saev_store.loaders._base import Loader
 from saev_store.loaders._columns import NO_LABEL, TokenColumns, layer_columns
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import sampled_rows, stored_scale
-from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
+from saev_store.loaders._iteration import Batch, BatchIterator
 from saev_store.loaders._medium import WAITING, Medium, medium_of
+from saev_store.loaders._metrics import Metrics
 from saev_store.loaders._reads import ScatteredReads
 from saev_store.loaders._ring import Allocate, BufferPool, RowNumbers
 from saev_store.loaders.cache import CachedTransport

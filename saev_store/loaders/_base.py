@@ -24,8 +24,9 @@ from saev_store.errors import ArgumentError
 from saev_store.loaders._columns import TokenColumns, layer_columns
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale, same_value, whole_number
-from saev_store.loaders._iteration import Batch, BatchIterator, Iteration, Metrics, Totals
+from saev_store.loaders._iteration import Batch, BatchIterator, Iteration
 from saev_store.loaders._medium import TAKES_ADVICE, WAITING, Advice, layers_of, medium_of
+from saev_store.loaders._metrics import Metrics, Totals
 from saev_store.loaders._pickled import pickled
 from saev_store.loaders._reads import Positions, Reads, Scratch
 from saev_store.loaders._ring import Allocate

@@ -11,7 +11,7 @@ import numpy as np
 
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import RowSpace
-from saev_store.loaders._iteration import Totals
+from saev_store.loaders._metrics import Totals
 from saev_store.loaders._reads import Reads, Runs
 from saev_store.order import Mixing
 from saev_store.store.estimate import Estimate, PlanCount, estimate, price_of

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from saev_store.core.dtypes import converted
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.errors import NotFoundError, TransportError
-from saev_store.loaders._iteration import Task, Totals
+from saev_store.loaders._iteration import Task
 from saev_store.loaders._medium import TAKES_ADVICE, Advice, Medium
+from saev_store.loaders._metrics import Totals
 from saev_store.loaders._ring import allocate
 from saev_store.store.reader import NumberArray, Reader
 from saev_store.store.selection import Selection

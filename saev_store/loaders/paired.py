@@ -14,7 +14,8 @@ from saev_store.errors import ArgumentError
 from saev_store.loaders._base import Loader
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import same_value
-from saev_store.loaders._iteration import Batch, BatchIterator, Metrics
+from saev_store.loaders._iteration import Batch, BatchIterator
+from saev_store.loaders._metrics import Metrics
 from saev_store.loaders._pickled import pickled
 from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions, chosen_options
 from saev_store.loaders.ordered import OrderedLoader

@@ -19,7 +19,8 @@ from waiting import HANG_S, soon
 from saev_store import ShardStore
 from saev_store._runtime.threads import AbandonedObjects
 from saev_store.loaders import ShuffledLoader
-from saev_store.loaders._iteration import Iteration, Totals
+from saev_store.loaders._iteration import Iteration
+from saev_store.loaders._metrics import Totals
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from saev_store.loaders import (
     OrderedLoader,
     ShuffledLoader,
     _iteration,
+    _metrics,
     open_for_training,
     stage,
 )
@@ -150,7 +151,7 @@ def test_another_store_at_the_same_address_has_extents_of_its_own(plain, tmp_pat
 def test_patience_begins_anew_with_whatever_arrives(n_arrivals: int, n_waits: int, monkeypatch: pytest.MonkeyPatch):
     """Four slices without progress end a wait; slices are counted by a clock that only waiting moves."""
     now, waits = [0.0], list[float]()
-    iteration = _iteration.Iteration(1, 1, _iteration.Totals(4), helps=False)
+    iteration = _iteration.Iteration(1, 1, _metrics.Totals(4), helps=False)
 
     class Changed:
         def __enter__(self) -> None: ...

@@ -33,7 +33,8 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.loaders import OrderedLoader, ShuffledLoader, _reads
-from saev_store.loaders._iteration import Group, Iteration, StoppedError, Totals
+from saev_store.loaders._iteration import Group, Iteration, StoppedError
+from saev_store.loaders._metrics import Totals
 from saev_store.order import Partition
 from saev_store.transport import Counters, PreadTransport, _remote
 from saev_store.transport.limit import Wrapper

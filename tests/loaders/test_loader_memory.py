@@ -23,7 +23,8 @@ from waiting import HANG_S
 
 from saev_store import SaevStoreError, ShardStore
 from saev_store.loaders import OrderedLoader, ShuffledLoader
-from saev_store.loaders._iteration import Iteration, StoppedError, Totals
+from saev_store.loaders._iteration import Iteration, StoppedError
+from saev_store.loaders._metrics import Totals
 from saev_store.loaders._ring import BufferPool, allocate, lent
 
 #: What a consumer may keep of a batch instead of it.

@@ -17,7 +17,8 @@ from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, MissingShardError, TransportError
 from saev_store.loaders import OrderedLoader, ShuffledLoader, _medium, _reads, batch_entropy
-from saev_store.loaders._iteration import Iteration, Totals
+from saev_store.loaders._iteration import Iteration
+from saev_store.loaders._metrics import Totals
 from saev_store.loaders._reads import Positions, Reads, Runs, cut, runs_of_planes
 from saev_store.loaders.options import ReadOptions, ShuffleOptions, rank_and_world
 from saev_store.loaders.ordered import runs_of_rows
