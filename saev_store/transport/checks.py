@@ -82,7 +82,7 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
     if root_ok and path == "":
         return path
     rule = "a path below a store is relative, with parts between '/' that are not empty, '.' or '..'"
-    if "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
+    if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
         raise UnsafeContentError(f"{path!r} would leave the folder: {rule}", where="path")
     try:
         os.fsencode(path)

@@ -7,11 +7,13 @@ import errno
 import io
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Self, cast
 
+import aiohttp
 import pytest
 
 from saev_store.errors import (
@@ -28,9 +30,11 @@ from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport
 from saev_store.transport._remote import Pins
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.credentials import StorageOptions
+from saev_store.transport.fsspec import _ranges
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
+from saev_store.transport.fsspec._ranges import _http as get_of_http
 from saev_store.transport.fsspec._ranges import _s3 as get_of_s3
-from saev_store.transport.fsspec._ranges import cat_ranges, ranges
+from saev_store.transport.fsspec._ranges import cat_ranges, get_range
 from saev_store.transport.fsspec._sink import list_uploads
 from saev_store.transport.fsspec._transport import FsspecTransport
 from saev_store.transport.fsspec._transport import _modified_s as modified_s
@@ -260,9 +264,9 @@ def test_uploads_of_all_pages_that_are_in_the_folder_or_are_it():
     assert [each["Prefix"] for each in client.asked] == ["a/b"] * 5
 
 
-def requested(get, starts: list[int], ends: list[int]):
-    """The ranges of a file system whose requests `get` answers."""
-    return ranges(get, SimpleNamespace(), "a", starts, ends, where="x", arrived=lambda _: None, passes=lambda _: False)
+def requested(get, start: int, end: int):
+    """A range of a file system whose requests `get` answers."""
+    return get_range(get, SimpleNamespace(), "a", start, end, where="x", arrived=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +284,7 @@ def test_the_version_of_an_answer(headers: dict[str, str], version: tuple[str | 
     ) -> tuple[bytes, Mapping[str, str]]:
         return bytes(end - start), {"content-range": f"bytes {start}-{end - 1}/100", **headers}
 
-    found = asyncio.run(requested(get, [0, 10], [4, 11]))
-    assert found == [(bytes(4), version), (bytes(1), version)]
+    assert asyncio.run(requested(get, 7, 11)) == (bytes(4), version)
 
 
 @pytest.mark.parametrize(
@@ -303,10 +306,10 @@ def test_the_range_of_an_answer(said: str, nbytes: int, is_refused: bool, size: 
 
     if is_refused:
         with pytest.raises(TransportError, match=r"bytes 10 to 14 were asked for") as caught:
-            asyncio.run(requested(get, [10], [14]))
+            asyncio.run(requested(get, 10, 14))
         assert caught.value.transient
     else:
-        assert asyncio.run(requested(get, [10], [14])) == [(bytes(nbytes), (None, size))]
+        assert asyncio.run(requested(get, 10, 14)) == (bytes(nbytes), (None, size))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
@@ -395,6 +398,16 @@ def test_how_s3_is_spoken_to_where_nobody_says_otherwise(scheme: str, monkeypatc
             "max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1, "mode": "standard"},
         },
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_how_web_servers_are_spoken_to_where_nobody_says_otherwise(scheme: str, monkeypatch: pytest.MonkeyPatch):
+    """aiohttp gives up after five minutes by default, also where bytes still come."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    client = tuned(scheme, {})["client_kwargs"]
+    assert (client["timeout"].total, client["timeout"].sock_connect, client["read_bufsize"]) == (None, 5, 8 << 20)
+    given = {"timeout": aiohttp.ClientTimeout(total=7), "read_bufsize": 1 << 16, "trust_env": True}
+    assert tuned(scheme, {"client_kwargs": given})["client_kwargs"] == given
 
 
 @pytest.mark.parametrize(
@@ -554,3 +567,84 @@ def test_the_body_of_an_answer_of_s3_is_counted_and_closed(
         assert asyncio.run(call) == (b"23456", {"etag": "e"})
     assert asked == [("get_object", {"Bucket": "lab", "Key": "a.bin", "Range": "bytes=2-6", **chosen})]
     assert (closed, arrived) == ([True], [3] if breaks_off else [3, 2])
+
+
+class WebAnswer:
+    """An answer of a web server, part by part; after the parts comes `ends`."""
+
+    status, content_length, headers = 206, 6, {"etag": "e"}
+
+    def __init__(self, parts: list[bytes], ends: Exception | None = None) -> None:
+        self.content, self._parts, self._ends = self, parts, ends
+
+    def get(self, url: str, **options: object) -> WebAnswer:
+        assert (url, options["headers"]) == ("http://h/a", {"A": "1", "Range": "bytes=2-7"})
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def readany(self) -> bytes:
+        await asyncio.sleep(0)
+        if not self._parts and self._ends is not None:
+            raise self._ends
+        return self._parts.pop(0) if self._parts else b""
+
+
+def answered(
+    answer: WebAnswer, arrived: list[int], run: Callable[[Coroutine[object, object, Any]], Any] = asyncio.run
+) -> bytes:
+    async def session() -> WebAnswer:
+        return answer
+
+    fs = SimpleNamespace(
+        kwargs={"headers": {"A": "1"}}, set_session=session, encode_url=str, _raise_not_found_for_status=lambda *_: None
+    )
+    data, headers = run(get_of_http(fs, "http://h/a", 2, 8, arrived.append))
+    assert headers == {"etag": "e"}
+    return data
+
+
+@pytest.mark.parametrize(("tell_s", "told"), [(0.0, [3, 1, 2, 0]), (60.0, [6])])
+def test_what_has_come_of_a_web_answer_is_told_now_and_then_and_at_its_end(
+    tell_s: float, told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaders do not give up while it comes; to tell of each part takes longer than the rest of what we do for a request."""
+    monkeypatch.setattr(_ranges, "_TELL_S", tell_s)
+    arrived = list[int]()
+    assert answered(WebAnswer([b"234", b"5", b"67"]), arrived) == b"234567"
+    assert arrived == told
+
+
+def test_what_came_of_a_web_answer_that_breaks_off_is_told() -> None:
+    arrived = list[int]()
+    with pytest.raises(ConnectionResetError):
+        answered(WebAnswer([b"234", b"5"], ConnectionResetError()), arrived)
+    assert arrived == [4]
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """A loop with a clock that is set by hand."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(("wait_s", "is_stalled"), [(9.0, False), (11.0, True)])
+def test_each_part_of_a_web_answer_may_take_ten_seconds(wait_s: float, is_stalled: bool) -> None:
+    class Slow(WebAnswer):
+        async def readany(self) -> bytes:
+            cast("Clock", asyncio.get_running_loop()).now_s += wait_s
+            await asyncio.sleep(0)
+            return await super().readany()
+
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        if is_stalled:
+            with pytest.raises(TimeoutError):
+                answered(Slow([b"2", b"3", b"4", b"567"]), [], runner.run)
+        else:
+            assert answered(Slow([b"2", b"3", b"4", b"567"]), [], runner.run) == b"234567"

@@ -8,11 +8,11 @@ import errno
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
-from typing import BinaryIO, Protocol, TypeVar, cast
+from typing import BinaryIO, NoReturn, Protocol, TypeVar, cast
 
 from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import (
@@ -51,6 +51,8 @@ NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 #: The protocols of plain web addresses, whose file system is opened without a request, so also inside an event loop.
 _WEB = {("http",), ("https",)}
 _WEB_READS = {"cat_file", "info", "ls"}
+#: With less, as by default, aiohttp stops and resumes the socket several times for each answer, which is kept whole anyway.
+_BUFFER_BYTES = 8 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
 #: What is done where nothing is made.
@@ -240,7 +242,8 @@ class FsspecClient:
             kept = self._kept(loop)
             self._in_loops[loop] = (await anext(kept), kept)  # without a wait: no other task runs in between
         own, _ = self._in_loops[loop]
-        return await within(lambda: work(own), limit_s)
+        async with asyncio.timeout(limit_s):
+            return await work(own)
 
     async def _kept(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[FileSystem]:
         """The file system of the running loop, until the loop shuts down its generators: connections do not outlive it."""
@@ -257,24 +260,22 @@ class FsspecClient:
         text = self.options.redact(text)
         return re.sub(r"\b\w+(?:::\w+)*://\S+", lambda match: safe_url(match.group()), text)[:400]
 
-    @contextlib.contextmanager
-    def errors(self, doing: str, where: str) -> Generator[None]:
+    def errors(self, doing: str, where: str) -> AbstractContextManager[None]:
         """A block whose errors become ours."""
-        try:
-            yield
-        except SaevStoreError:
-            raise
-        except Exception as error:
-            # A traceback shows the cause as well, and tools that pickle errors take all that hangs on it: one that tells a
-            # secret anywhere is left out; so is one that hangs on a thousand frames (s3fs, sent in circles by a server).
-            text = str(error)
-            hangs_on_it = "".join(f"{link!s} {link.args!r} {vars(link)!r}" for link in _chain(error))
-            is_harmless = self.redact(text) == text[:400] and self.options.redact(hangs_on_it) == hangs_on_it
-            is_harmless &= not isinstance(error, RecursionError)
-            cause = error if is_harmless else None
-            ours = self._translate(error, doing=doing, where=where)
-            ours.message += notes_of(error)
-            raise ours from cause
+        return _Errors(self, doing, where)
+
+    def raise_ours(self, error: Exception, *, doing: str, where: str) -> NoReturn:
+        """Raise what an error of the library, which is being handled, is among ours."""
+        # A traceback shows the cause as well, and tools that pickle errors take all that hangs on it: one that tells a
+        # secret anywhere is left out; so is one that hangs on a thousand frames (s3fs, sent in circles by a server).
+        text = str(error)
+        hangs_on_it = "".join(f"{link!s} {link.args!r} {vars(link)!r}" for link in _chain(error))
+        is_harmless = self.redact(text) == text[:400] and self.options.redact(hangs_on_it) == hangs_on_it
+        is_harmless &= not isinstance(error, RecursionError)
+        cause = error if is_harmless else None
+        ours = self._translate(error, doing=doing, where=where)
+        ours.message += notes_of(error)
+        raise ours from cause
 
     def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         reason = error.__cause__
@@ -351,6 +352,20 @@ def safe_url(url: str) -> str:
     return "::".join(links)
 
 
+class _Errors:
+    """What `FsspecClient.errors` gives; a class, for every request enters one, and generators take longer."""
+
+    def __init__(self, client: FsspecClient, doing: str, where: str) -> None:
+        self._client, self._doing, self._where = client, doing, where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, SaevStoreError):
+            self._client.raise_ours(error, doing=self._doing, where=self._where)
+
+
 def _protocol(link: str) -> str:
     head, separator, _ = link.partition("://")
     return head.lower() if separator or head.isidentifier() else "file"
@@ -413,14 +428,24 @@ def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
         if options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"):
             # Must be set before gcsfs is imported: it would request every bucket's type over gRPC, which no emulator serves.
             os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        if "requests_timeout" not in options:  # gcsfs has none of its own
-            with contextlib.suppress(ImportError):
-                from aiohttp import ClientTimeout
-
-                found["requests_timeout"] = ClientTimeout(
-                    total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S
-                )
+        if "requests_timeout" not in options and (
+            timeout := _timeout(sock_read=READ_TIMEOUT_S)
+        ):  # gcsfs has none of its own
+            found["requests_timeout"] = timeout
+    if (protocol,) in _WEB and (timeout := _timeout(sock_read=None)):
+        # aiohttp gives up any answer after five minutes, however much of it comes; we have limits of our own.
+        given = cast("Mapping[str, object]", found.get("client_kwargs") or {})
+        found["client_kwargs"] = {"timeout": timeout, "read_bufsize": _BUFFER_BYTES, **given}
     return found
+
+
+def _timeout(*, sock_read: float | None) -> object:
+    """Aiohttp's time-outs of a connection and of parts, with none of a whole answer; None where it is not installed."""
+    with contextlib.suppress(ImportError):
+        from aiohttp import ClientTimeout
+
+        return ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=sock_read)
+    return None
 
 
 def _trusting(protocol: str, verify: object, client_kwargs: object) -> dict[str, object]:

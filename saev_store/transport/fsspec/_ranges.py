@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import re
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from saev_store.errors import TransportError
-from saev_store.transport._remote import READ_TIMEOUT_S, Version, again, task_group
+from saev_store.transport._remote import READ_TIMEOUT_S, Version
 from saev_store.transport.base import IN_FLIGHT
 
-#: Sizes of a read buffer: aiohttp's own, which answers with errors need, and the largest, for its parser counts with 32 bits.
-_LEAST_BUFFER_BYTES, _MOST_BUFFER_BYTES = 64 << 10, 64 << 20
+#: How often what has arrived is told.
+_TELL_S = 0.5
 #: A part of an answer at most.
 _PART_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
@@ -27,7 +27,7 @@ _FileSystem = Any
 #: Told how many bytes have arrived, while they do.
 _Arrived = Callable[[int], None]
 #: Bytes and headers; these are found by their names in lower case, whatever the server writes.
-_Get = Callable[[_FileSystem, str, int, int, _Arrived], Awaitable[tuple[bytes, Mapping[str, str]]]]
+Get = Callable[[_FileSystem, str, int, int, _Arrived], Awaitable[tuple[bytes, Mapping[str, str]]]]
 #: Requests under way at once, in each loop: what is under way shares the line, and more of it would only end later.
 _SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
@@ -55,20 +55,23 @@ async def _gs(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrive
 async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived) -> tuple[bytes, Mapping[str, str]]:
     options = dict(fs.kwargs)
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
-    # With less it stops and resumes the socket several times for each answer, which is kept whole anyway.
-    options.setdefault("read_bufsize", min(max(end - start, _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES))
     session, now_s = await fs.set_session(), asyncio.get_running_loop().time
     # aiohttp's own time-out of reads costs a timer for each part.
     async with asyncio.timeout(READ_TIMEOUT_S) as patience, session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
         if answer.status == 200 and answer.content_length not in {None, end - start}:
             raise _NoRangeError
-        parts = list[bytes]()
-        while part := await answer.content.readany():
-            arrived(len(part))
-            parts.append(part)
-            if (patience.when() or 0.0) - (now := now_s()) < READ_TIMEOUT_S / 2:
-                patience.reschedule(now + READ_TIMEOUT_S)
+        parts, untold, told_s = list[bytes](), 0, now_s()
+        try:
+            while part := await answer.content.readany():
+                parts.append(part)
+                untold += len(part)
+                if (now := now_s()) - told_s > _TELL_S:
+                    patience.reschedule(now + READ_TIMEOUT_S)
+                    arrived(untold)
+                    untold, told_s = 0, now
+        finally:
+            arrived(untold)
         return b"".join(parts), answer.headers
 
 
@@ -76,64 +79,57 @@ class _NoRangeError(Exception):
     """A web server answers with the whole file."""
 
 
-_GET: dict[str, tuple[_Get, str]] = {
+_GET: dict[str, tuple[Get, str]] = {
     **dict.fromkeys(("s3", "s3a"), (_s3, "s3fs")),
     **dict.fromkeys(("gs", "gcs"), (_gs, "gcsfs")),
     **dict.fromkeys(("http", "https"), (_http, "fsspec.implementations.http")),
 }
 
 
-def getter(protocols: Sequence[str], fs: _FileSystem) -> _Get | None:
+def getter(protocols: Sequence[str], fs: _FileSystem) -> Get | None:
     """How to request ranges of a file system, or None where only `cat_ranges` can."""
     get, module = _GET.get(protocols[0], (None, "")) if len(protocols) == 1 else (None, "")
     return get if type(fs).__module__.startswith(module) else None
 
 
-async def ranges(
-    get: _Get,
-    fs: _FileSystem,
-    path: str,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    *,
-    where: str,
-    arrived: _Arrived,
-    passes: Callable[[Exception], bool],
-) -> list[Answer]:
-    """The ranges of one object, concurrently, each with the version of the object that it is of.
+async def get_range(
+    get: Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str, arrived: _Arrived
+) -> Answer:
+    """A range of an object, and the version of the object that it is of.
 
     Args:
-        get: Requests one range.
+        get: Requests it.
         fs: The file system.
         path: The object's name there.
-        starts: First byte of each range.
-        ends: The byte after its last one.
+        start: First byte.
+        end: The byte after the last one.
         where: The object's name in messages.
-        arrived: Told of each part.
-        passes: Whether a range is requested again after an error.
+        arrived: Told of what has come.
 
     Raises:
-        TransportError: an answer is of another range than the one requested.
+        TransportError: the answer is of another range than the one requested.
         Exception: whatever the file system raises.
     """
     loop = asyncio.get_running_loop()
     slots = _SLOTS.get(loop)
     if slots is None:
         slots = _SLOTS.setdefault(loop, asyncio.Semaphore(IN_FLIGHT))
-
-    async def one(start: int, end: int) -> Answer:
+    try:
         async with slots:
-            return await _checked(get, fs, path, start, end, where=where, arrived=arrived)
-
-    def tried(start: int, end: int) -> Coroutine[object, object, Answer]:
-        """One range. Between two tries its slot is free: all stores share them, and others may be well."""
-        return again(lambda: one(start, end), passes)
-
-    if len(starts) == 1:
-        return [await tried(starts[0], ends[0])]
-    async with task_group() as group:
-        tasks = [group.create_task(tried(start, end)) for start, end in zip(starts, ends, strict=True)]
-    return [task.result() for task in tasks]
+            data, headers = await get(fs, path, start, end, arrived)
+    except _NoRangeError:
+        raise TransportError(
+            f"the server sends the whole file where bytes {start:,} to {end:,} were asked for",
+            where=where,
+            remedy="Use a web server that answers range requests with status 206; `python -m http.server` does not.",
+        ) from None
+    said = _RANGE.fullmatch(headers.get("content-range", ""))
+    size = None if said is None or said[3] == "*" else int(said[3])
+    if said and (int(said[1]), int(said[2]) + 1) != (start, end) and len(data) == end - start:
+        raise TransportError(
+            f"the answer says {said[0]!r}, but bytes {start:,} to {end:,} were asked for", where=where, transient=True
+        )
+    return data, (headers.get("x-goog-generation") or headers.get("etag") or headers.get("last-modified"), size)
 
 
 async def cat_ranges(fs: _FileSystem, path: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
@@ -148,24 +144,3 @@ async def cat_ranges(fs: _FileSystem, path: str, starts: Sequence[int], ends: Se
         if isinstance(part, OSError):
             raise part
     return found
-
-
-async def _checked(
-    get: _Get, fs: _FileSystem, path: str, start: int, end: int, *, where: str, arrived: _Arrived
-) -> Answer:
-    try:
-        data, headers = await get(fs, path, start, end, arrived)
-    except _NoRangeError:
-        raise TransportError(
-            f"the server sends the whole file where bytes {start:,} to {end:,} were asked for",
-            where=where,
-            remedy="Use a web server that answers range requests with status 206; `python -m http.server` does not.",
-        ) from None
-    said = _RANGE.fullmatch(headers.get("content-range", ""))
-    size = None if said is None or said[3] == "*" else int(said[3])
-    if said and (int(said[1]), int(said[2]) + 1) != (start, end) and len(data) == end - start:
-        raise TransportError(
-            f"the answer says {said[0]!r}, but bytes {start:,} to {end:,} were asked for", where=where, transient=True
-        )
-    version = headers.get("x-goog-generation") or headers.get("etag") or headers.get("last-modified")
-    return data, (version, size)

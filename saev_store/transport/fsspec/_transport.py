@@ -12,12 +12,12 @@ from typing import BinaryIO, cast
 
 from saev_store._runtime.threads import ForkSafeLock, off_loop
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
-from saev_store.transport._remote import Pins, RemoteTransport, Version
+from saev_store.transport._remote import Pins, RemoteTransport, Version, again, task_group
 from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
 from saev_store.transport.checks import check_ranges, readinto_by_ranges, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, FileSystem, FsspecClient, means_exists
-from saev_store.transport.fsspec._ranges import cat_ranges, getter, ranges
+from saev_store.transport.fsspec._ranges import cat_ranges, get_range, getter
 from saev_store.transport.fsspec._sink import SpooledSink, list_uploads
 from saev_store.transport.local.files import check_regular
 
@@ -133,15 +133,15 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     async def get_range_async(self, path: str, *, start: int, end: int) -> Buffer:
         """As `get_ranges` of one range, awaited in any event loop; where the file system is not asynchronous, in a thread."""
         below = self.below(path)
-        check_ranges(self.where(below), [start], [end])
+        where = self.where(below)
+        check_ranges(where, [start], [end])
         if not self.client.is_async or start == end:
             return (await off_loop(partial(self.get_ranges, path, starts=[start], ends=[end])))[0]
         try:
-            with self.client.errors("read", self.where(below)):
-                answers = await self.client.awaited(
-                    lambda fs: self._answers(fs, below, [start], [end]), nbytes=end - start
-                )
-                return self._checked(below, [start], [end], answers)[0]
+            with self.client.errors("read", where):
+                return (await self.client.awaited(partial(self._requested, below, [start], [end]), nbytes=end - start))[
+                    0
+                ]
         except DeadlineError:
             raise
         except TransportError as error:
@@ -156,18 +156,16 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         client, full = self.client, self.key(below)
         with client.errors("read", self.where(below)):
             if client.is_async:
-                work = partial(self._answers, client.fs(), below, starts, ends)
-                answers = client.run(work, nbytes=sum(ends) - sum(starts))
-            else:
-                fs = client.fs()
-                with client.turn():
-                    # Before the read: what is replaced in between is then an error of the next read.
-                    is_told = len(client.protocols) == 1 and not _HERE & set(client.protocols)
-                    version = _version(fs.info(full)) if is_told else None
-                    found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
-                answers = [(part, version) for part in found]
-                self._count(_nbytes(found))
-            return self._checked(below, starts, ends, answers)
+                work = partial(self._requested, below, starts, ends, client.fs())
+                return client.run(work, nbytes=sum(ends) - sum(starts))
+            fs = client.fs()
+            with client.turn():
+                # Before the read: what is replaced in between is then an error of the next read.
+                is_told = len(client.protocols) == 1 and not _HERE & set(client.protocols)
+                version = _version(fs.info(full)) if is_told else None
+                found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
+            self._count(_nbytes(found))
+            return [self._checked(below, *of, version=version) for of in zip(starts, ends, found, strict=True)]
 
     def _check_regular(self, below: str) -> None:
         """Refuse a pipe, a socket or a device of this machine: to open one may wait for ever."""
@@ -180,38 +178,43 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         if not stat.S_ISDIR(mode):
             check_regular(mode, where=self.where(below))
 
-    async def _answers(
-        self, fs: FileSystem, below: str, starts: list[int], ends: list[int]
-    ) -> Sequence[tuple[bytes, Version | None]]:
-        """Each range, in the loop of an asynchronous file system, with the version of the object where it can be told."""
-        full = self.key(below)
+    async def _requested(self, below: str, starts: list[int], ends: list[int], fs: FileSystem) -> list[bytes]:
+        """Each range, concurrently, in the loop of an asynchronous file system."""
         get = getter(self.client.protocols, fs)
-        if get is not None:
-            where, passes = self.where(below), self.client.passes
-            return await ranges(get, fs, full, starts, ends, where=where, arrived=self._count, passes=passes)
-        found = await cat_ranges(fs, full, starts, ends)
-        self._count(_nbytes(found))
-        return [(part, None) for part in found]
+        if get is None:
+            found = await cat_ranges(fs, self.key(below), starts, ends)
+            self._count(_nbytes(found))
+            return [self._checked(below, *of, version=None) for of in zip(starts, ends, found, strict=True)]
+
+        async def once(start: int, end: int) -> bytes:
+            """One try. Between two of them its slot is free: all stores share them, and others may be well."""
+            data, version = await get_range(
+                get, fs, self.key(below), start, end, where=self.where(below), arrived=self._count
+            )
+            return self._checked(below, start, end, data, version=version)
+
+        passes = self.client.passes
+        if len(starts) == 1:
+            return [await again(partial(once, starts[0], ends[0]), passes)]
+        async with task_group() as group:
+            pairs = zip(starts, ends, strict=True)
+            tasks = [group.create_task(again(partial(once, *pair), passes)) for pair in pairs]
+        return [task.result() for task in tasks]
 
     def _count(self, nbytes: int) -> None:
         """Count bytes that have come, of requests that are counted when they end."""
         self.client.requests.add("get_ranges", read=nbytes, requests=0)
 
-    def _checked(
-        self, below: str, starts: list[int], ends: list[int], answers: Sequence[tuple[bytes, Version | None]]
-    ) -> list[bytes]:
+    def _checked(self, below: str, start: int, end: int, part: bytes, *, version: Version | None) -> bytes:
         """The bytes, of the length asked for and of one version of the file."""
-        for start, end, (part, version) in zip(starts, ends, answers, strict=True):
-            # fsspec can return exceptions as data, and servers may ignore ranges.
-            if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
-                got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
-                raise TransportError(
-                    f"{got} came for the range {start:,}:{end:,}", where=self.where(below), transient=True
-                )
-            self.client.requests.add("get_ranges")
-            if version is not None:
-                self.pins.check(below, version, where=self.where(below))
-        return [part for part, _ in answers]
+        # fsspec can return exceptions as data, and servers may ignore ranges.
+        if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
+            got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
+            raise TransportError(f"{got} came for the range {start:,}:{end:,}", where=self.where(below), transient=True)
+        self.client.requests.add("get_ranges")
+        if version is not None:
+            self.pins.check(below, version, where=self.where(below))
+        return part
 
     def _blame(self, path: str, needed: int, error: TransportError) -> None:
         """Raise `CorruptShardError` if a failed range is beyond the end of the file; servers answer that with different errors."""
