@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -502,6 +503,58 @@ def test_only_the_bytes_of_the_layers_are_read(store, tmp_path):
     assert n_bytes == store.acts.nbytes // 3
 
 
+@pytest.mark.parametrize("block_bytes", [1, 100, 256, 4096, 1 << 20])
+@pytest.mark.parametrize("batch_bytes", [1, 2000, 1 << 20])
+def test_a_source_with_digests_is_read_once_and_compared(store, tmp_path, monkeypatch, block_bytes, batch_bytes):
+    """Whatever the sizes of blocks, examples and batches are."""
+    monkeypatch.setattr("saev_store.writer.copying._source._BATCH_BYTES", batch_bytes)
+    store.write_digests(block_bytes)
+    read: list[int] = []
+
+    class Watched(PreadTransport):
+        def get_ranges(self, path, *, starts, ends):
+            if path.startswith("acts"):
+                read.extend(end - start for start, end in zip(starts, ends, strict=True))
+            return super().get_ranges(path, starts=starts, ends=ends)
+
+        def readinto(self, path, *, starts, buffers):
+            assert not path.startswith("acts")
+            super().readinto(path, starts=starts, buffers=buffers)
+
+    source = ShardStore(open_documents(Watched(store.path)))
+    metadata = source.metadata.replace(layers=[5])
+    to = open_transport(tmp_path / "to")
+    copy_layers(source, metadata, to, tokens=kept_tokens(source, "all"), resume=True, progress=False)
+    assert sum(read) == store.acts.nbytes
+    found = ShardStore.open(tmp_path / "to" / metadata.hash)
+    assert np.array_equal(found[...], store.acts[:, 1:2])
+    assert np.array_equal(found.labels, store.labels)
+
+
+@pytest.mark.parametrize("options", [{"layers": [5]}, {"tokens": "content"}, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize("file", ["acts000001.bin", "labels.bin"])
+def test_what_was_damaged_is_not_copied_in_part_either_and_continued_when_it_is_restored(
+    store, tmp_path, monkeypatch, options, file
+):
+    monkeypatch.setattr("saev_store.writer.copying._source._BATCH_BYTES", 1)
+    store.write_digests(256)
+    path = store.path / file
+    right = path.read_bytes()
+    wrong = bytearray(right)
+    wrong[-1 if file == "labels.bin" else 700] ^= 1
+    path.write_bytes(wrong)
+    block_idx = len(right) // 256 if file == "labels.bin" else 2
+    with pytest.raises(CorruptShardError, match=rf"{file}: block {block_idx} of the source is not what its digests"):
+        copy_store(store.path, tmp_path / "to", **options, progress=False)
+    (entry,) = ShardStore.list(tmp_path / "to")
+    assert entry.state == "unfinished"
+    path.write_bytes(right)
+    found = ShardStore.open(copy_store(store.path, tmp_path / "to", **options, progress=False))
+    truth = store.acts[:, 1:2] if "layers" in options else store.acts[:, :, 1:] if "tokens" in options else store.acts
+    assert np.array_equal(found.read(dtype="stored"), truth.astype(options.get("dtype", "float32")))
+    assert found.validate(deep=True).problems == ()
+
+
 @pytest.mark.parametrize("layers", [None, [5]])
 @pytest.mark.parametrize("tokens", ["content", "special"])
 def test_some_tokens_make_a_new_store(tmp_path, layers, tokens):
@@ -551,19 +604,16 @@ def test_every_piece_of_a_token_array_is_compared_with_a_finished_copy(choice, s
 
 
 def test_an_interrupted_copy_of_layers_continues(store, tmp_path, monkeypatch):
-    from saev_store.writer.copying import _layers
+    from saev_store.writer.copying import _layers, _source
 
-    monkeypatch.setattr(_layers, "_BATCH_BYTES", 1)
-    read, seen = ShardStore.read, []
+    monkeypatch.setattr(_source, "_BATCH_BYTES", 1)
 
-    def stop(self, *args, **kwargs):
-        seen.append(1)
-        if len(seen) > 4:
-            raise KeyboardInterrupt
-        return read(self, *args, **kwargs)
+    def stop(*args, **kwargs):
+        yield from itertools.islice(_source.batches(*args, **kwargs), 4)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardStore, "read", stop)
+        patch.setattr(_layers, "batches", stop)
         with pytest.raises(KeyboardInterrupt):
             copy_store(store.path, tmp_path / "to", layers=[5])
     (entry,) = ShardStore.list(tmp_path / "to")

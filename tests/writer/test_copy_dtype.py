@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
 import sys
@@ -23,7 +24,7 @@ from servers import s3_bucket  # noqa: F401  (a fixture)
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.dtypes import stored_as
 from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, ResumeError, StoreExistsError
-from saev_store.writer.copying import _layers, _rounding, copy_store
+from saev_store.writer.copying import _layers, _rounding, _source, copy_store
 from saev_store.writer.copying._rounding import Measurement, RoundingReport, parse_report
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
@@ -303,18 +304,15 @@ def test_numbers_that_are_too_large(tmp_path, source, dtype):
 def test_an_interrupted_copy_continues_with_the_same_bytes_and_the_same_report(tmp_path, monkeypatch, after):
     acts = numbers("float32")
     path, _ = made(tmp_path / "from", acts)
-    monkeypatch.setattr(_layers, "_BATCH_BYTES", 2 * 3 * 5 * 8 * 2)  # two examples
+    monkeypatch.setattr(_source, "_BATCH_BYTES", 3 * 5 * 8 * 4)  # one example
     whole = copy_store(path, tmp_path / "whole", dtype="bfloat16", progress=False)
-    read, seen = ShardStore.read, []
 
-    def stop(self, *args, **kwargs):
-        seen.append(1)
-        if len(seen) > after:
-            raise KeyboardInterrupt
-        return read(self, *args, **kwargs)
+    def stop(*args, **kwargs):
+        yield from itertools.islice(_source.batches(*args, **kwargs), after)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardStore, "read", stop)
+        patch.setattr(_layers, "batches", stop)
         with pytest.raises(KeyboardInterrupt):
             copy_store(path, tmp_path / "to", dtype="bfloat16", progress=False)
     (entry,) = ShardStore.list(tmp_path / "to")

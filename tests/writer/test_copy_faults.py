@@ -34,7 +34,7 @@ from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport, open_transport
 from saev_store.transport.local import write as _sink
 from saev_store.writer import create_store
-from saev_store.writer.copying import _copier, _layers, _metadata, _whole, check_bytes, copy_store
+from saev_store.writer.copying import _copier, _layers, _metadata, _source, _whole, check_bytes, copy_store
 from saev_store.writer.folder import Folder
 
 
@@ -61,23 +61,23 @@ def record_anew(source: Plain, *, digests: bool) -> None:
 
 def interrupted_at(n: int, source: Plain, to: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
     """A copy that ends when it begins with the n-th shard, or reads the n-th batch of chosen layers."""
-    count, plainly, reads = iter(range(100)), _copier.Copier._transfer, ShardStore.read
+    count, plainly, reads = iter(range(100)), _copier.Copier._transfer, _layers.batches
 
     def transfer(self: object, file: object, bar: object) -> list[str]:
         if next(count) == n:
             raise KeyboardInterrupt
         return plainly(self, file, bar)
 
-    def read(self: object, key: object = ..., **given: object) -> np.ndarray:
-        if next(count) == n:
-            raise KeyboardInterrupt
-        return reads(self, key, **given)
+    def read(*args: object, **given: object) -> Iterator[object]:
+        for batch in reads(*args, **given):
+            if next(count) == n:
+                raise KeyboardInterrupt
+            yield batch
 
     with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
         changed.setattr(_copier.Copier, "_transfer", transfer)
-        changed.setattr(_layers, "_BATCH_BYTES", 1)
-        if "layers" in options:
-            changed.setattr(ShardStore, "read", read)
+        changed.setattr(_source, "_BATCH_BYTES", 1)
+        changed.setattr(_layers, "batches", read)
         copy_store(source.path, to, **options)
 
 
@@ -472,7 +472,7 @@ def test_chosen_layers_from_afar_are_not_continued_from_another_recording(
 
     send()
     layer = metadata_of(source).layout.layers[1]
-    count, plainly = iter(range(100)), _layers._batches
+    count, plainly = iter(range(100)), _layers.batches
 
     def batches(*args: object, **given: object) -> Iterator[object]:
         for batch in plainly(*args, **given):
@@ -480,11 +480,11 @@ def test_chosen_layers_from_afar_are_not_continued_from_another_recording(
                 raise KeyboardInterrupt
             yield batch
 
-    monkeypatch.setattr(_layers, "_BATCH_BYTES", 1)
-    monkeypatch.setattr(_layers, "_batches", batches)
+    monkeypatch.setattr(_source, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(_layers, "batches", batches)
     with pytest.raises(KeyboardInterrupt):
         copy_store(url, tmp_path / "to", layers=[layer], **options)
-    monkeypatch.setattr(_layers, "_batches", plainly)
+    monkeypatch.setattr(_layers, "batches", plainly)
     record_anew(source, digests=False)
     send()
     with pytest.raises(IncompleteStoreError, match="as it is now"):

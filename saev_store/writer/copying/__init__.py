@@ -79,7 +79,7 @@ def copy_store(
 
     With `layers` or `tokens` a new store is written that holds only these layers, in the order of the source, and only
     these tokens, with a hash of its own and a `provenance.json` that names its origin. Where the source has a digests.json, all
-    of it is read and compared first: the copy's own digests would call damaged vectors right. The protocol has no store
+    of it is read, once, and compared: the copy's own digests would call damaged vectors right. The protocol has no store
     without content, so `tokens="special"` includes the first content token.
 
     With `protocol` the documents are written as those of that protocol version, so the folder has another name; keys that the

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from saev_store._runtime.cluster import connected, results
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
-from saev_store.errors import CorruptShardError, TransportError
+from saev_store.errors import TransportError
 from saev_store.transport import CopiesWithin, Transport
 from saev_store.writer import Digests, FileDigests
 from saev_store.writer._digests import BLOCK_BYTES, block_ranges, digest
 from saev_store.writer._shard_file import Receipt, parse_receipt
+from saev_store.writer.copying._source import check_block
 from saev_store.writer.folder import Folder, receipt_path
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ class Copier:
         if wrong is not None:
             block_idx = wrong[0] // self.block_bytes
             block = self._source.get_range(file.name, *wrong)
-            self._check_block(file, block_idx, digest(memoryview(block)), sent.digests[block_idx])
+            found, promised = digest(memoryview(block)), sent.digests[block_idx]
+            check_block(self._source, file.name, block_idx, found=found, promised=promised)
             raise TransportError(
                 f"block {block_idx} of the copy is not what was sent",
                 where=self._folder.where(file.name),
@@ -165,7 +167,8 @@ class Copier:
             for block in ahead(read, list(block_ranges(file.used_nbytes, self.block_bytes)), _N_AHEAD):
                 digests.append(digest(block))
                 if promise is not None:
-                    self._check_block(file, len(digests) - 1, digests[-1], promise.digests[len(digests) - 1])
+                    promised = promise.digests[len(digests) - 1]
+                    check_block(self._source, file.name, len(digests) - 1, found=digests[-1], promised=promised)
                 sink.write(offset, [block])
                 offset += len(block)
                 bar.advance(len(block))
@@ -174,12 +177,3 @@ class Copier:
             sink.abort()
             raise
         return FileDigests(file.used_nbytes, tuple(digests))
-
-    def _check_block(self, file: CopiedFile, block_idx: int, found: str, expected: str) -> None:
-        """Refuse a block of the source that is not what was promised."""
-        if found != expected:
-            raise CorruptShardError(
-                f"block {block_idx} of the source is not what its digests.json says",
-                where=self._source.where(file.name),
-                remedy="Run `saev-store validate --deep` on the source; repair it first.",
-            )

@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, cast, get_args
-
-import numpy as np
 
 from saev_store._runtime.cluster import connected, results
 from saev_store._runtime.progress import Progress
 from saev_store.core.dtypes import stored_as
 from saev_store.core.indexing import Progression
-from saev_store.core.layout import RESID_POST, Layout
+from saev_store.core.layout import Layout
 from saev_store.core.rows import Tokens, row_space
 from saev_store.documents import Metadata
 from saev_store.errors import (
@@ -37,6 +35,7 @@ from saev_store.writer._inputs import OverflowPolicy, check_overflow
 from saev_store.writer._publish import finalize_store, published_already
 from saev_store.writer.copying._finished import check_bytes, check_unchanged, identity_now
 from saev_store.writer.copying._rounding import Counts, Measurement, RoundingReport, parse_report
+from saev_store.writer.copying._source import Kept, batches, check_token_arrays
 from saev_store.writer.copying._whole import (
     PROVENANCE_NAME,
     check_space,
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 
 #: A scheduler spends some milliseconds on a part.
 MAX_PARTS = 1024
-#: How much is read, and kept in memory, at a time.
-_BATCH_BYTES = 64 << 20
 _MARK = f"{WORK_FOLDER}/copy.json"
 
 
@@ -102,11 +99,13 @@ def copy_layers(
     if converts:
         measurement = Measurement(store.metadata.dtype, metadata.dtype)
     with writer:
-        if load_digests(store.transport) is not None:  # else the copy's digests would call damaged vectors right
-            store.validate(deep=True, progress=progress).raise_if_bad()
+        promised = load_digests(store.transport)
+        if promised is not None:
+            check_token_arrays(store, promised)
         provenance = _provenance(store, layout.layers, tokens)
         # What an earlier attempt has written is read again where it is to be measured: the report is about all of it.
-        for start, stored in _batches(store, metadata, tokens, first=kept if measurement is None else 0):
+        first, of = kept if measurement is None else 0, Kept.of(store, metadata, tokens)
+        for start, stored in batches(store, of, promised=promised, first=first, end=layout.n_examples):
             acts = _rounded(stored, start, layout, on_overflow, measurement)
             end, new = start + len(acts), max(start, kept)
             if new < end:
@@ -157,8 +156,9 @@ def copy_layers_on_cluster(
                 "an unfinished copy is there", where=folder.url, remedy="Continue it with resume=True, or delete it."
             )
         check_space(root.url, layout.nbytes)
-        if load_digests(store.transport) is not None:
-            store.validate(deep=True, client=cluster, progress=progress).raise_if_bad()
+        promised = load_digests(store.transport)
+        if promised is not None:
+            check_token_arrays(store, promised)
         world, found = min(layout.n_shards, MAX_PARTS), Counts()
         write = partial(_write_part, store.unmapped(), metadata, root, tokens, on_overflow)
         with (
@@ -204,7 +204,8 @@ def _write_part(
         measurement = Measurement(store.metadata.dtype, metadata.dtype)
     with writer:
         # As in one process, all of the part is measured.
-        for start, stored in _batches(store, metadata, tokens, first=kept if measurement is None else first, end=end):
+        first, of = kept if measurement is None else first, Kept.of(store, metadata, tokens)
+        for start, stored in batches(store, of, promised=load_digests(store.transport), first=first, end=end):
             acts = _rounded(stored, start, layout, on_overflow, measurement)
             new, last = max(start, kept), start + len(acts)
             if new < last:
@@ -227,28 +228,6 @@ def _rounded(
     checked = check_overflow(stored, first_example, layout, on_overflow)
     # Layer by layer, as it was read, each array is contiguous.
     return measurement.rounded(stored.swapaxes(0, 1), checked.swapaxes(0, 1)).swapaxes(0, 1)
-
-
-def _batches(
-    store: ShardStore, metadata: Metadata, tokens: Progression, *, first: int, end: int | None = None
-) -> Iterator[tuple[int, NumberArray]]:
-    """The first example of each batch and its activations, (examples, layers, tokens, d_model), as they are stored."""
-    layout = metadata.layout
-    last = layout.n_examples if end is None else end
-    # Pairs also where the copy has no hook points: the source may have several of a layer.
-    hook_points = layout.hook_points or (RESID_POST,) * layout.n_layers
-    positions = [store.layout.layer_index(pair) for pair in zip(layout.layers, hook_points, strict=True)]
-    step = max(1, _BATCH_BYTES // layout.example_nbytes)
-    for start in range(first, last, step):
-        end = min(start + step, last)
-        batch = np.empty((len(positions), end - start, *layout.shape[2:]), dtype=store.dtype)
-        for into, layer_idx in zip(batch, positions, strict=True):
-            store.read(
-                (slice(start, end), layer_idx, slice(tokens.start, tokens.start + tokens.count)),
-                dtype="stored",
-                out=into,
-            )
-        yield start, batch.swapaxes(0, 1)
 
 
 def _delete_other_recording(
@@ -299,7 +278,8 @@ def _check_published(
 
 def _has_vectors_of(copy: ShardStore, store: ShardStore, tokens: Progression) -> bool:
     """Whether a finished copy has the vectors of a store that has no digests; they are read in both places."""
-    for start, acts in _batches(store, copy.metadata, tokens, first=0):
+    of, end = Kept.of(store, copy.metadata, tokens), copy.layout.n_examples
+    for start, acts in batches(store, of, promised=None, first=0, end=end):
         copied = copy.read(slice(start, start + len(acts)), dtype="stored")
         kept = stored_as(acts, copied.dtype)
         # Numbers that are too large may have been saturated.

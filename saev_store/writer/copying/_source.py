@@ -1,0 +1,146 @@
+"""What a copy of some layers, or in another dtype, reads of its source; nothing of a block that is not what was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store._runtime.threads import ahead
+from saev_store.core.indexing import Progression
+from saev_store.core.layout import RESID_POST, shard_name
+from saev_store.documents import Metadata
+from saev_store.errors import CorruptShardError
+from saev_store.store.reader import NumberArray
+from saev_store.store.store import ShardStore
+from saev_store.transport import Buffer
+from saev_store.writer import Digests
+from saev_store.writer._digests import block_ranges, digest
+from saev_store.writer.folder import Folder
+
+#: How much is read, and kept in memory, at a time.
+_BATCH_BYTES = 64 << 20
+_N_AHEAD = 4
+
+
+def check_block(source: Folder, name: str, block_idx: int, *, found: str, promised: str) -> None:
+    """Refuse a block of the source that is not what was promised."""
+    if found != promised:
+        raise CorruptShardError(
+            f"block {block_idx} of the source is not what its digests.json says",
+            where=source.where(name),
+            remedy="Run `saev-store validate --deep` on the source; repair it first.",
+        )
+
+
+def check_token_arrays(store: ShardStore, promised: Digests) -> None:
+    """Compare the files of the source's token arrays with what is promised.
+
+    Raises:
+        CorruptShardError: a block is not what was promised.
+    """
+    source = Folder(store.transport, "")
+    for array in store.token_arrays.described():
+        digests = promised.files.get(array.file_name)
+        if digests is None or digests.nbytes != array.nbytes(store.layout):
+            continue
+        wrong = source.first_difference(array.file_name, digests, promised.block_bytes)
+        if wrong is not None:
+            check_block(source, array.file_name, wrong[0] // promised.block_bytes, found="", promised="another")
+
+
+class Kept(NamedTuple):
+    """What a copy has of each example of its source.
+
+    Attributes:
+        layers: Positions of the layers.
+        tokens: Positions of the tokens.
+    """
+
+    layers: list[int]
+    tokens: slice
+
+    @classmethod
+    def of(cls, store: ShardStore, metadata: Metadata, tokens: Progression) -> Kept:
+        """What a copy with this metadata and these tokens has."""
+        layout = metadata.layout
+        # Pairs also where the copy has no hook points: the source may have several of a layer.
+        hook_points = layout.hook_points or (RESID_POST,) * layout.n_layers
+        layers = [store.layout.layer_index(pair) for pair in zip(layout.layers, hook_points, strict=True)]
+        return cls(layers, slice(tokens.start, tokens.start + tokens.count))
+
+
+def batches(
+    store: ShardStore, kept: Kept, *, promised: Digests | None, first: int, end: int
+) -> Generator[tuple[int, NumberArray]]:
+    """The first example of each batch and its activations, (examples, layers, tokens, d_model), as they are stored.
+
+    Where the source promises digests, all of its examples is read, once, and compared; else only what is kept.
+
+    Raises:
+        CorruptShardError: a block is not what was promised.
+    """
+    layout, (layers, tokens) = store.layout, kept
+    n_tokens, compared = tokens.stop - tokens.start, None
+    nbytes = len(layers) * n_tokens * layout.vector_nbytes
+    if promised is not None:
+        compared, nbytes = _Compared(store, promised), layout.example_nbytes
+    step = max(1, _BATCH_BYTES // nbytes)
+    for start in range(first, end, step):
+        stop = min(start + step, end)
+        # Layer by layer, so that each is contiguous where it is measured.
+        batch = np.empty((len(layers), stop - start, n_tokens, layout.d_model), dtype=store.dtype)
+        whole = None if compared is None else compared.examples(start, stop)
+        for into, layer_idx in zip(batch, layers, strict=True):
+            if whole is None:
+                store.read((slice(start, stop), layer_idx, tokens), dtype="stored", out=into)
+            else:
+                into[...] = whole[:, layer_idx, tokens]
+        yield start, batch.swapaxes(0, 1)
+
+
+class _Compared:
+    """Reads whole examples, and compares each block that they are in; the last one is kept, for the next examples begin in it."""
+
+    def __init__(self, store: ShardStore, promised: Digests) -> None:
+        self._source, self._promised, self._layout = Folder(store.transport, ""), promised, store.layout
+        self._dtype = store.dtype
+        self._last: tuple[int, int, Buffer] | None = None
+
+    def examples(self, start: int, stop: int) -> NumberArray:
+        """(examples, layers, tokens, d_model) as they are stored."""
+        layout = self._layout
+        found = np.empty((stop - start, *layout.shape[1:]), dtype=self._dtype)
+        memory = found.reshape(-1).view(np.uint8)
+        while start < stop:
+            shard_idx, in_shard = divmod(start, layout.examples_per_shard)
+            n = min(stop - start, layout.examples_in(shard_idx) - in_shard)
+            size = n * layout.example_nbytes
+            self._fill(memory[:size], shard_idx, in_shard * layout.example_nbytes)
+            memory, start = memory[size:], start + n
+        return found
+
+    def _fill(self, memory: npt.NDArray[np.uint8], shard_idx: int, at: int) -> None:
+        """Fill memory with what stands in a shard from `at` on."""
+        name, nbytes = shard_name(shard_idx), self._layout.used_nbytes(shard_idx)
+        blocks = list(block_ranges(nbytes, self._promised.block_bytes))
+        first, end = at // self._promised.block_bytes, at + len(memory)
+        wanted = [(number, *block) for number, block in enumerate(blocks[first:], first) if block[0] < end]
+
+        def read(block: tuple[int, int, int]) -> Buffer:
+            number, start, stop = block
+            if self._last is not None and self._last[:2] == (shard_idx, number):
+                return self._last[2]
+            return self._source.get_range(name, start, stop)
+
+        promise = self._promised.files.get(name)
+        with closing(ahead(read, wanted, _N_AHEAD)) as found:
+            for (number, start, stop), block in zip(wanted, found, strict=True):
+                if promise is not None and promise.nbytes == nbytes:
+                    check_block(self._source, name, number, found=digest(block), promised=promise.digests[number])
+                begin, last = max(start, at), min(stop, end)
+                memory[begin - at : last - at] = np.frombuffer(block, np.uint8)[begin - start : last - start]
+                self._last = (shard_idx, number, block)
