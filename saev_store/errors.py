@@ -56,7 +56,17 @@ def brief(value: object) -> str:
     try:
         return _BRIEF.repr(value)
     except ValueError:  # a list of integers too long to print
-        return f"a {type(value).__name__}"
+        return kind_of(value)
+
+
+def kind_of(value: object) -> str:
+    """The type of a value, with its article.
+
+    >>> kind_of(3), kind_of([])
+    ('an int', 'a list')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[:1] in tuple('aeioAEIO') else 'a'} {name}"
 
 
 def outside() -> int:

@@ -12,7 +12,7 @@ import reprlib
 import sys
 from collections.abc import Sequence
 
-from saev_store.errors import ArgumentError, DocumentError
+from saev_store.errors import ArgumentError, DocumentError, kind_of
 from saev_store.problems import Problem, Severity
 
 #: Levels of nesting a document may have. Real ones have three; the interpreter's own limit depends on the machine.
@@ -62,7 +62,7 @@ def parse_json(raw: bytes, *, where: str, max_nbytes: int) -> object:
         DocumentError: it is too large, too deep, not UTF-8, not JSON, or repeats a key; the message has the position.
     """
     if not isinstance(raw, bytes):
-        raise ArgumentError(f"it is a {type(raw).__name__}; pass the bytes of the file", where=where)
+        raise ArgumentError(f"it is {kind_of(raw)}; pass the bytes of the file", where=where)
     if len(raw) > max_nbytes:
         raise _error(
             f"it has {len(raw)} bytes; such a document has at most {max_nbytes}",

@@ -20,7 +20,7 @@ from saev_store._runtime.threads import n_cores
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray, LayerKey
 from saev_store.core.rows import Labels, RowSpace
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders._columns import TokenColumns, layer_columns
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale, same_value, whole_number
@@ -79,7 +79,7 @@ class Loader(ABC):
         self, rows: Selection, options: ReadOptions, labels: Labels | None, make_buffer: Allocate | None
     ) -> None:
         if not isinstance(rows, Selection):
-            raise ArgumentError(f"rows is a {type(rows).__name__}", where="rows", remedy="Pass store.sel(…).")
+            raise ArgumentError(f"rows is {kind_of(rows)}", where="rows", remedy="Pass store.sel(…).")
         space, layout = rows.space, rows.space.layout
         self._rows, self._space, self._options = rows, space, options
         self._columns: TokenColumns | None = None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import Layers, Tokens
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.order import shuffled
 from saev_store.stats import sampled_stats
 from saev_store.store.selection import Selection
@@ -45,7 +45,7 @@ def checked(
         ArgumentError: it belongs to another loader, or no loader wrote it; the message says what is wrong.
     """
     if not isinstance(state, Mapping):
-        raise ArgumentError(f"the state is a {type(state).__name__}; it must be what state_dict() gave", where="state")
+        raise ArgumentError(f"the state is {kind_of(state)}; it must be what state_dict() gave", where="state")
     for name, mine in identity.items():
         if not same_value(state.get(name), mine):
             raise ArgumentError(

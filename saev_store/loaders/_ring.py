@@ -37,8 +37,8 @@ def allocate(shape: tuple[int, int], dtype: np.dtype[np.generic] = FLOAT32) -> N
     except (OSError, ValueError, OverflowError) as error:
         raise ArgumentError(
             f"{nbytes:,} bytes of memory are needed, which this machine does not give: {error}",
-            where="window_bytes",
-            remedy="Use a smaller window or batch.",
+            where="window_bytes and batch_size",
+            remedy="Use a smaller window or smaller batches.",
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages

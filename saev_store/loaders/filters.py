@@ -12,7 +12,7 @@ import numpy.typing as npt
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_flag, check_number
 from saev_store.core.indexing import Progression
-from saev_store.errors import ArgumentError, SelectionError, brief
+from saev_store.errors import ArgumentError, SelectionError, brief, kind_of
 from saev_store.loaders._identity import sampled_rows
 from saev_store.stats import store_stats
 from saev_store.store.pair import PairSelection
@@ -117,7 +117,7 @@ def behind_bos(rows: Selection) -> TokenMask:
 
 def _check_rows(rows: Selection) -> None:
     if not isinstance(rows, Selection):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"rows is a {type(rows).__name__}", where="rows", remedy="Pass store.sel(…).")
+        raise ArgumentError(f"rows is {kind_of(rows)}", where="rows", remedy="Pass store.sel(…).")
 
 
 def mean_norms(store: ShardStore, rows: Selection) -> list[float]:

@@ -15,17 +15,19 @@ import numpy as np
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.loaders._medium import Kind
 
 T = TypeVar("T")
 
 
 class _Options(Protocol):
-    """Any dataclass."""
+    """Any dataclass of pydantic."""
 
     __dataclass_fields__: ClassVar[dict[str, DataclassField[object]]]
+    __pydantic_fields__: ClassVar[dict[str, FieldInfo]]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
@@ -74,7 +76,7 @@ def _problems(cls: type[object], invalid: pydantic.ValidationError) -> dict[str,
         elif kind == "unexpected_positional_argument":
             found[name] = f"{cls.__name__} takes {len(by_place)} arguments without a name"
         elif kind == "unexpected_keyword_argument":
-            found[name] = _no_option(cls, name)
+            found[name] = _no_option(cast("type[_Options]", cls), name)
         else:
             rule = problem["msg"].replace("Input should", "it must").removeprefix("Value error, ")
             # Options for file systems hold credentials, so their values are not shown.
@@ -86,11 +88,13 @@ def _problems(cls: type[object], invalid: pydantic.ValidationError) -> dict[str,
     return found
 
 
-def _no_option(cls: type[object], name: str) -> str:
+def _no_option(cls: type[_Options], name: str) -> str:
     """What is said of an option that a class does not have; its value may be a credential."""
-    kinds = {
-        kind: [field.name for field in fields(cast("type[_Options]", kind))] for kind in (cls, *cls.__subclasses__())
-    }
+    for option, spelled in cls.__pydantic_fields__.items():  # of both spellings the other one was taken
+        alias = spelled.validation_alias
+        if isinstance(alias, pydantic.AliasChoices) and name in alias.choices:
+            return f"{option} is given twice: {name} is another name of it"
+    kinds = {kind: [field.name for field in fields(kind)] for kind in (cls, *cls.__subclasses__())}
     near = get_close_matches(name, kinds[cls], 1)
     owners = [kind.__name__ for kind, names in kinds.items() if name in names]
     hint = f"; is {near[0]} meant?" if near else f"; it is one of {owners[0]}" if owners else ""
@@ -145,7 +149,7 @@ def chosen_options(given: T | None, kind: type[T], changed: Mapping[str, object]
     """
     options = kind() if given is None else given
     if not isinstance(options, kind):
-        raise ArgumentError(f"options is a {type(options).__name__}; it must be {kind.__name__}(…)", where="options")
+        raise ArgumentError(f"options is {kind_of(options)}; it must be {kind.__name__}(…)", where="options")
     return replace(options, **changed)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]  # both classes are dataclasses
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, Unpack, cast
 
 from saev_store.core.rows import Labels
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders._base import Loader
 from saev_store.loaders._explain import Explanation
 from saev_store.loaders._identity import same_value
@@ -281,7 +281,7 @@ def _check(rows: PairSelection) -> None:
     """Refuse what is no selection of two stores."""
     if not isinstance(rows, PairSelection):
         raise ArgumentError(
-            f"rows is a {type(rows).__name__}", where="rows", remedy="Pass pair(a, b).sel(layer_a=…, layer_b=…)."
+            f"rows is {kind_of(rows)}", where="rows", remedy="Pass pair(a, b).sel(layer_a=…, layer_b=…)."
         )
 
 

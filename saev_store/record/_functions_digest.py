@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import xxhash
 
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.record._modules_digest import modules_digest
 from saev_store.record._weights_digest import add_value, weights_digest
 
@@ -103,7 +103,7 @@ def function_digest(function: object, known: Collection[object] = (), *, where: 
     said.add(function)
     if said.unknown:
         raise ArgumentError(
-            f"{_name(function)} has a {said.unknown}, whose settings cannot be told; they are part of a recording's identity",
+            f"{_name(function)} has {said.unknown}, whose settings cannot be told; they are part of a recording's identity",
             where=where,
             remedy=remedy,
         )
@@ -118,7 +118,7 @@ class _Description:
 
     Attributes:
         digest: Over what was added.
-        unknown: The class of an object of which nothing is known; empty if there is none.
+        unknown: The kind of an object of which nothing is known; empty if there is none.
     """
 
     def __init__(self, known: Collection[object]) -> None:
@@ -176,7 +176,7 @@ class _Description:
             self._say(_module(type(value)))
             self._add_all((vars(type(value)).get("__call__"), vars(value)))
         else:
-            self.unknown = type(value).__qualname__
+            self.unknown = kind_of(value)
 
     def _add_function(self, function: FunctionType) -> None:
         self._say(f"{function.__module__} {function.__qualname__}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import dtype_name
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
 from saev_store.record._in_memory import digest_rows
@@ -391,7 +391,7 @@ def _check_floats(dtype: object, what: str) -> None:
 def _not_alone(what: str, value: object) -> ArgumentError:
     """The error for pixels that come with something else, such as a label."""
     return ArgumentError(
-        f"{what} is a {type(value).__name__}; it must be pixels alone",
+        f"{what} is {kind_of(value)}; it must be pixels alone",
         where="images",
         remedy="Of pairs (image, label) hand over the images alone, or name them with image_key=….",
     )

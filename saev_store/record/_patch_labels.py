@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, NotFoundError, brief
+from saev_store.errors import ArgumentError, NotFoundError, brief, kind_of
 from saev_store.record._in_memory import digest_of, is_in_memory
 from saev_store.sources.address import full_url
 from saev_store.sources.image_folder import ImageFolder
@@ -148,7 +148,7 @@ def as_labels(labels: object) -> npt.NDArray[np.uint8]:
         found = None
     if found is None or found.dtype.kind not in "iub":
         raise ArgumentError(
-            f"labels is a {type(labels).__name__} that is no array of integers",
+            f"labels is {kind_of(labels)} that is no array of integers",
             where="labels",
             remedy="Pass (n_examples, content tokens) integers from 0 to 255.",
         )

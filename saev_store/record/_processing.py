@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, brief, outside
+from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, brief, kind_of, outside
 from saev_store.record._functions_digest import function_digest
 from saev_store.record._identity import config_digest
 from saev_store.sources.framing import Framing
@@ -55,7 +55,7 @@ def process(processor: Processor, images: Sequence[object], what: str) -> npt.ND
     try:
         pixels = np.asarray(made["pixel_values"], dtype=np.float32)
     except (KeyError, TypeError, ValueError) as error:
-        names = ", ".join(made) if hasattr(made, "keys") else f"a {type(made).__name__}"
+        names = ", ".join(made) if hasattr(made, "keys") else kind_of(made)
         raise ArgumentError(
             f"{brief(type(processor).__name__)} returns {names}; images are the array 'pixel_values'",
             where="processor",

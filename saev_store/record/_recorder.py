@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from saev_store.core.layout import RESID_POST
-from saev_store.errors import ArgumentError, SaevStoreError, brief
+from saev_store.errors import ArgumentError, SaevStoreError, brief, kind_of
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import VisionAdapter, parameter_of, resolve_layers
 from saev_store.record._checks import check_loaded, check_not_compiled
@@ -233,7 +233,7 @@ class _Captured:
 
         if not isinstance(hidden, torch.Tensor):
             raise ArgumentError(
-                f"{name} is a {type(hidden).__name__}, no tensor",
+                f"{name} is {kind_of(hidden)}, no tensor",
                 where="model",
                 remedy="A module must put out a tensor, or a tuple that begins with it; an input must be the first "
                 "argument or hidden_states. Name another module: points={…: HookPoint(…)}.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import xxhash
 
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.record._settings import private_settings
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def add_value(digest: xxhash.xxh3_128, name: str, value: object) -> None:
     elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         digest.update(f"{name} {value!r}".encode())
     else:
-        raise _unknown(name, f"a {type(value).__name__}")
+        raise _unknown(name, kind_of(value))
 
 
 def _add_tensor(digest: xxhash.xxh3_128, name: str, value: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ def _add_tensor(digest: xxhash.xxh3_128, name: str, value: torch.Tensor) -> None
     if flatten is not None:
         parts, context = flatten()
         if _ADDRESS.search(repr(context)):
-            raise _unknown(name, f"a {type(value).__name__} with {context!r}")
+            raise _unknown(name, f"{kind_of(value)} with {context!r}")
         digest.update(f"{said} {type(value).__name__} {context!r}".encode())
         for part in parts:
             add_value(digest, f"{name}.{part}", getattr(value, part))

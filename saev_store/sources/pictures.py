@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError, brief
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, brief, kind_of
 from saev_store.sources.address import Url, full_url
 from saev_store.sources.energon import EnergonDataset, RawSample
 from saev_store.sources.energon.field_map import resolve
@@ -120,7 +120,7 @@ def _content_of(sample: object) -> str:
     """What a sample is, for messages."""
     if isinstance(sample, Mapping):
         return f"has {', '.join(map(str, cast('Mapping[object, object]', sample)))}"
-    return f"is a {type(sample).__name__}"
+    return f"is {kind_of(sample)}"
 
 
 def name_of(source: Source[object], sample_idx: int) -> str:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from saev_store.core.dtypes import ReadDtype
 from saev_store.core.rows import Coordinates, Layers, Tokens, are_several
-from saev_store.errors import ArgumentError, SelectionError
+from saev_store.errors import ArgumentError, SelectionError, kind_of
 from saev_store.store.reader import FloatArray
 from saev_store.store.selection import Selection, not_conditions
 from saev_store.store.store import ShardStore
@@ -137,7 +137,7 @@ def pair(a: ShardStore, b: ShardStore) -> StorePair:
     """
     for name, store in (("a", a), ("b", b)):
         if not isinstance(store, ShardStore):
-            raise ArgumentError(f"{name} is a {type(store).__name__}; it must be a ShardStore", where=name)
+            raise ArgumentError(f"{name} is {kind_of(store)}; it must be a ShardStore", where=name)
     different = [
         f"{name} is {one} and {other}"
         for name in ("n_examples", "content_tokens_per_example")

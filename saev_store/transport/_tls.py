@@ -8,7 +8,7 @@ import re
 import ssl
 from urllib.parse import urlsplit
 
-from saev_store.errors import ArgumentError, TransportError
+from saev_store.errors import ArgumentError, TransportError, kind_of
 
 #: Environment variables that name a file of authorities, per protocol, the first one that is set wins.
 _VARIABLES = {"s3": ("AWS_CA_BUNDLE", "SSL_CERT_FILE"), "s3a": ("AWS_CA_BUNDLE", "SSL_CERT_FILE")}
@@ -36,7 +36,7 @@ def authorities(protocol: str, verify: object) -> str | bool:
         variables = _VARIABLES.get(protocol, ("SSL_CERT_FILE",))
         return next((os.environ[name] for name in variables if os.environ.get(name)), True)
     if not isinstance(verify, (str, os.PathLike)):
-        raise ArgumentError(f"verify is a {type(verify).__name__}, not a bool or a path", where="storage_options")
+        raise ArgumentError(f"verify is {kind_of(verify)}, not a bool or a path", where="storage_options")
     return str(verify)  # pyright: ignore[reportUnknownArgumentType]  # a path of any kind of text
 
 

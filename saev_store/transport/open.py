@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Literal, cast, get_args
 from urllib.parse import unquote
 
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.transport.base import Transport
 from saev_store.transport.local.transport import MmapTransport, PreadTransport, local_root
 from saev_store.transport.memory import MemoryTransport
@@ -43,9 +43,9 @@ def open_transport(
             f"{brief(engine)} is not an engine: choose one of {', '.join(get_args(Engine))}", where="engine"
         )
     if not isinstance(url, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
-        raise ArgumentError(f"a {type(url).__name__} is not an address: pass a path or a URL as str", where="url")
+        raise ArgumentError(f"{kind_of(url)} is not an address: pass a path or a URL as str", where="url")
     if storage_options is not None and not isinstance(storage_options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
-        raise ArgumentError(f"a {type(storage_options).__name__} is not a mapping of options", where="storage_options")
+        raise ArgumentError(f"{kind_of(storage_options)} is not a mapping of options", where="storage_options")
     text = cast("object", os.fspath(url))
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"{text!r} is not an address: pass a path or a URL as str", where="url")

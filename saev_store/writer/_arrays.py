@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from saev_store.core.dtypes import numpy_dtype
 from saev_store.core.layout import RESID_POST, Layout, transformer_lens_name
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, brief, kind_of
 
 #: `True` is an integer to Python, but no label.
 _BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
@@ -42,7 +42,7 @@ def as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
         return np.asarray(tensor.cpu().numpy())
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
         raise ArgumentError(
-            f"a {type(value).__name__} that does not become a NumPy array: {error}",
+            f"{kind_of(value)} that does not become a NumPy array: {error}",
             where=where,
             remedy="Pass a dense tensor, or a NumPy array.",
         ) from error

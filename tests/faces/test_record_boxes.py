@@ -97,7 +97,7 @@ def test_a_processor_that_is_not_known_has_no_boxes_in_the_original(model: objec
     ("processor", "match"),
     [
         (lambda **_: {"input_ids": [1]}, "returns input_ids; images are the array 'pixel_values'"),
-        (lambda **_: 7, "returns a int"),
+        (lambda **_: 7, "returns an int"),
         (lambda **_: {"pixel_values": np.zeros((3, 3, 16, 16))}, "pixels of shape .* of 1 images"),
         (lambda **_: {"pixel_values": [[1], [1, 2]]}, "images are the array"),
         (lambda images, **_: {"pixel_values": np.zeros((len(images), 3, 16))}, "the shape is"),

@@ -206,7 +206,7 @@ def test_what_is_hooked_and_put_in_is_named_by_its_module_and_kind() -> None:
     model.register_forward_hook(functools.partial(own_hook, hidden=object()))
     with pytest.raises(ArgumentError) as caught:
         hooks_of(model)
-    assert caught.value.message.startswith("own_hook has a object, whose settings cannot be told")
+    assert caught.value.message.startswith("own_hook has an object, whose settings cannot be told")
     assert caught.value.where == "model"
     assert caught.value.remedy == "Remove the hook, or let it compute with numbers and tensors alone."
 

@@ -189,7 +189,7 @@ def test_tensors_that_are_made_of_tensors() -> None:
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        (object(), "is a object, whose bytes cannot be told"),
+        (object(), "is an object, whose bytes cannot be told"),
         (torch.eye(3).to_sparse(), "a tensor of the layout torch.sparse_coo"),
         ((1, {"inner": {1, 2}}), "is a set"),
         (np.array([None]), "is an array of objects"),
@@ -245,6 +245,6 @@ def test_objects_are_told_apart_by_class_code_and_attributes() -> None:
     found = [digest(make()) for make in others]
     assert len({*found}) == len(found)
     assert [digest(make()) for make in others] == found
-    with pytest.raises(ArgumentError, match="Applied has a object, whose settings cannot be told") as caught:
+    with pytest.raises(ArgumentError, match="Applied has an object, whose settings cannot be told") as caught:
         function_digest(applied(2.0, kind=object()), where="processor", remedy="Say it.")
     assert (caught.value.where, caught.value.remedy) == ("processor", "Say it.")

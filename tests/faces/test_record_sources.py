@@ -184,7 +184,7 @@ def test_settings_of_a_processor() -> None:
     first, second = (SimpleNamespace(to_dict=lambda size=size: {"size": size, "_name_or_path": "x"}) for size in (1, 2))
     assert settings_digest(first) != settings_digest(second)
     assert settings_digest(Making(1)) != settings_digest(Making(2))
-    with refused("Making has a object, whose settings cannot be told", "processor", "Give it a method to_dict"):
+    with refused("Making has an object, whose settings cannot be told", "processor", "Give it a method to_dict"):
         settings_digest(Making(object()))
 
 
@@ -725,5 +725,5 @@ def test_tensors_that_are_made_of_what_cannot_be_told() -> None:
     Odd.context = ("plain", 4)
     assert weights_digest(model) != first
     Odd.context = object()
-    with refused("packed is a Odd with <object object at 0x", "model", "Record the model before it was packed"):
+    with refused("packed is an Odd with <object object at 0x", "model", "Record the model before it was packed"):
         weights_digest(model)

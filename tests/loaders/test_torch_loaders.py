@@ -133,6 +133,8 @@ def test_configs_are_frozen_checked_and_replaced(plain):
         ShuffledConfig(5, layer=11)
     with pytest.raises(ConfigError, match="shards is given twice"):
         ShuffledConfig("a", shard_root="b")
+    with pytest.raises(ConfigError, match="shards is given twice: shard_root is another name of it"):
+        ShuffledConfig(shards="a", shard_root="b")
     for kind, wrong in (
         (ShuffledDataLoader, "a path"), (ShuffledDataLoader, OrderedConfig()), (OrderedDataLoader, ShuffledConfig()),
         (OrderedDataLoader, {"shards": "a"}), (IndexedDataset, "a path"),

@@ -100,7 +100,7 @@ def test_a_file_of_authorities_that_is_none(s3_bucket, front, engine, tmp_path, 
         path.write_bytes(content)
     with pytest.raises(ArgumentError, match=r"authorities\.pem: (No such file|it holds no certificate)"):
         opened(s3_bucket, front, engine, verify=str(path)).read("metadata.json")
-    with pytest.raises(ArgumentError, match="verify is a int"):
+    with pytest.raises(ArgumentError, match="verify is an int"):
         opened(s3_bucket, front, engine, verify=3)
 
 

@@ -16,7 +16,7 @@ import torch
 from saev_store import ShardStore
 from saev_store.compat.saev._documents import Metadata, PixelAgg, agg_of, create, path_of
 from saev_store.core.arguments import check_count
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.names import LABELS_NAME, METADATA_NAME
 
 Labels = npt.NDArray[np.uint8] | torch.Tensor
@@ -54,7 +54,7 @@ class RecordedTransformer(torch.nn.Module):
         if not isinstance(output, torch.Tensor) or output.ndim != 3:
             shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
             raise ArgumentError(
-                f"block {self.layers[position]} gives a {type(output).__name__}{shape}, no tensor (batch, tokens, d_model)",
+                f"block {self.layers[position]} gives {kind_of(output)}{shape}, no tensor (batch, tokens, d_model)",
                 where="model",
             )
         found = output[:, self.token_i, :].detach()
@@ -199,7 +199,7 @@ def pixel_to_patch_labels(
     patch_size, n_patches = check_count(patch_size, name="patch_size"), check_count(n_patches, name="n_patches")
     given = np.asarray(seg)
     if given.dtype.kind not in "biuf":
-        raise ArgumentError(f"seg is a {type(seg).__name__} of dtype {given.dtype}, no labels", where="seg")
+        raise ArgumentError(f"seg is {kind_of(seg)} of dtype {given.dtype}, no labels", where="seg")
     with np.errstate(invalid="ignore"):
         pixels = given.astype(np.uint8)
     if not np.array_equal(pixels, given):

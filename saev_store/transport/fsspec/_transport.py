@@ -11,7 +11,7 @@ from functools import partial
 from typing import BinaryIO, cast
 
 from saev_store._runtime.threads import ForkSafeLock, off_loop
-from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError, kind_of
 from saev_store.transport._remote import Pins, RemoteTransport, Version, again, task_group
 from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
 from saev_store.transport.checks import check_ranges, readinto_by_ranges, too_big, too_short
@@ -209,7 +209,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         """The bytes, of the length asked for and of one version of the file."""
         # fsspec can return exceptions as data, and servers may ignore ranges.
         if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
-            got = f"{len(part):,} bytes" if hasattr(part, "__len__") else f"a {type(part).__name__}"
+            got = f"{len(part):,} bytes" if hasattr(part, "__len__") else kind_of(part)
             raise TransportError(f"{got} came for the range {start:,}:{end:,}", where=self.where(below), transient=True)
         self.client.requests.add("get_ranges")
         if version is not None:

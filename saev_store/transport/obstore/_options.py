@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 from urllib.parse import urlsplit
 
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.transport._tls import authorities
 
 Kind = Literal["s3", "gs", "az", "http"]
@@ -232,7 +232,7 @@ def _mapping(options: dict[str, object], name: str) -> dict[str, object]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ArgumentError(f"is a {type(value).__name__}, no mapping", where=f"storage_options[{name!r}]")
+        raise ArgumentError(f"is {kind_of(value)}, no mapping", where=f"storage_options[{name!r}]")
     return {str(key): item for key, item in cast("Mapping[object, object]", value).items()}
 
 

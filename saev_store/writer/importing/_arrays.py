@@ -22,7 +22,7 @@ from numpy.lib.array_utils import byte_bounds
 from saev_store.core.dtypes import ITEMSIZES, LARGEST, StoredDtype
 from saev_store.core.token_arrays import DTYPES, MEANINGS
 from saev_store.documents import Metadata
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.writer._arrays import as_array
 from saev_store.writer._digests import ALGORITHM
 from saev_store.writer.importing._examples import Block
@@ -185,9 +185,7 @@ def checked_token_arrays(
         ArgumentError: one has another shape, or a dtype that none may have.
     """
     if given is not None and not isinstance(given, Mapping):
-        raise ArgumentError(
-            f"token_arrays is a {type(given).__name__}; it must map names to arrays", where="token_arrays"
-        )
+        raise ArgumentError(f"token_arrays is {kind_of(given)}; it must map names to arrays", where="token_arrays")
     arrays, dtypes = dict[str, Sliceable](), dict[str, str]()
     for name, value in (given or {}).items():
         arrays[name] = _sliceable(value, where=name)
