@@ -146,9 +146,9 @@ def test_stores_of_other_tokens_are_refused(tmp_path, monkeypatch):
     only_ids, _ = written(tmp_path, seed=3, token_ids=ids()["token_ids"])
     pair(only_ids, c), pair(a, only_ids)  # each has one that the other lacks, or the same
     for bad in (3, a.sel(), None):
-        with pytest.raises(ArgumentError, match="^b: b is a .*; it must be a ShardStore"):
+        with pytest.raises(ArgumentError, match="^b: b is an? .*; it must be a ShardStore"):
             pair(a, bad)
-        with pytest.raises(ArgumentError, match="^a: a is a .*; it must be a ShardStore"):
+        with pytest.raises(ArgumentError, match="^a: a is an? .*; it must be a ShardStore"):
             pair(bad, a)
 
 

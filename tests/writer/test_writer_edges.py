@@ -27,7 +27,7 @@ from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport
 from saev_store.writer import _resume, create_store, finalize_store, load_digests, open_repair
 from saev_store.writer._shard_file import Receipt, leading_receipts
-from saev_store.writer.copying import _copier, _layers, _whole, copy_store
+from saev_store.writer.copying import _copier, _source, _whole, copy_store
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 
@@ -398,7 +398,7 @@ def interrupted(source: object, to: Path, monkeypatch: pytest.MonkeyPatch, n: in
 
     with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
         changed.setattr(_copier.Copier, "_transfer", transfer)
-        changed.setattr(_layers, "_BATCH_BYTES", 1)
+        changed.setattr(_source, "_BATCH_BYTES", 1)
         if options:
             changed.setattr(ShardStore, "read", read)
         copy_store(source.path, to, **options)
