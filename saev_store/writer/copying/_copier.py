@@ -15,7 +15,7 @@ from saev_store.transport import CopiesWithin, Transport
 from saev_store.writer import Digests, FileDigests
 from saev_store.writer._digests import BLOCK_BYTES, block_ranges, digest
 from saev_store.writer._shard_file import Receipt, parse_receipt
-from saev_store.writer.copying._source import check_block
+from saev_store.writer.copying._source import damaged
 from saev_store.writer.folder import Folder, receipt_path
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class Copier:
         if wrong is not None:
             block_idx = wrong[0] // self.block_bytes
             block = self._source.get_range(file.name, *wrong)
-            found, promised = digest(memoryview(block)), sent.digests[block_idx]
-            check_block(self._source, file.name, block_idx, found=found, promised=promised)
+            if digest(memoryview(block)) != sent.digests[block_idx]:
+                raise damaged(self._source, file.name, block_idx)
             raise TransportError(
                 f"block {block_idx} of the copy is not what was sent",
                 where=self._folder.where(file.name),
@@ -166,9 +166,8 @@ class Copier:
             offset = 0
             for block in ahead(read, list(block_ranges(file.used_nbytes, self.block_bytes)), _N_AHEAD):
                 digests.append(digest(block))
-                if promise is not None:
-                    promised = promise.digests[len(digests) - 1]
-                    check_block(self._source, file.name, len(digests) - 1, found=digests[-1], promised=promised)
+                if promise is not None and digests[-1] != promise.digests[len(digests) - 1]:
+                    raise damaged(self._source, file.name, len(digests) - 1)
                 sink.write(offset, [block])
                 offset += len(block)
                 bar.advance(len(block))

@@ -26,14 +26,13 @@ _BATCH_BYTES = 64 << 20
 _N_AHEAD = 4
 
 
-def check_block(source: Folder, name: str, block_idx: int, *, found: str, promised: str) -> None:
-    """Refuse a block of the source that is not what was promised."""
-    if found != promised:
-        raise CorruptShardError(
-            f"block {block_idx} of the source is not what its digests.json says",
-            where=source.where(name),
-            remedy="Run `saev-store validate --deep` on the source; repair it first.",
-        )
+def damaged(source: Folder, name: str, block_idx: int) -> CorruptShardError:
+    """What a block of the source is that is not what was promised."""
+    return CorruptShardError(
+        f"block {block_idx} of the source is not what its digests.json says",
+        where=source.where(name),
+        remedy="Run `saev-store validate --deep` on the source; repair it first.",
+    )
 
 
 def check_token_arrays(store: ShardStore, promised: Digests) -> None:
@@ -49,7 +48,7 @@ def check_token_arrays(store: ShardStore, promised: Digests) -> None:
             continue
         wrong = source.first_difference(array.file_name, digests, promised.block_bytes)
         if wrong is not None:
-            check_block(source, array.file_name, wrong[0] // promised.block_bytes, found="", promised="another")
+            raise damaged(source, array.file_name, wrong[0] // promised.block_bytes)
 
 
 class Kept(NamedTuple):
@@ -137,10 +136,12 @@ class _Compared:
             return self._source.get_range(name, start, stop)
 
         promise = self._promised.files.get(name)
+        if promise is not None and promise.nbytes != nbytes:  # of another file
+            promise = None
         with closing(ahead(read, wanted, _N_AHEAD)) as found:
             for (number, start, stop), block in zip(wanted, found, strict=True):
-                if promise is not None and promise.nbytes == nbytes:
-                    check_block(self._source, name, number, found=digest(block), promised=promise.digests[number])
+                if promise is not None and digest(block) != promise.digests[number]:
+                    raise damaged(self._source, name, number)
                 begin, last = max(start, at), min(stop, end)
                 memory[begin - at : last - at] = np.frombuffer(block, np.uint8)[begin - start : last - start]
                 self._last = (shard_idx, number, block)
