@@ -145,7 +145,8 @@ def stage(
     Every process of a machine may call it with the same arguments: one copies, the others wait for it. An interrupted copy is
     continued. A finished copy is used again while it is of the same recording (`recording_identity`); after a new recording
     of the source it is replaced. Where its files have changed since, it is first compared with its digests.
-    Only the bytes of these layers and tokens are read; all of a source that has a `digests.json`, once, to compare it. A loader's state continues on the copy.
+    Only the bytes of these layers and tokens are read. Where the source has a `digests.json`, its examples are read whole, once, and
+    compared (of examples above 64 MiB the blocks of these layers). A loader's state continues on the copy.
 
     A bucket has no locks. There the copying process renews a lease every few seconds; another process takes over when it has
     not changed for half a minute to a minute.

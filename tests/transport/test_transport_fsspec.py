@@ -71,6 +71,14 @@ def test_a_body_that_breaks_off_is_asked_for_again(tmp_path, one):
         assert server.counter == 8
 
 
+def test_a_document_that_breaks_off_is_asked_for_again(tmp_path, clock):
+    (tmp_path / "a.json").write_bytes(b"0123456789")
+    with serving(tmp_path) as (url, server):
+        server.faults, server.counter = "truncated", 6
+        assert open_transport(url).read("a.json", max_bytes=100) == b"0123456789"
+        assert server.counter == 8
+
+
 @pytest.mark.parametrize("kind", ["ClientPayloadError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError", "ReadTimeoutError", "ValueError"])  # fmt: skip
 def test_what_is_asked_for_again(kind, fake, clock):
     """By the names of aiohttp, http.client, asyncio, botocore and urllib3: none of them is needed."""

@@ -294,6 +294,9 @@ def test_the_version_of_an_answer(headers: dict[str, str], version: tuple[str | 
         ("bytes 10-13/*", 4, False, None),
         ("bytes 11-14/100", 4, True, None),
         ("bytes 10-14/100", 4, True, None),
+        ("Bytes 10-13/100", 4, False, 100),
+        ("Bytes 11-14/100", 4, True, None),
+        ("10-13", 4, True, None),
         ("bytes 10-12/13", 3, False, 13),  # the end of the object: who asked sees that it is short
         ("", 4, False, None),
     ],
@@ -572,7 +575,7 @@ def test_the_body_of_an_answer_of_s3_is_counted_and_closed(
 class WebAnswer:
     """An answer of a web server, part by part; after the parts comes `ends`."""
 
-    status, content_length, headers = 206, 6, {"etag": "e"}
+    status, content_length, content_type, headers = 206, 6, "application/octet-stream", {"etag": "e"}
 
     def __init__(self, parts: list[bytes], ends: Exception | None = None) -> None:
         self.content, self._parts, self._ends = self, parts, ends
@@ -594,16 +597,19 @@ class WebAnswer:
 
 
 def answered(
-    answer: WebAnswer, arrived: list[int], run: Callable[[Coroutine[object, object, Any]], Any] = asyncio.run
+    answer: WebAnswer,
+    arrived: list[int],
+    run: Callable[[Coroutine[object, object, Any]], Any] = asyncio.run,
+    **client: object,
 ) -> bytes:
     async def session() -> WebAnswer:
         return answer
 
     fs = SimpleNamespace(
-        kwargs={"headers": {"A": "1"}}, set_session=session, encode_url=str, _raise_not_found_for_status=lambda *_: None
-    )
-    data, headers = run(get_of_http(fs, "http://h/a", 2, 8, arrived.append))
-    assert headers == {"etag": "e"}
+        kwargs={"headers": {"A": "1"}}, set_session=session, encode_url=str, _raise_not_found_for_status=lambda *_: None,
+        client_kwargs=client,
+    )  # fmt: skip
+    data, _ = run(get_range(get_of_http, fs, "http://h/a", 2, 8, where="h/a", arrived=arrived.append))
     return data
 
 
@@ -643,8 +649,29 @@ def test_each_part_of_a_web_answer_may_take_ten_seconds(wait_s: float, is_stalle
             return await super().readany()
 
     with asyncio.Runner(loop_factory=Clock) as runner:
+        longer = {"timeout": aiohttp.ClientTimeout(sock_read=60.0)}  # of the caller
+        assert answered(Slow([b"2", b"3", b"4", b"567"]), [], runner.run, **longer) == b"234567"
         if is_stalled:
             with pytest.raises(TimeoutError):
                 answered(Slow([b"2", b"3", b"4", b"567"]), [], runner.run)
         else:
             assert answered(Slow([b"2", b"3", b"4", b"567"]), [], runner.run) == b"234567"
+
+
+@pytest.mark.parametrize(
+    "says",
+    [{"status": 200}, {"status": 200, "content_length": None}, {"content_type": "multipart/byteranges"}],
+    ids=str,
+)
+def test_an_answer_that_is_no_range_is_refused_though_it_is_as_long(says: dict[str, object]) -> None:
+    """The whole of a file that is as long as the range, from another place on."""
+    answer = WebAnswer([b"234567"])
+    vars(answer).update(says)
+    with pytest.raises(TransportError, match="sends the whole file where bytes 2 to 8 were asked for"):
+        answered(answer, [])
+
+
+def test_an_answer_without_an_end_is_not_read_on() -> None:
+    answer = WebAnswer([b"23456"] * 1000)
+    assert answered(answer, []) == b"23456" * 2  # whose length says that it is not the range
+    assert len(answer._parts) == 998

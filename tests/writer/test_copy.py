@@ -503,7 +503,7 @@ def test_only_the_bytes_of_the_layers_are_read(store, tmp_path):
     assert n_bytes == store.acts.nbytes // 3
 
 
-@pytest.mark.parametrize("block_bytes", [1, 100, 256, 4096, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [4, 100, 256, 4096, 1 << 20])
 @pytest.mark.parametrize("batch_bytes", [1, 2000, 1 << 20])
 def test_a_source_with_digests_is_read_once_and_compared(store, tmp_path, monkeypatch, block_bytes, batch_bytes):
     """Whatever the sizes of blocks, examples and batches are."""
@@ -525,10 +525,49 @@ def test_a_source_with_digests_is_read_once_and_compared(store, tmp_path, monkey
     metadata = source.metadata.replace(layers=[5])
     to = open_transport(tmp_path / "to")
     copy_layers(source, metadata, to, tokens=kept_tokens(source, "all"), resume=True, progress=False)
-    assert sum(read) == store.acts.nbytes
+    if batch_bytes == 1:  # less than an example: then only blocks that hold the layer are read
+        layout, nbytes = source.layout, 0
+        for shard_idx in range(layout.n_shards):
+            of_layer = np.zeros((layout.examples_in(shard_idx), *layout.shape[1:]), np.float32)
+            of_layer[:, 1] = 1
+            flat = of_layer.view(np.uint8).reshape(-1)
+            nbytes += sum(
+                len(flat[at : at + block_bytes])
+                for at in range(0, len(flat), block_bytes)
+                if flat[at : at + block_bytes].any()
+            )
+        assert sum(read) == nbytes
+    else:
+        assert sum(read) == store.acts.nbytes
     found = ShardStore.open(tmp_path / "to" / metadata.hash)
     assert np.array_equal(found[...], store.acts[:, 1:2])
     assert np.array_equal(found.labels, store.labels)
+
+
+@pytest.mark.parametrize("options", [{"layers": [5]}, {"tokens": "content"}, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize("file", ["acts000001.bin", "labels.bin"])
+@pytest.mark.parametrize("wrong", ["no entry", "another length", "nothing", "block_bytes"])
+def test_digests_that_do_not_speak_of_all_bytes_are_refused(store, tmp_path, options, file, wrong):
+    """The copy would get digests of its own, which call right what may be damaged."""
+    store.write_digests(256)
+    path = store.path / "digests.json"
+    document = json.loads(path.read_text())
+    entry = document["files"][file]
+    if wrong == "no entry" and file != "labels.bin":
+        del document["files"][file]
+    elif wrong == "nothing":
+        document["files"] = {}
+    elif wrong == "block_bytes":
+        document["block_bytes"] = 1 << 40
+        for each in document["files"].values():
+            each["digests"] = each["digests"][:1]
+    else:
+        entry["nbytes"] -= 1
+        entry["digests"] = entry["digests"][: -(-entry["nbytes"] // 256)]
+    path.write_text(json.dumps(document))
+    with pytest.raises(CorruptShardError, match=r"digests\.json: "):
+        copy_store(store.path, tmp_path / "to", **options, progress=False)
+    assert not list((tmp_path / "to").glob("*/metadata.json"))
 
 
 @pytest.mark.parametrize("options", [{"layers": [5]}, {"tokens": "content"}, {"dtype": "float16"}], ids=str)

@@ -197,8 +197,8 @@ class FsspecClient:
             return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
 
         def is_busy(error: Exception) -> bool:
-            """Whether the server said so. One that does not answer may be a mistaken address, so that is told at once."""
-            return _status(error) is not None and self.passes(error)
+            """Whether it answered. A server that does not may be a mistaken address, so that is told at once."""
+            return (_status(error) is not None or type(error).__name__ == "ClientPayloadError") and self.passes(error)
 
         def work() -> Awaitable[object]:
             """The operation; what has no body is soon there, or will never be."""

@@ -9,17 +9,17 @@ import asyncio
 import re
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from saev_store.errors import TransportError
 from saev_store.transport._remote import READ_TIMEOUT_S, Version
 from saev_store.transport.base import IN_FLIGHT
 
-#: How often what has arrived is told.
-_TELL_S = 0.5
+#: How often what has arrived is told at most: loaders wait while it is.
+_TELL_S = 0.05
 #: A part of an answer at most.
 _PART_BYTES = 1 << 20
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_RANGE = re.compile(r"\s*bytes\s+(\d+)-(\d+)/(\d+|\*)\s*", re.IGNORECASE)
 
 Answer = tuple[bytes, Version]
 #: fsspec and its file systems have no types.
@@ -56,23 +56,32 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arri
     options = dict(fs.kwargs)
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
     session, now_s = await fs.set_session(), asyncio.get_running_loop().time
+    patience_s = _patience_s(fs)
     # aiohttp's own time-out of reads costs a timer for each part.
-    async with asyncio.timeout(READ_TIMEOUT_S) as patience, session.get(fs.encode_url(path), **options) as answer:
+    async with asyncio.timeout(patience_s) as patience, session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
-        if answer.status == 200 and answer.content_length not in {None, end - start}:
+        is_whole = answer.status == 200 and (start > 0 or answer.content_length not in {None, end - start})
+        if is_whole or answer.content_type == "multipart/byteranges":
             raise _NoRangeError
-        parts, untold, told_s = list[bytes](), 0, now_s()
+        parts, nbytes, n_told, told_s = list[bytes](), 0, 0, now_s()
         try:
-            while part := await answer.content.readany():
+            # What is too long is refused by its length, without waiting for its end.
+            while nbytes <= end - start and (part := await answer.content.readany()):
                 parts.append(part)
-                untold += len(part)
+                nbytes += len(part)
                 if (now := now_s()) - told_s > _TELL_S:
-                    patience.reschedule(now + READ_TIMEOUT_S)
-                    arrived(untold)
-                    untold, told_s = 0, now
+                    patience.reschedule(now + patience_s)
+                    arrived(nbytes - n_told)
+                    n_told, told_s = nbytes, now
         finally:
-            arrived(untold)
+            arrived(nbytes - n_told)
         return b"".join(parts), answer.headers
+
+
+def _patience_s(fs: _FileSystem) -> float:
+    """Seconds without a part after which an answer is given up: ours, or what the caller gave."""
+    given = cast("Mapping[str, object]", fs.client_kwargs or {}).get("timeout")
+    return cast("float | None", getattr(given, "sock_read", None)) or READ_TIMEOUT_S
 
 
 class _NoRangeError(Exception):
@@ -123,11 +132,13 @@ async def get_range(
             where=where,
             remedy="Use a web server that answers range requests with status 206; `python -m http.server` does not.",
         ) from None
-    said = _RANGE.fullmatch(headers.get("content-range", ""))
+    text = headers.get("content-range", "")
+    said = _RANGE.fullmatch(text)
     size = None if said is None or said[3] == "*" else int(said[3])
-    if said and (int(said[1]), int(said[2]) + 1) != (start, end) and len(data) == end - start:
+    is_other = said is None or (int(said[1]), int(said[2]) + 1) != (start, end)
+    if text and is_other and len(data) == end - start:
         raise TransportError(
-            f"the answer says {said[0]!r}, but bytes {start:,} to {end:,} were asked for", where=where, transient=True
+            f"the answer says {text!r}, but bytes {start:,} to {end:,} were asked for", where=where, transient=True
         )
     return data, (headers.get("x-goog-generation") or headers.get("etag") or headers.get("last-modified"), size)
 

@@ -78,8 +78,8 @@ def copy_store(
     hole on this machine, not at all on object stores. `metadata.json` comes last, so a partial copy never opens.
 
     With `layers` or `tokens` a new store is written that holds only these layers, in the order of the source, and only
-    these tokens, with a hash of its own and a `provenance.json` that names its origin. Where the source has a digests.json, all
-    of it is read, once, and compared: the copy's own digests would call damaged vectors right. The protocol has no store
+    these tokens, with a hash of its own and a `provenance.json` that names its origin. Where the source has a digests.json, the
+    examples are read, once (of examples above 64 MiB what is kept), and compared, and an entry that is missing is an error: the copy's own digests would call damaged vectors right. The protocol has no store
     without content, so `tokens="special"` includes the first content token.
 
     With `protocol` the documents are written as those of that protocol version, so the folder has another name; keys that the

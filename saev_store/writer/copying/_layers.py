@@ -30,12 +30,13 @@ from saev_store.store.opening import open_documents
 from saev_store.store.reader import NumberArray
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport
+from saev_store.validation import promised_digests
 from saev_store.writer import create_store, load_digests
 from saev_store.writer._inputs import OverflowPolicy, check_overflow
 from saev_store.writer._publish import finalize_store, published_already
 from saev_store.writer.copying._finished import check_bytes, check_unchanged, identity_now
 from saev_store.writer.copying._rounding import Counts, Measurement, RoundingReport, parse_report
-from saev_store.writer.copying._source import Kept, batches, check_token_arrays
+from saev_store.writer.copying._source import Kept, batches, promises
 from saev_store.writer.copying._whole import (
     PROVENANCE_NAME,
     check_space,
@@ -99,9 +100,7 @@ def copy_layers(
     if converts:
         measurement = Measurement(store.metadata.dtype, metadata.dtype)
     with writer:
-        promised = load_digests(store.transport)
-        if promised is not None:
-            check_token_arrays(store, promised)
+        promised = promises(store)
         provenance = _provenance(store, layout.layers, tokens)
         # What an earlier attempt has written is read again where it is to be measured: the report is about all of it.
         first, of = kept if measurement is None else 0, Kept.of(store, metadata, tokens)
@@ -156,11 +155,9 @@ def copy_layers_on_cluster(
                 "an unfinished copy is there", where=folder.url, remedy="Continue it with resume=True, or delete it."
             )
         check_space(root.url, layout.nbytes)
-        promised = load_digests(store.transport)
-        if promised is not None:
-            check_token_arrays(store, promised)
+        promised = promises(store)
         world, found = min(layout.n_shards, MAX_PARTS), Counts()
-        write = partial(_write_part, store.unmapped(), metadata, root, tokens, on_overflow)
+        write = partial(_write_part, store.unmapped(), metadata, root, tokens, on_overflow, promised is not None)
         with (
             closing(results(cluster, write, [(rank, world) for rank in range(world)])) as written,
             Progress(
@@ -192,6 +189,7 @@ def _write_part(
     root: Transport,
     tokens: Progression,
     on_overflow: OverflowPolicy,
+    is_promised: bool,
     part: tuple[int, int],
 ) -> tuple[int, Counts]:
     """What a task does: the examples of a part, after those that an earlier attempt has written; how many it has, and what changed."""
@@ -205,7 +203,9 @@ def _write_part(
     with writer:
         # As in one process, all of the part is measured.
         first, of = kept if measurement is None else first, Kept.of(store, metadata, tokens)
-        for start, stored in batches(store, of, promised=load_digests(store.transport), first=first, end=end):
+        # Each task reads the digests: those of a large store would be sent with every task.
+        promised = promised_digests(store.transport, store.layout) if is_promised else None
+        for start, stored in batches(store, of, promised=promised, first=first, end=end):
             acts = _rounded(stored, start, layout, on_overflow, measurement)
             new, last = max(start, kept), start + len(acts)
             if new < last:
