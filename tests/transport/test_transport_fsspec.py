@@ -980,3 +980,16 @@ def test_an_old_file_that_is_read_while_the_new_one_is_written_is_forgotten(tmp_
     sink.write(0, [memoryview(b"anew")])
     sink.commit()
     assert transport.get_ranges("a.bin", starts=[0], ends=[4]) == [b"anew"]
+
+
+@both
+def test_a_range_that_took_too_long_is_told_without_another_request(fake, one, monkeypatch):
+    """The size of the file would take as long."""
+
+    async def too_late(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setattr(fake, "_requested", too_late)
+    monkeypatch.setattr(fake, "_size", lambda *_, **__: pytest.fail("asked for the size"))
+    with pytest.raises(DeadlineError):
+        one(fake, "a.bin", 2, 8)

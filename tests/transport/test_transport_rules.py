@@ -7,7 +7,7 @@ import errno
 import io
 import os
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport
 from saev_store.transport._remote import Pins
 from saev_store.transport.base import UnfinishedUpload
 from saev_store.transport.credentials import StorageOptions
-from saev_store.transport.fsspec import _ranges
+from saev_store.transport.fsspec import _client, _ranges
 from saev_store.transport.fsspec._client import FsspecClient, safe_url, tuned
 from saev_store.transport.fsspec._ranges import _http as get_of_http
 from saev_store.transport.fsspec._ranges import _s3 as get_of_s3
@@ -675,3 +675,111 @@ def test_an_answer_without_an_end_is_not_read_on() -> None:
     answer = WebAnswer([b"23456"] * 1000)
     assert answered(answer, []) == b"23456" * 2  # whose length says that it is not the range
     assert len(answer._parts) == 998
+
+
+@pytest.mark.parametrize("content_length", [6, None])
+def test_a_server_may_send_a_file_whole_that_was_asked_for_whole(content_length: int | None) -> None:
+    async def session() -> WebAnswer:
+        return answer
+
+    answer = WebAnswer([b"23", b"4567"])
+    vars(answer).update(status=200, content_length=content_length, get=lambda *_, **__: answer)
+    fs = SimpleNamespace(
+        kwargs={}, set_session=session, encode_url=str, _raise_not_found_for_status=lambda *_: None, client_kwargs={}
+    )
+    assert asyncio.run(get_of_http(fs, "http://h/a", 0, 6, [].append))[0] == b"234567"
+
+
+@pytest.mark.parametrize(("wait_s", "is_stalled"), [(9.0, False), (11.0, True)])
+def test_the_first_part_of_a_web_answer_may_take_ten_seconds(wait_s: float, is_stalled: bool) -> None:
+    class Late(WebAnswer):
+        async def readany(self) -> bytes:
+            if self._parts:
+                cast("Clock", asyncio.get_running_loop()).now_s += wait_s
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return await super().readany()
+
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        if is_stalled:
+            with pytest.raises(TimeoutError):
+                answered(Late([b"234567"]), [], runner.run)
+        else:
+            assert answered(Late([b"234567"]), [], runner.run) == b"234567"
+
+
+def test_all_that_is_under_way_in_a_loop_is_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ranges, "IN_FLIGHT", 3)
+    under_way, most = 0, 0
+
+    async def get(
+        fs: object, path: str, start: int, end: int, arrived: Callable[[int], object]
+    ) -> tuple[bytes, Mapping[str, str]]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return bytes(end - start), {}
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(requested(get, at, at + 1) for at in range(20)))
+
+    asyncio.run(all_at_once())
+    assert most == 3
+
+
+def test_what_comes_of_google_is_counted() -> None:
+    async def call(method: str, url: str, *, headers: Mapping[str, str]) -> tuple[Mapping[str, str], bytes]:
+        assert (method, url, headers) == ("GET", "at/b/a", {"Range": "bytes=2-6"})
+        return {"x-goog-generation": "7"}, b"23456"
+
+    arrived = list[int]()
+    fs = SimpleNamespace(_call=call, url="at/{}".format)
+    assert asyncio.run(_ranges._gs(fs, "b/a", 2, 7, arrived.append)) == (b"23456", {"x-goog-generation": "7"})
+    assert arrived == [5]
+
+
+def test_how_google_is_spoken_to_where_nobody_says_otherwise() -> None:
+    pytest.importorskip("gcsfs")
+    timeout = tuned("gs", {})["requests_timeout"]
+    assert (timeout.total, timeout.sock_connect, timeout.sock_read) == (None, 5, 10)
+    assert tuned("gs", {"requests_timeout": 7})["requests_timeout"] == 7
+
+
+@pytest.mark.parametrize("way", ["run", "awaited", "awaited here"])
+def test_the_time_for_an_answer_grows_with_its_bytes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte each second is slow enough to be as good as stalled."""
+    client = FsspecClient("http://h/x" if way == "awaited here" else "memory://x", StorageOptions({}), 60.0)
+    limits = list[float]()
+
+    async def nothing(*_: object) -> int:
+        return 3
+
+    def ended(work: object, loop: object, *, limit_s: float) -> int:
+        limits.append(limit_s)
+        return 3
+
+    async def ended_later(work: object, loop: object, *, limit_s: float) -> int:
+        return ended(work, loop, limit_s=limit_s)
+
+    timeout = asyncio.timeout
+    monkeypatch.setattr(_client, "run_in_loop", ended)
+    monkeypatch.setattr(_client, "awaited_in_loop", ended_later)
+    monkeypatch.setattr(client, "fs", lambda: SimpleNamespace(loop=None))
+    if way == "run":
+        assert client.run(nothing, nbytes=30 << 20) == 3
+    elif way == "awaited":
+        assert asyncio.run(client.awaited(nothing, nbytes=30 << 20)) == 3
+    else:
+
+        async def here() -> int:
+            async def kept(loop: object) -> AsyncGenerator[object]:
+                yield None
+
+            monkeypatch.setattr(client, "_kept", kept)
+            monkeypatch.setattr(asyncio, "timeout", lambda limit_s: limits.append(limit_s) or timeout(limit_s))
+            return await client.awaited(nothing, nbytes=30 << 20)
+
+        assert asyncio.run(here()) == 3
+    assert limits == [90.0]
