@@ -690,14 +690,22 @@ def test_a_server_may_send_a_file_whole_that_was_asked_for_whole(content_length:
     assert asyncio.run(get_of_http(fs, "http://h/a", 0, 6, [].append))[0] == b"234567"
 
 
-@pytest.mark.parametrize(("wait_s", "is_stalled"), [(9.0, False), (11.0, True)])
-def test_the_first_part_of_a_web_answer_may_take_ten_seconds(wait_s: float, is_stalled: bool) -> None:
+@pytest.mark.parametrize(("head_s", "part_s", "is_stalled"), [(9.0, 9.0, False), (0.0, 11.0, True), (11.0, 0.0, True)])
+def test_the_head_and_the_first_part_of_a_web_answer_may_take_ten_seconds_each(
+    head_s: float, part_s: float, is_stalled: bool
+) -> None:
+    async def take(time_s: float) -> None:
+        cast("Clock", asyncio.get_running_loop()).now_s += time_s
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
     class Late(WebAnswer):
+        async def __aenter__(self) -> Self:
+            await take(head_s)
+            return self
+
         async def readany(self) -> bytes:
-            if self._parts:
-                cast("Clock", asyncio.get_running_loop()).now_s += wait_s
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await take(part_s if self._parts else 0.0)
             return await super().readany()
 
     with asyncio.Runner(loop_factory=Clock) as runner:

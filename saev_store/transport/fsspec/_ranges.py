@@ -64,6 +64,7 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arri
         if is_whole or answer.content_type == "multipart/byteranges":
             raise _NoRangeError
         parts, nbytes, n_told, told_s = list[bytes](), 0, 0, now_s()
+        patience.reschedule(told_s + patience_s)
         try:
             # What is too long is refused by its length, without waiting for its end.
             while nbytes <= end - start and (part := await answer.content.readany()):
