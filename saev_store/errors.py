@@ -66,7 +66,7 @@ def kind_of(value: object) -> str:
     ('an int', 'a list')
     """
     name = type(value).__name__
-    return f"{'an' if name[:1] in tuple('aeioAEIO') else 'a'} {name}"
+    return f"{'an' if name.startswith(tuple('aeioAEIO')) else 'a'} {name}"
 
 
 def outside() -> int:

@@ -8,10 +8,10 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,21 +19,21 @@ import numpy.typing as npt
 from saev_store._runtime.threads import n_cores
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray, LayerKey
-from saev_store.core.rows import Labels, RowSpace
+from saev_store.core.rows import Labels
 from saev_store.errors import ArgumentError, kind_of
-from saev_store.loaders._columns import TokenColumns, layer_columns
+from saev_store.loaders._batches import BatchSource, batches
+from saev_store.loaders._columns import TokenColumns
 from saev_store.loaders._explain import Explanation, Plan, epoch_cost
 from saev_store.loaders._identity import STATE_VERSION, checked, fingerprint, norm_scale, same_value, whole_number
-from saev_store.loaders._iteration import Batch, BatchIterator, Iteration
+from saev_store.loaders._iteration import BatchIterator, Iteration
 from saev_store.loaders._medium import TAKES_ADVICE, WAITING, Advice, layers_of, medium_of
 from saev_store.loaders._metrics import Metrics, Totals
 from saev_store.loaders._pickled import pickled
-from saev_store.loaders._reads import Positions, Reads, Scratch
+from saev_store.loaders._reads import Reads, Scratch
 from saev_store.loaders._ring import Allocate
 from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.options import ReadOptions, rank_and_world
 from saev_store.order import Batching, Blocks
-from saev_store.store.reader import NumberArray
 from saev_store.store.selection import Selection
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
@@ -45,14 +45,6 @@ _BUSY = ("memory", "cached")
 _TASK_BYTES = {
     "memory": 4 << 20, "cached": 4 << 20, "flash": 2 << 20, "disk": 8 << 20, "parallel": 8 << 20, "remote": 8 << 20,
 }  # fmt: skip
-
-
-class BatchSource(Protocol):
-    """Brings the rows of batches."""
-
-    def batch(self, number: int) -> tuple[NumberArray, Positions]:
-        """The vectors of a batch, row after row, and where its rows come from. Every batch once, in order."""
-        ...
 
 
 class Loader(ABC):
@@ -230,7 +222,7 @@ class Loader(ABC):
                 )
                 source = self._source(epoch, first, iteration, reads)
                 numbers = range(first, self._batching.n_batches)
-                iteration.start(partial(_batches, source, numbers, self._space, self._columns))
+                iteration.start(partial(batches, source, numbers, self._space, self._columns))
                 return BatchIterator(
                     iteration,
                     len(numbers),
@@ -427,26 +419,3 @@ class Loader(ABC):
     @abstractmethod
     def _adopt(self, state: Mapping[str, object]) -> None:
         """Take over what a state says about the order."""
-
-
-def _batches(
-    source: Callable[[], BatchSource], numbers: range, space: RowSpace, columns: TokenColumns | None
-) -> Iterator[Batch]:
-    """Batches with what comes with their vectors: token numbers, layers' labels, tokens' labels and other token arrays."""
-    if not numbers:
-        return
-    layout, n_vectors, found = space.layout, space.vectors_per_row, source()
-    for number in numbers:
-        act, where = found.batch(number)
-        if space.stacks_layers:
-            act = act.reshape(len(act) // n_vectors, n_vectors, layout.d_model)
-        token = where.token - layout.n_special_tokens
-        batch: Batch = {"act": act, "example_idx": where.example, "token_idx": token}
-        if space.rows_per_token > 1:
-            batch.update(layer_columns(space, where.layer))
-        if columns is not None:
-            batch.update(columns.at(where.example, token))
-        # The consumer alone decides how long a batch lives.
-        del act, where
-        yield batch
-        del batch

@@ -11,7 +11,8 @@ import numpy as np
 
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels, RowSpace
-from saev_store.loaders._base import BatchSource, Loader
+from saev_store.loaders._base import Loader
+from saev_store.loaders._batches import BatchSource
 from saev_store.loaders._explain import Plan
 from saev_store.loaders._iteration import Group, Iteration
 from saev_store.loaders._reads import Positions, Reads, Runs, runs_of_planes

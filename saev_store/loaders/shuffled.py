@@ -11,7 +11,8 @@ import numpy as np
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
-from saev_store.loaders._base import BatchSource, Loader
+from saev_store.loaders._base import Loader
+from saev_store.loaders._batches import BatchSource
 from saev_store.loaders._explain import Plan
 from saev_store.loaders._identity import truth, whole_number
 from saev_store.loaders._iteration import Iteration

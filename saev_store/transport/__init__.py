@@ -22,7 +22,8 @@ from saev_store.transport.base import (
     Writes,
 )
 from saev_store.transport.limit import LimitTransport, Rate
-from saev_store.transport.local.transport import MmapTransport, PreadTransport
+from saev_store.transport.local.mapped import MmapTransport
+from saev_store.transport.local.transport import PreadTransport
 from saev_store.transport.memory import MemoryTransport
 from saev_store.transport.open import Engine, open_transport
 

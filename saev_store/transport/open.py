@@ -10,7 +10,8 @@ from urllib.parse import unquote
 
 from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.transport.base import Transport
-from saev_store.transport.local.transport import MmapTransport, PreadTransport, local_root
+from saev_store.transport.local.mapped import MmapTransport
+from saev_store.transport.local.transport import PreadTransport, local_root
 from saev_store.transport.memory import MemoryTransport
 
 Engine = Literal["auto", "mmap", "pread", "fsspec", "memory", "obstore"]

@@ -12,7 +12,7 @@ from waiting import HANG_S
 
 from saev_store.transport import open_transport
 from saev_store.transport.credentials import StorageOptions
-from saev_store.transport.fsspec._client import tuned
+from saev_store.transport.fsspec._options import tuned
 
 
 def test_s3_gets_as_many_connections_as_requests():

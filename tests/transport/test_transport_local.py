@@ -371,7 +371,7 @@ def test_a_map_that_the_system_refuses_names_the_way_out(tmp_path, monkeypatch):
     def fail(fd, nbytes):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("saev_store.transport.local.transport.map_file", fail)
+    monkeypatch.setattr("saev_store.transport.local.mapped.map_file", fail)
     with pytest.raises(TransportError, match='engine="pread"'):
         one(MmapTransport(tmp_path), "a.bin", 0, 1)
 
@@ -446,7 +446,7 @@ def test_maps_hold_no_descriptors_and_go_with_their_views(tmp_path):
 
 def test_so_many_maps_are_kept_and_no_more(tmp_path, monkeypatch):
     """The system allows a process about 65,000; every one more is an error."""
-    monkeypatch.setattr("saev_store.transport.local.transport._MAX_MAPS", 4)
+    monkeypatch.setattr("saev_store.transport.local.mapped._MAX_MAPS", 4)
     transport = MmapTransport(tmp_path)
     for index in range(11):
         (tmp_path / f"{index}.bin").write_bytes(b"%04d" % index * 2000)

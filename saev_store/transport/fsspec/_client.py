@@ -1,4 +1,4 @@
-"""The client of one fsspec file system: its options, opening it, again after a fork, waits, and its errors."""
+"""The client of one fsspec file system: opening it, again after a fork, waits, and its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport._remote import (
-    CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
     SLOWEST_BYTES_PER_S,
     again,
@@ -37,22 +36,16 @@ from saev_store.transport._remote import (
     run_in_loop,
     within,
 )
-from saev_store.transport._tls import authorities, context_of, read_authorities, refused_certificate
-from saev_store.transport.base import IN_FLIGHT
+from saev_store.transport._tls import refused_certificate
 from saev_store.transport.checks import RequestCounter, from_os_error
 from saev_store.transport.credentials import StorageOptions
+from saev_store.transport.fsspec._options import tuned
 
-#: Protocols whose listings fsspec caches without a limit by default, and that have an option against it.
-_LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
-#: Protocols whose certificates are checked as `verify` says; the others follow the library that serves them.
-_TLS_PROTOCOLS = {"s3", "s3a", "http", "https"}
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 #: The protocols of plain web addresses, whose file system is opened without a request, so also inside an event loop.
 _WEB = {("http",), ("https",)}
 _WEB_READS = {"cat_file", "info", "ls"}
-#: With less, as by default, aiohttp stops and resumes the socket several times for each answer, which is kept whole anyway.
-_BUFFER_BYTES = 8 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
 #: What is done where nothing is made.
@@ -402,62 +395,3 @@ def _reopen(url: str, options: StorageOptions, timeout_s: float) -> FsspecClient
     with contextlib.suppress(AccessError):
         client.fs()
     return client
-
-
-def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
-    """The options of one file system with ours added where the caller gives none.
-
-    >>> tuned("s3", {"anon": True})["config_kwargs"]["max_pool_connections"]
-    64
-    """
-    found: dict[str, object] = {"use_listings_cache": False} if protocol in _LISTING_PROTOCOLS else {}
-    found |= options
-    if protocol in _TLS_PROTOCOLS:
-        found |= _trusting(protocol, found.pop("verify", None), options.get("client_kwargs"))
-    if protocol in {"s3", "s3a"}:
-        given = cast("Mapping[str, object]", options.get("config_kwargs") or {})
-        found["config_kwargs"] = {
-            "max_pool_connections": IN_FLIGHT,  # botocore's default is 10
-            "connect_timeout": CONNECT_TIMEOUT_S,
-            "read_timeout": READ_TIMEOUT_S,
-            # s3fs retries too, and the two multiply. The one retry of botocore is for status 429, which s3fs does not retry.
-            "retries": {"max_attempts": 1, "mode": "standard"},
-            **given,
-        }
-    if protocol in {"gs", "gcs"}:
-        if options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"):
-            # Must be set before gcsfs is imported: it would request every bucket's type over gRPC, which no emulator serves.
-            os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        if "requests_timeout" not in options and (
-            timeout := _timeout(sock_read=READ_TIMEOUT_S)
-        ):  # gcsfs has none of its own
-            found["requests_timeout"] = timeout
-    if (protocol,) in _WEB and (timeout := _timeout(sock_read=None)):
-        # aiohttp gives up any answer after five minutes, however much of it comes; we have limits of our own.
-        given = cast("Mapping[str, object]", found.get("client_kwargs") or {})
-        found["client_kwargs"] = {"timeout": timeout, "read_bufsize": _BUFFER_BYTES, **given}
-    return found
-
-
-def _timeout(*, sock_read: float | None) -> object:
-    """Aiohttp's time-outs of a connection and of parts, with none of a whole answer; None where it is not installed."""
-    with contextlib.suppress(ImportError):
-        from aiohttp import ClientTimeout
-
-        return ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=sock_read)
-    return None
-
-
-def _trusting(protocol: str, verify: object, client_kwargs: object) -> dict[str, object]:
-    """The options of one file system that say which certificate authorities it trusts."""
-    client = dict(cast("Mapping[str, object]", client_kwargs or {}))
-    inner = client.pop("verify", None)
-    authority = authorities(protocol, inner if verify is None else verify)
-    found: dict[str, object] = {"client_kwargs": client} if client_kwargs else {}
-    if isinstance(authority, str):
-        read_authorities(authority)
-    if authority is True:
-        return found
-    if protocol in {"s3", "s3a"}:  # botocore takes a path, and reads AWS_CA_BUNDLE but not SSL_CERT_FILE
-        return {"client_kwargs": {**client, "verify": authority}}
-    return {**found, "ssl": context_of(authority)}

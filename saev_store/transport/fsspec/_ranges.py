@@ -36,11 +36,13 @@ async def _s3(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrive
     bucket, key, version = fs.split_path(path)
     chosen = {"VersionId": version} if version else {}
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **chosen)
-    body, parts = answer["Body"], list[bytes]()
+    body, parts, nbytes = answer["Body"], list[bytes](), 0
     try:
-        while part := await body.read(_PART_BYTES):  # what is there already, up to this
+        # What is there already, up to a part; what is too long is refused by its length, without waiting for its end.
+        while nbytes <= end - start and (part := await body.read(_PART_BYTES)):
             arrived(len(part))
             parts.append(part)
+            nbytes += len(part)
         return b"".join(parts), answer["ResponseMetadata"]["HTTPHeaders"]
     finally:
         body.close()
@@ -66,7 +68,6 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arri
         parts, nbytes, n_told, told_s = list[bytes](), 0, 0, now_s()
         patience.reschedule(told_s + patience_s)
         try:
-            # What is too long is refused by its length, without waiting for its end.
             while nbytes <= end - start and (part := await answer.content.readany()):
                 parts.append(part)
                 nbytes += len(part)
@@ -86,7 +87,7 @@ def _patience_s(fs: _FileSystem) -> float:
 
 
 class _NoRangeError(Exception):
-    """A web server answers with the whole file."""
+    """A web server answers with something else than one range."""
 
 
 _GET: dict[str, tuple[Get, str]] = {
@@ -129,7 +130,7 @@ async def get_range(
             data, headers = await get(fs, path, start, end, arrived)
     except _NoRangeError:
         raise TransportError(
-            f"the server sends the whole file where bytes {start:,} to {end:,} were asked for",
+            f"the server sends the whole file, or several parts, where bytes {start:,} to {end:,} were asked for",
             where=where,
             remedy="Use a web server that answers range requests with status 206; `python -m http.server` does not.",
         ) from None
