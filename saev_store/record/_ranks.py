@@ -315,7 +315,8 @@ class RunWriter:
         """
         at = 0
         while at < len(acts):
-            n = min(len(acts) - at, self._writer.example_range[1] - self._writer.next_example)
+            # Where there is no room left, all of it: the writer says so.
+            n = min(len(acts) - at, self._writer.example_range[1] - self._writer.next_example) or len(acts) - at
             rows = {name: values[at : at + n] for name, values in token_arrays.items()}
             self._writer.append(acts[at : at + n], **rows)
             at += n

@@ -84,10 +84,11 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
     rule = "a path below a store is relative, with parts between '/' that are not empty, '.' or '..'"
     if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
         raise UnsafeContentError(f"{path!r} would leave the folder: {rule}", where="path")
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise UnsafeContentError(f"{path!r} is no file name: {error.reason}", where="path") from error
+    if not path.isascii():
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError as error:
+            raise UnsafeContentError(f"{path!r} is no file name: {error.reason}", where="path") from error
     return path
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from operator import lt
 from typing import Literal, TypeAlias, cast
 
 import google_crc32c
@@ -22,6 +24,9 @@ Chunks: TypeAlias = Literal["auto"] | Sequence[int]
 #: A chunk of a token array has at most about this size.
 _TOKEN_CHUNK_BYTES = 16 << 20
 _DOCUMENT = "zarr.json"
+#: A place in the grid as keys spell it, and the key of a chunk: the name of its array and its places.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+_CHUNK = re.compile(rf"([^/]+)/c/((?:{_NUMBER.pattern})(?:/(?:{_NUMBER.pattern}))*)")
 _KEPT_INDEXES = 2
 
 
@@ -76,14 +81,13 @@ class TensorKeys:
         document = self.documents.get(key)
         if document is not None:
             return document
-        name, *parts = key.split("/")
-        counts = self.counts.get(name)
-        if counts is None or len(parts) != len(counts) + 1 or parts[0] != "c":
+        chunk = _CHUNK.fullmatch(key)
+        if chunk is None:
             return None
-        position = [_number(part) for part in parts[1:]]
-        for place, count in zip(position, counts, strict=True):
-            if not 0 <= place < count:
-                return None
+        name, position = chunk[1], [*map(int, chunk[2].split("/"))]
+        counts = self.counts.get(name)
+        if counts is None or len(position) != len(counts) or not all(map(lt, position, counts)):
+            return None
         if name == ARRAY:
             return self.grid.extent(position)
         layout, array = self.grid.layout, self.token_arrays.get(name)
@@ -181,8 +185,7 @@ def chunk_shape(layout: Layout, chunks: Chunks, *, max_gap_bytes: float) -> Shap
 
 def _number(text: str) -> int:
     """A place in the grid as keys spell it, or -1."""
-    plain = text.isascii() and text.isdigit() and (text == "0" or text[0] != "0") and len(text) < 20
-    return int(text) if plain else -1
+    return int(text) if _NUMBER.fullmatch(text) else -1
 
 
 def _beginning_with(text: str, count: int) -> Iterator[int]:

@@ -214,8 +214,7 @@ class ZarrView(Store):
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def _converts(self, value: bytes | Extent) -> bool:
-        is_of_tensor = not isinstance(value, bytes) and value.shard_idx is not None
-        return is_of_tensor and self._keys.converts
+        return self._keys.converts and not isinstance(value, bytes) and value.shard_idx is not None
 
     def _nbytes(self, value: bytes | Extent) -> int:
         nbytes = nbytes_of(value)
@@ -234,7 +233,7 @@ class ZarrView(Store):
             size, stored_size = FLOAT32.itemsize, self._keys.grid.layout.itemsize
             stored = [(start // size * stored_size, -(-stop // size) * stored_size) for start, stop in shown]
         in_file = value.end - value.start
-        if in_file < min(value.nbytes, max(stop for _, stop in stored)) and self._is_padded(value):
+        if in_file < value.nbytes and in_file < max(stop for _, stop in stored) and self._is_padded(value):
             in_file = value.nbytes  # the last chunk needs no copy either
         parts = parts_of(value, shown, stored, in_file)
         if self._readable and parts.starts != parts.ends:

@@ -20,11 +20,13 @@ from saev_store.record._identity import config_digest
 from saev_store.record._in_memory import digest_of, digest_rows
 from saev_store.record._patch_labels import Masks, majority
 from saev_store.record._processing import check_range, framing_of, normalises
-from saev_store.record._ranks import _shown
+from saev_store.record._ranks import RunWriter, _shown
 from saev_store.record._recheck import KeptExamples
 from saev_store.record._report import NOTHING_RECORDED, RecordingReport, human_seconds
 from saev_store.sources import MapStyle
 from saev_store.sources.framing import Framing
+from saev_store.transport import MemoryTransport
+from saev_store.writer import create_store
 
 torch = pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
@@ -460,3 +462,26 @@ def test_every_setting_of_a_model_that_computes_is_in_the_identity(name: str) ->
     assert digest({**said, "new": 1}) != digest(said)
     assert digest(dict(reversed(said.items()))) == digest(said)
     assert config_digest(None) is config_digest(object()) is None
+
+
+# -- parts one after the other --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_before", [0, 1, 4])
+def test_more_examples_than_parts_have_room_for_are_refused(n_before: int) -> None:
+    """Those of two parts of two examples; the writer of the last one says so, and nothing waits for room."""
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=(1,), content_tokens_per_example=3, cls_token=True, d_model=8, n_examples=4,
+        data={"__class__": "X"}, dataset="/d", max_tokens_per_shard=8,
+    )  # fmt: skip
+    root, acts = MemoryTransport(), torch.arange(5.0 * 4 * 8).reshape(5, 1, 4, 8)
+    assert metadata.layout.n_shards == 2
+
+    def open_writer(part: tuple[int, int] | None):
+        return create_store(root, metadata, part=part, progress=False)
+
+    writer = RunWriter(open_writer((0, 2)), open_writer, range(2), 2, 0)
+    writer.append(acts[:n_before])
+    with writer, pytest.raises(ArgumentError, match="examples"):
+        writer.append(acts[n_before:])
+    assert writer.next_example <= 4

@@ -166,6 +166,16 @@ def test_gaps_and_another_order_are_read_with_a_warning():
     assert (problem.kind, problem.severity) == ("not_packed", "warning")
 
 
+def test_a_sequence_without_tokens_overlaps_nothing_wherever_it_lies():
+    """Here in the middle of the first one."""
+    first, last = np.array([1, 2], np.uint16), np.array([3, 4], np.uint16)
+    for pointer in (4, 6):
+        idx, _ = mmididx_bytes([first, first[:0], last], pointers=[4, pointer, 0])
+        dataset = opened(idx, last.tobytes() + first.tobytes())
+        assert [dataset[i].tolist() for i in range(3)] == [[1, 2], [], [3, 4]]
+        assert [problem.kind for problem in dataset.problems] == ["not_packed"]
+
+
 @pytest.mark.parametrize("n", range(1, 9))
 def test_indices_are_checked_to_their_end(n, monkeypatch):
     """However many entries are looked at at once; the one that is wrong is named."""

@@ -138,10 +138,58 @@ def test_a_range_that_waits_for_a_busy_server_leaves_the_slots_to_others(fake, m
         return bytes(end - start), {}
 
     async def both_at_once():
-        await asyncio.gather(*(fake._requested(path, [0], [4], fake.client.fs()) for path in ("busy", "healthy")))
+        await asyncio.gather(*(fake._requested(path, [0], [4], path, fake.client.fs()) for path in ("busy", "healthy")))
 
     asyncio.run(both_at_once())
     assert done == ["healthy", "busy"]
+
+
+def test_of_two_threads_that_create_a_file_one_wins(monkeypatch):
+    """Also where the file system cannot be told to create only: it is asked and written in one turn."""
+    transport = open_transport("memory://of-two-threads")
+    both_have_asked = threading.Barrier(2)
+    is_absent = FsspecTransport._check_absent
+    outcomes = []
+
+    def asked(self, path):
+        is_absent(self, path)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_asked.wait(0.3)
+
+    def create(data):
+        try:
+            transport.create("a.json", data)
+            outcomes.append(data)
+        except StoreExistsError:
+            outcomes.append(None)
+
+    monkeypatch.setattr(FsspecTransport, "_check_absent", asked)
+    threads = [threading.Thread(target=create, args=(data,)) for data in (b"1", b"2")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert outcomes.count(None) == 1
+    assert transport.read("a.json") in outcomes
+
+
+@pytest.mark.parametrize(
+    ("protocol", "options"), [("gs", {"consistency": "md5"}), ("gcs", {"consistency": "md5"}), ("s3", {})]
+)
+def test_google_is_told_to_compare_a_checksum(fake, monkeypatch, protocol, options):
+    """It does not by itself; S3 does."""
+    asked = []
+
+    def ask(operation, *arguments, **options):
+        asked.append((operation, options))
+        return {"size": 4, "type": "file"}
+
+    sink = fake.open_sink("a.bin", used_nbytes=4, file_nbytes=4, resume=True)
+    monkeypatch.setattr(fake.client, "protocols", (protocol,))
+    monkeypatch.setattr(fake.client, "ask", ask)
+    sink.write(0, [memoryview(b"abcd")])
+    sink.commit()
+    assert [of for operation, of in asked if operation == "put_file"] == [{"nbytes": 4, **options}]
 
 
 def test_an_error_says_how_often_and_how_long_it_was_tried(tmp_path, clock):

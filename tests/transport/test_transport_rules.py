@@ -213,6 +213,23 @@ def test_an_error_that_hangs_on_a_secret_shows_nothing_of_it():
             assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("told", ["text", "arguments", "attribute"])
+def test_an_error_that_holds_a_secret_anywhere_is_no_cause(told: str):
+    """Tools that pickle errors, or show their variables, take all that hangs on them."""
+    raised = TimeoutError("it took too long")
+    if told == "text":
+        raised = TimeoutError(f"it took too long for {SECRET}")
+    elif told == "arguments":
+        raised.__cause__ = ValueError("not signed", {"with": SECRET})
+    else:
+        raised.request = {"signed with": SECRET}  # pyright: ignore[reportAttributeAccessIssue]  # as aiohttp's have `request_info`
+    client = FsspecClient("memory://x", StorageOptions({"secret": SECRET}), 5.0)
+    with pytest.raises(DeadlineError) as caught, client.errors("read", "memory://x/a"):
+        raise raised
+    assert caught.value.__cause__ is None
+    assert SECRET not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
@@ -576,7 +593,7 @@ def test_the_body_of_an_answer_of_s3_is_counted_and_closed(
 class WebAnswer:
     """An answer of a web server, part by part; after the parts comes `ends`."""
 
-    status, content_length, content_type, headers = 206, 6, "application/octet-stream", {"etag": "e"}
+    status, content_length, headers = 206, 6, {"etag": "e"}
 
     def __init__(self, parts: list[bytes], ends: Exception | None = None) -> None:
         self.content, self._parts, self._ends = self, parts, ends
@@ -625,6 +642,16 @@ def test_what_has_come_of_a_web_answer_is_told_now_and_then_and_at_its_end(
     assert arrived == told
 
 
+@pytest.mark.parametrize("part_bytes", [0, 2, 5, 6, 7, 100])
+def test_a_web_answer_may_be_longer_or_shorter_than_the_memory_that_is_made_for_it(
+    part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ranges, "_PART_BYTES", part_bytes)
+    found = answered(WebAnswer([b"234", b"5", b"67"]), [])
+    assert (found, len(found), memoryview(found).readonly) == (b"234567", 6, True)
+    assert answered(WebAnswer([b"23", b"4"]), []) == b"234"  # which is refused for its length
+
+
 def test_what_came_of_a_web_answer_that_breaks_off_is_told() -> None:
     arrived = list[int]()
     with pytest.raises(ConnectionResetError):
@@ -661,7 +688,12 @@ def test_each_part_of_a_web_answer_may_take_ten_seconds(wait_s: float, is_stalle
 
 @pytest.mark.parametrize(
     "says",
-    [{"status": 200}, {"status": 200, "content_length": None}, {"content_type": "multipart/byteranges"}],
+    [
+        {"status": 200},
+        {"status": 200, "content_length": None},
+        {"headers": {"Content-Type": "multipart/byteranges; boundary=THIS"}},
+        {"headers": {"Content-Type": "Multipart/ByteRanges"}},
+    ],
     ids=str,
 )
 def test_an_answer_that_is_no_range_is_refused_though_it_is_as_long(says: dict[str, object]) -> None:

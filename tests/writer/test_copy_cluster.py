@@ -25,7 +25,7 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport import open_transport
-from saev_store.writer.copying import _whole, copy_store
+from saev_store.writer.copying import _layers, _whole, copy_store
 
 pytest.importorskip("distributed")
 
@@ -115,6 +115,25 @@ def test_workers_write_layers_and_tokens_as_one_process_does(
     assert copy_store(plain.path, tmp_path / "many", client=client, **given) == copied
     with pytest.raises(StoreExistsError):
         copy_store(plain.path, tmp_path / "many", client=client, resume=False, **given)
+
+
+def test_layers_that_rot_before_they_are_published_are_not(
+    client, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """All of it is read again: the workers have told what they wrote, not what is there."""
+    is_unchanged = _layers.check_unchanged
+
+    def rotting(*arguments: object) -> None:
+        is_unchanged(*arguments)
+        (shard,) = (tmp_path / "to").glob("*/acts000001.bin")
+        data = bytearray(shard.read_bytes())
+        data[7] ^= 1
+        shard.write_bytes(data)
+
+    monkeypatch.setattr(_layers, "check_unchanged", rotting)
+    with pytest.raises(CorruptShardError, match="acts000001"):
+        copy_store(plain.path, tmp_path / "to", layers=[5], client=client, progress=False)
+    assert not list((tmp_path / "to").glob("*/metadata.json"))
 
 
 def test_layers_that_a_cluster_has_begun_are_continued_by_a_cluster(client, plain: Plain, tmp_path: Path):

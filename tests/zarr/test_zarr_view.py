@@ -271,6 +271,16 @@ def test_listing_is_what_can_be_read(sharded: bool, labelled: bool):
     }:
         assert sync(all_of(prefix)) == [key for key in keys if key.startswith(prefix)], prefix
     folders = {"", *("/".join(key.split("/")[:n]) for key in keys for n in range(len(key.split("/"))))}
+    # The first folder behind the last one, on each axis of each array.
+    behind = {
+        f"{array}/c/{'0/' * axis}{count}"
+        for array, counts in view.keys.counts.items()
+        for axis, count in enumerate(counts)
+    }
+    assert "activations/c/0/0/1" in behind
+    assert not behind & (folders | set(keys))
+    for folder in behind:
+        assert sync(all_of(f"{folder}/")) == sync(names_in(folder)) == [], folder
     for folder in folders:
         below = [
             key[len(folder) + 1 :] if folder else key for key in keys if not folder or key.startswith(f"{folder}/")

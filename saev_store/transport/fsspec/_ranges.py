@@ -9,11 +9,11 @@ import asyncio
 import re
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from saev_store.errors import TransportError
 from saev_store.transport._remote import READ_TIMEOUT_S, Version
-from saev_store.transport.base import IN_FLIGHT
+from saev_store.transport.base import IN_FLIGHT, Buffer
 
 #: How often what has arrived is told at most: loaders wait while it is.
 _TELL_S = 0.05
@@ -21,13 +21,13 @@ _TELL_S = 0.05
 _PART_BYTES = 1 << 20
 _RANGE = re.compile(r"\s*bytes\s+(\d+)-(\d+)/(\d+|\*)\s*", re.IGNORECASE)
 
-Answer = tuple[bytes, Version]
+Answer = tuple[Buffer, Version]
 #: fsspec and its file systems have no types.
 _FileSystem = Any
 #: Told how many bytes have arrived, while they do.
 _Arrived = Callable[[int], None]
 #: Bytes and headers; these are found by their names in lower case, whatever the server writes.
-Get = Callable[[_FileSystem, str, int, int, _Arrived], Awaitable[tuple[bytes, Mapping[str, str]]]]
+Get = Callable[[_FileSystem, str, int, int, _Arrived], Awaitable[tuple[Buffer, Mapping[str, str]]]]
 #: Requests under way at once, in each loop: what is under way shares the line, and more of it would only end later.
 _SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
@@ -54,22 +54,29 @@ async def _gs(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrive
     return data, headers
 
 
-async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived) -> tuple[bytes, Mapping[str, str]]:
+async def _http(
+    fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived
+) -> tuple[Buffer, Mapping[str, str]]:
     options = dict(fs.kwargs)
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
-    session, now_s = await fs.set_session(), asyncio.get_running_loop().time
-    patience_s = _patience_s(fs)
+    loop, session, patience_s = asyncio.get_running_loop(), await fs.set_session(), _patience_s(fs)
+    now_s, told_s, nbytes, n_told = loop.time, loop.time(), 0, 0
+    # While the request is under way: to get memory from the system takes as long as to fill it.
+    made = list[bytearray]()
+    loop.call_soon(lambda: made.append(bytearray(min(end - start, _PART_BYTES))))
     # aiohttp's own time-out of reads costs a timer for each part.
     async with asyncio.timeout(patience_s) as patience, session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
         is_whole = answer.status == 200 and (start > 0 or answer.content_length not in {None, end - start})
-        if is_whole or answer.content_type == "multipart/byteranges":
+        if is_whole or answer.headers.get("Content-Type", "").lower().startswith("multipart/"):
             raise _NoRangeError
-        parts, nbytes, n_told, told_s = list[bytes](), 0, 0, now_s()
-        patience.reschedule(told_s + patience_s)
+        if (now := now_s()) - told_s > _TELL_S:
+            patience.reschedule(now + patience_s)
+            told_s = now
+        data = made.pop() if made else bytearray()
         try:
             while nbytes <= end - start and (part := await answer.content.readany()):
-                parts.append(part)
+                data[nbytes : nbytes + len(part)] = part  # which makes it longer where it has to
                 nbytes += len(part)
                 if (now := now_s()) - told_s > _TELL_S:
                     patience.reschedule(now + patience_s)
@@ -77,13 +84,13 @@ async def _http(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arri
                     n_told, told_s = nbytes, now
         finally:
             arrived(nbytes - n_told)
-        return b"".join(parts), answer.headers
+        return memoryview(data)[:nbytes].toreadonly(), answer.headers
 
 
 def _patience_s(fs: _FileSystem) -> float:
     """Seconds without a part after which an answer is given up: ours, or what the caller gave."""
-    given = cast("Mapping[str, object]", fs.client_kwargs or {}).get("timeout")
-    return cast("float | None", getattr(given, "sock_read", None)) or READ_TIMEOUT_S
+    given: Mapping[str, object] = fs.client_kwargs or {}
+    return getattr(given.get("timeout"), "sock_read", None) or READ_TIMEOUT_S
 
 
 class _NoRangeError(Exception):

@@ -139,9 +139,8 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             return (await off_loop(partial(self.get_ranges, path, starts=[start], ends=[end])))[0]
         try:
             with self.client.errors("read", where):
-                return (await self.client.awaited(partial(self._requested, below, [start], [end]), nbytes=end - start))[
-                    0
-                ]
+                work = partial(self._requested, below, [start], [end], where)
+                return (await self.client.awaited(work, nbytes=end - start))[0]
         except DeadlineError:
             raise
         except TransportError as error:
@@ -151,12 +150,12 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         readinto_by_ranges(self, path, starts, buffers, where=self.where(self.below(path)))
 
-    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[bytes]:
+    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[Buffer]:
         """Each range, of the version of the file that was read before."""
-        client, full = self.client, self.key(below)
-        with client.errors("read", self.where(below)):
+        client, full, where = self.client, self.key(below), self.where(below)
+        with client.errors("read", where):
             if client.is_async:
-                work = partial(self._requested, below, starts, ends, client.fs())
+                work = partial(self._requested, below, starts, ends, where, client.fs())
                 return client.run(work, nbytes=sum(ends) - sum(starts))
             fs = client.fs()
             with client.turn():
@@ -165,7 +164,8 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 version = _version(fs.info(full)) if is_told else None
                 found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
             self._count(_nbytes(found))
-            return [self._checked(below, *of, version=version) for of in zip(starts, ends, found, strict=True)]
+            ranges = zip(starts, ends, found, strict=True)
+            return [self._checked(below, *of, version=version, where=where) for of in ranges]
 
     def _check_regular(self, below: str) -> None:
         """Refuse a pipe, a socket or a device of this machine: to open one may wait for ever."""
@@ -178,20 +178,21 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         if not stat.S_ISDIR(mode):
             check_regular(mode, where=self.where(below))
 
-    async def _requested(self, below: str, starts: list[int], ends: list[int], fs: FileSystem) -> list[bytes]:
+    async def _requested(
+        self, below: str, starts: list[int], ends: list[int], where: str, fs: FileSystem
+    ) -> list[Buffer]:
         """Each range, concurrently, in the loop of an asynchronous file system."""
-        get = getter(self.client.protocols, fs)
+        get, full = getter(self.client.protocols, fs), self.key(below)
         if get is None:
-            found = await cat_ranges(fs, self.key(below), starts, ends)
+            found = await cat_ranges(fs, full, starts, ends)
             self._count(_nbytes(found))
-            return [self._checked(below, *of, version=None) for of in zip(starts, ends, found, strict=True)]
+            ranges = zip(starts, ends, found, strict=True)
+            return [self._checked(below, *of, version=None, where=where) for of in ranges]
 
-        async def once(start: int, end: int) -> bytes:
+        async def once(start: int, end: int) -> Buffer:
             """One try. Between two of them its slot is free: all stores share them, and others may be well."""
-            data, version = await get_range(
-                get, fs, self.key(below), start, end, where=self.where(below), arrived=self._count
-            )
-            return self._checked(below, start, end, data, version=version)
+            data, version = await get_range(get, fs, full, start, end, where=where, arrived=self._count)
+            return self._checked(below, start, end, data, version=version, where=where)
 
         passes = self.client.passes
         if len(starts) == 1:
@@ -205,15 +206,17 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         """Count bytes that have come, of requests that are counted when they end."""
         self.client.requests.add("get_ranges", read=nbytes, requests=0)
 
-    def _checked(self, below: str, start: int, end: int, part: bytes, *, version: Version | None) -> bytes:
+    def _checked(
+        self, below: str, start: int, end: int, part: Buffer, *, version: Version | None, where: str
+    ) -> Buffer:
         """The bytes, of the length asked for and of one version of the file."""
         # fsspec can return exceptions as data, and servers may ignore ranges.
-        if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
+        if not isinstance(part, (bytes, memoryview)) or len(part) != end - start:
             got = f"{len(part):,} bytes" if hasattr(part, "__len__") else kind_of(part)
-            raise TransportError(f"{got} came for the range {start:,}:{end:,}", where=self.where(below), transient=True)
+            raise TransportError(f"{got} came for the range {start:,}:{end:,}", where=where, transient=True)
         self.client.requests.add("get_ranges")
         if version is not None:
-            self.pins.check(below, version, where=self.where(below))
+            self.pins.check(below, version, where=where)
         return part
 
     def _blame(self, path: str, needed: int, error: TransportError) -> None:
