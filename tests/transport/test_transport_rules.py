@@ -603,6 +603,7 @@ class WebAnswer:
         return self
 
     async def __aenter__(self) -> Self:
+        await asyncio.sleep(0)  # as it is sent, memory is made
         return self
 
     async def __aexit__(self, *error: object) -> None: ...
