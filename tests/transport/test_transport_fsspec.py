@@ -596,6 +596,56 @@ class Digits(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def test_a_document_without_an_end_is_not_read_on():
+    """Whatever was asked for, the server goes on sending; no more than was asked for is kept."""
+    sent, is_left = [], threading.Event()
+
+    class Endless(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            try:
+                while len(sent) < 1000:
+                    self.wfile.write(bytes(1 << 20))
+                    sent.append(1 << 20)
+            except OSError:
+                is_left.set()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(TransportError, match="at most 100 bytes are read at once"):
+            open_transport(f"http://127.0.0.1:{server.server_port}").read("a.json", max_bytes=100)
+        assert is_left.wait(HANG_S)
+        assert len(sent) < 100
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("max_bytes", "fits"), [(9, False), (10, True), (11, True), (None, True)])
+def test_documents_of_a_server_without_ranges(tmp_path, max_bytes, fits):
+    (tmp_path / "a.json").write_bytes(b"0123456789")
+    (tmp_path / "empty.json").write_bytes(b"")
+
+    class Whole(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Whole, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        transport = open_transport(f"http://127.0.0.1:{server.server_port}")
+        if fits:
+            assert transport.read("a.json", max_bytes=max_bytes) == b"0123456789"
+        else:
+            with pytest.raises(TransportError, match="at most 9 bytes"):
+                transport.read("a.json", max_bytes=max_bytes)
+        assert transport.read("empty.json", max_bytes=max_bytes) == b""
+        with pytest.raises(NotFoundError):
+            transport.read("gone.json", max_bytes=max_bytes)
+        server.shutdown()
+
+
 def test_no_connection_outlives_the_loop_that_awaits(tmp_path):
     """Also of a loop that ended without shutting its generators down; a loop that goes on keeps its connections."""
     closed = []

@@ -40,6 +40,7 @@ from saev_store.transport._tls import refused_certificate
 from saev_store.transport.checks import RequestCounter, from_os_error
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._options import tuned
+from saev_store.transport.fsspec._ranges import cat_document, getter
 
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
@@ -188,6 +189,8 @@ class FsspecClient:
         begin = getattr(fs, f"_{operation}")
         if once or self.protocols not in _WEB or operation not in _WEB_READS:
             return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
+        if operation == "cat_file" and options.get("end") is not None and getter(self.protocols, fs) is not None:
+            begin = partial(cat_document, fs)  # fsspec's reads all of an answer, whatever was asked for
 
         def is_busy(error: Exception) -> bool:
             """Whether it answered. A server that does not may be a mistaken address, so that is told at once."""

@@ -55,7 +55,7 @@ async def _gs(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrive
 
 
 async def _http(
-    fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived
+    fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived, *, takes_whole: bool = False
 ) -> tuple[Buffer, Mapping[str, str]]:
     options = dict(fs.kwargs)
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
@@ -68,7 +68,7 @@ async def _http(
     async with asyncio.timeout(patience_s) as patience, session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
         is_whole = answer.status == 200 and (start > 0 or answer.content_length not in {None, end - start})
-        if is_whole or answer.headers.get("Content-Type", "").lower().startswith("multipart/"):
+        if (is_whole and not takes_whole) or answer.headers.get("Content-Type", "").lower().startswith("multipart/"):
             raise _NoRangeError
         if (now := now_s()) - told_s > _TELL_S:
             patience.reschedule(now + patience_s)
@@ -150,6 +150,16 @@ async def get_range(
             f"the answer says {text!r}, but bytes {start:,} to {end:,} were asked for", where=where, transient=True
         )
     return data, (headers.get("x-goog-generation") or headers.get("etag") or headers.get("last-modified"), size)
+
+
+async def cat_document(fs: _FileSystem, path: str, *, start: int, end: int) -> Buffer:
+    """The first bytes of a file of a web server, also of one that answers with the whole file, which is then not read on.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    data, _ = await _http(fs, path, start, end, lambda _: None, takes_whole=True)
+    return data[: end - start]
 
 
 async def cat_ranges(fs: _FileSystem, path: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
