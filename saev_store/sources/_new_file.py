@@ -6,10 +6,11 @@ import contextlib
 import os
 import secrets
 import tempfile
+from collections.abc import Generator
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError
+from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError, TransportError
 from saev_store.sources._files import CHUNK_BYTES
 from saev_store.sources.address import full_url
 from saev_store.transport import Buffer, MmapTransport, Moves, PreadTransport, Transport, Writes
@@ -67,10 +68,26 @@ class NewFile:
         return self._file
 
     def write(self, data: Buffer) -> None:
-        """Append; the memory may be reused afterwards."""
+        """Append; the memory may be reused afterwards.
+
+        Raises:
+            TransportError: the system refuses it. The file is abandoned: a part of the data may be in it.
+            ReadOnlyError: the file is complete or abandoned.
+        """
         file = self._open_file()
-        with os_errors(self._where, "write"):
+        with self._whole_or_none(), os_errors(self._where, "write"):
             file.write(data)
+
+    @contextlib.contextmanager
+    def _whole_or_none(self) -> Generator[None]:
+        """A block after whose failure nothing more is written: what is added again would be there twice, or torn."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, TransportError) and error.remedy is not None:
+                error.remedy = "Remove the cause, and write the file again from its start: nothing of it was kept."
+            raise
 
     def commit(self) -> None:
         """Publish the file under its name, durable.
@@ -79,7 +96,7 @@ class NewFile:
             StoreExistsError: another writer has published a file of that name meanwhile, and `overwrite` is false.
         """
         file, transport = self._open_file(), self.transport
-        with os_errors(self._where, "commit"):
+        with self._whole_or_none(), os_errors(self._where, "commit"):
             file.flush()
             if self._local is not None:
                 os.fsync(file.fileno())
