@@ -147,8 +147,9 @@ def _recording(store: ShardStore, sample: Sample | None) -> tuple[RecordingIdent
     transport, layout = store.transport, store.layout
     recording = recording_identity(transport, layout, prefer="versions")
     if sample is None and local_folder(transport) is not None:
-        by_digests, promised = recording_identity(transport, layout), promised_digests(transport, layout)
-        # The second read of digests.json may have failed.
+        by_digests = recording_identity(transport, layout)
+        promised = promised_digests(transport, layout, must_read=True)
+        # It may have been deleted in between.
         if by_digests.kind == "digests" and promised.files:
             return by_digests, promised
     return recording, None

@@ -96,7 +96,7 @@ def recording_identity(
         prefer: Which of digests and versions to use where both are available.
 
     Raises:
-        AccessError, TransportError: a file cannot be looked at.
+        AccessError, TransportError: a file cannot be looked at, or `digests.json` not read.
     """
     names = [shard_name(idx) for idx in range(layout.n_shards)] if files is None else list(files)
     if isinstance(transport, MemoryTransport):
@@ -136,10 +136,11 @@ def _identity(kind: IdentityKind, layout: Layout, facts: object) -> RecordingIde
 
 
 def _by_digests(transport: Transport, layout: Layout, names: Sequence[str]) -> RecordingIdentity | None:
-    """None where `digests.json` is missing, cannot be used, or lacks a file."""
+    """None where `digests.json` is missing, breaks a rule, or lacks a file."""
     from saev_store.validation import promised_digests
 
-    promised = promised_digests(transport, layout)
+    # One that cannot be read just then is an error: another kind of identity would say that this is another recording.
+    promised = promised_digests(transport, layout, must_read=True)
     if not all(name in promised.files for name in names):
         return None
     return _identity("digests", layout, [promised.block_bytes, [[name, promised.files[name]] for name in names]])

@@ -335,8 +335,21 @@ class Promised:
 _COPY_DIGESTS = "Copy the file again; a store without one can be validated, but not compared"
 
 
-def promised_digests(transport: Transport, layout: Layout, arrays: Sequence[TokenArray] = (LABELS,)) -> Promised:
-    """The digests of a store. A missing document is an info; one that cannot be used is an error, because nothing was compared."""
+def promised_digests(
+    transport: Transport, layout: Layout, arrays: Sequence[TokenArray] = (LABELS,), *, must_read: bool = False
+) -> Promised:
+    """The digests of a store. A missing document is an info; one that cannot be used is an error, because nothing was compared.
+
+    Args:
+        transport: Rooted at the store's folder.
+        layout: The store's geometry.
+        arrays: Token arrays that may have digests.
+        must_read: Raise what reading the document fails with, instead of telling it: a store whose digests cannot be read just
+            then is not one without digests.
+
+    Raises:
+        SaevStoreError: the document cannot be read, with `must_read`.
+    """
     from saev_store.writer import load_digests
 
     try:
@@ -348,6 +361,8 @@ def promised_digests(transport: Transport, layout: Layout, arrays: Sequence[Toke
             "error",
         )
     except SaevStoreError as error:
+        if must_read:
+            raise
         return _none_promised(
             "unreadable_digests",
             f"digests.json cannot be read, so contents were not compared with it: {error.message}",

@@ -1051,6 +1051,6 @@ def test_digests_that_vanish_between_two_reads_are_not_compared(tmp_path: Path, 
     plain = plain_store(tmp_path)
     plain.write_digests(block_bytes=100)
     store = ShardStore.open(plain.path)
-    monkeypatch.setattr("saev_store.stats._store.promised_digests", lambda *_: Promised(100, {}, ()))
+    monkeypatch.setattr("saev_store.stats._store.promised_digests", lambda *_, **__: Promised(100, {}, ()))
     assert_same(store.stats(), plain.acts)
     assert json.loads((plain.path / "stats.json").read_text())["recording"].startswith("versions:")

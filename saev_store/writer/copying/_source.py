@@ -45,7 +45,7 @@ def promises(store: ShardStore) -> Promised | None:
             of the copy would call damaged vectors right.
     """
     arrays, source = store.token_arrays.described(), Folder(store.transport, "")
-    promised = promised_digests(store.transport, store.layout, arrays)
+    promised = promised_digests(store.transport, store.layout, arrays, must_read=True)
     if problems := [problem for problem in promised.problems if problem.severity == "error"]:
         raise CorruptShardError(
             "; ".join(problem.message for problem in problems), where=source.where(DIGESTS_NAME), problems=problems
