@@ -129,6 +129,8 @@ class Lease:
 
 
 _POLL_S = 0.5
+#: The mark of a copy of another recording while it is removed.
+_REMOVING = b"removing"
 
 
 def stage(
@@ -187,9 +189,12 @@ def stage(
                 if found and found != recording and not is_copied:
                     # Another process may have replaced it since the mark was read.
                     if there.read(mark) == found:
+                        there.put(mark, _REMOVING)
                         _remove(root, target.name)
                         there.delete(mark)
                 elif found == b"":
+                    if there.read(mark) == _REMOVING:  # of a process that was interrupted
+                        _remove(root, target.name)
                     there.put(mark, recording)
                 if is_copied:  # after a comparison with the source
                     with ShardStore.open(root.at(target.name)) as near:
@@ -223,7 +228,8 @@ def _remove(root: Transport, name: str) -> None:
     """Delete a copy. On a disk its folder goes in one step; elsewhere its metadata goes first, so that it is a copy no more."""
     if root.local_path is not None:
         stale = os.path.join(root.local_path, f"{TEMPORARY}stale-{name}-{secrets.token_hex(4)}")
-        os.rename(os.path.join(root.local_path, name), stale)
+        with suppress(FileNotFoundError):
+            os.rename(os.path.join(root.local_path, name), stale)
         shutil.rmtree(stale, ignore_errors=True)
         return
     folder = Folder(root, name)

@@ -498,9 +498,9 @@ def test_a_source_that_is_recorded_anew_meanwhile_is_not_published(source, tmp_p
     module, name = (_whole, "check_unchanged") if layers is None else (_layers, "check_unchanged")
     plainly = getattr(module, name)
 
-    def recorded_before(*args: object) -> None:
+    def recorded_before(*args: object, **options: object) -> None:
         record_anew(source, digests=False)
-        plainly(*args)
+        plainly(*args, **options)
 
     monkeypatch.setattr(module, name, recorded_before)
     with pytest.raises(TransportError, match="replaced while they were copied"):
@@ -515,11 +515,11 @@ def test_a_source_with_other_labels_meanwhile_is_not_published(tmp_path, monkeyp
     module = _whole if layers is None else _layers
     plainly = module.check_unchanged
 
-    def labelled_before(*args: object) -> None:
+    def labelled_before(*args: object, **options: object) -> None:
         labels = source.path / "labels.bin"
         (np.fromfile(labels, np.uint8) + np.uint8(1)).tofile(labels.with_suffix(".new"))
         os.replace(labels.with_suffix(".new"), labels)
-        plainly(*args)
+        plainly(*args, **options)
 
     monkeypatch.setattr(module, "check_unchanged", labelled_before)
     with pytest.raises(TransportError, match="replaced while they were copied"):

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import shard_name
-from saev_store.errors import CorruptShardError, TransportError
+from saev_store.errors import CorruptShardError, NotFoundError, TransportError
 from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport
+from saev_store.transport.checks import os_errors
 from saev_store.writer import FileDigests, load_digests
 from saev_store.writer._digests import BLOCK_BYTES, block_ranges
 from saev_store.writer.copying._copier import CopiedFile
@@ -83,13 +84,43 @@ def identity_now(store: ShardStore) -> tuple[RecordingIdentity, ...]:
     return tuple(recording_identity(store.transport, store.layout, files=files) for files in (shards, arrays) if files)
 
 
-def check_unchanged(store: ShardStore, was: tuple[RecordingIdentity, ...]) -> None:
+def entries_now(store: ShardStore) -> tuple[tuple[int, ...] | None, ...]:
+    """What tells whether the shards of a store on a disk were replaced or written: all of their entries but what a link changes."""
+    found = list[tuple[int, ...] | None]()
+    for shard_idx in range(store.layout.n_shards if store.transport.local_path is not None else 0):
+        where = os.path.join(store.transport.local_path or "", shard_name(shard_idx))
+        try:
+            with os_errors(where, "look at it"):
+                status = os.stat(where)
+        except NotFoundError:
+            found.append(None)
+        else:
+            found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+def check_unchanged(
+    store: ShardStore,
+    was: tuple[RecordingIdentity, ...],
+    *,
+    linked: tuple[tuple[int, ...] | None, ...] | None = None,
+) -> None:
     """Compare a source with what it was when its copy began: a part of each of two recordings is neither.
+
+    Args:
+        store: The source.
+        was: `identity_now` when the copy began.
+        linked: `entries_now` then, where its shards were linked: a link changes the time of an entry, which is in the versions.
 
     Raises:
         TransportError: it was recorded anew meanwhile.
     """
-    if identity_now(store) != was:
+    now = identity_now(store)
+    if linked is not None and now[0].kind == was[0].kind == "versions":
+        is_same = (entries_now(store), now[1:]) == (linked, was[1:])
+    else:
+        is_same = now == was and linked in {None, entries_now(store)}
+    if not is_same:
         raise TransportError(
             "files of the source were replaced while they were copied",
             where=store.url,

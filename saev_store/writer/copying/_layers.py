@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 #: A scheduler spends some milliseconds on a part.
 MAX_PARTS = 1024
 _MARK = f"{WORK_FOLDER}/copy.json"
+#: What is there while a finished copy is deleted, so that what is left of it is known after a kill.
+_REPLACED = json.dumps({"version": 1, "replaced": True}, indent=1).encode()
 
 
 def kept_tokens(store: ShardStore, tokens: Tokens) -> Progression:
@@ -78,6 +80,7 @@ def copy_layers(
     """
     layout, converts = metadata.layout, metadata.dtype != store.metadata.dtype
     folder, was = Folder(root, metadata.hash), identity_now(store)
+    _delete_rest(folder)
     if replace:
         _delete_other_recording(folder, store, metadata, tokens, progress=progress)
     _begin(folder, store, on_overflow if converts else None, layout.nbytes)
@@ -95,11 +98,11 @@ def copy_layers(
         _check_published(folder, store, metadata, tokens, progress=progress)
         return report
     writer.verify = "digests"  # what is published has been read again
-    check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
     measurement, kept, n_content = None, writer.next_example, layout.content_tokens_per_example
     if converts:
         measurement = Measurement(store.metadata.dtype, metadata.dtype)
     with writer:
+        check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
         promised = promises(store)
         provenance = _provenance(store, layout.layers, tokens)
         # What an earlier attempt has written is read again where it is to be measured: the report is about all of it.
@@ -139,6 +142,7 @@ def copy_layers_on_cluster(
     layout, folder, was = metadata.layout, Folder(root, metadata.hash), identity_now(store)
     converts = metadata.dtype != store.metadata.dtype
     with connected(client) as cluster:
+        _delete_rest(folder)
         if replace:
             _delete_other_recording(folder, store, metadata, tokens, progress=progress)
         _begin(folder, store, on_overflow if converts else None, layout.nbytes)
@@ -204,7 +208,7 @@ def _write_part(
         # As in one process, all of the part is measured.
         first, of = kept if measurement is None else first, Kept.of(store, metadata, tokens)
         # Each task reads the digests: those of a large store would be sent with every task.
-        promised = promised_digests(store.transport, store.layout) if is_promised else None
+        promised = promised_digests(store.transport, store.layout, must_read=True) if is_promised else None
         for start, stored in batches(store, of, promised=promised, first=first, end=end):
             acts = _rounded(stored, start, layout, on_overflow, measurement)
             new, last = max(start, kept), start + len(acts)
@@ -234,7 +238,7 @@ def _delete_other_recording(
     folder: Folder, store: ShardStore, metadata: Metadata, tokens: Progression, *, progress: bool | None
 ) -> None:
     """Delete a copy of another recording, finished or not, and one that is damaged."""
-    if folder.exists(METADATA_NAME):
+    if is_finished := folder.exists(METADATA_NAME):
         if (
             _provenance_of(folder).get("source_hash") != store.metadata.hash
         ):  # no copy: a recording, or the source itself
@@ -253,8 +257,19 @@ def _delete_other_recording(
         ]
     if is_other:
         with folder.lock("copy"):
+            if is_finished:
+                folder.put(_MARK, _REPLACED)
             delete_copy(folder)
             folder.delete(WORK_FOLDER)
+
+
+def _delete_rest(folder: Folder) -> None:
+    """Delete what is left of a copy that a call with `replace` was deleting when it was killed."""
+    if folder.read(_MARK) == _REPLACED and not folder.exists(METADATA_NAME):
+        with folder.lock("copy"):
+            if folder.read(_MARK) == _REPLACED and not folder.exists(METADATA_NAME):
+                delete_copy(folder)
+                folder.delete(WORK_FOLDER)
 
 
 def _check_published(

@@ -29,7 +29,14 @@ from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._digests import BLOCK_BYTES
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer.copying._copier import CopiedFile, Copier, copied_on_cluster
-from saev_store.writer.copying._finished import check_bytes, check_unchanged, has_files_of, identity_now, is_itself
+from saev_store.writer.copying._finished import (
+    check_bytes,
+    check_unchanged,
+    entries_now,
+    has_files_of,
+    identity_now,
+    is_itself,
+)
 from saev_store.writer.copying._share import share
 from saev_store.writer.folder import Folder
 
@@ -79,6 +86,7 @@ def copy_whole(
         _claim(folder, store)
         promised = load_digests(store.transport)
         copier = Copier(store, folder, promised)
+        entries = entries_now(store)
         shared = {file.name for file in files if not is_same and _is_shared(store, folder, file)}
         rest = [file for file in files if file.name not in shared]
         if not is_same:
@@ -96,8 +104,7 @@ def copy_whole(
                 done[file.name] = copier.copy(file, bar)
         if shared:  # shared files are not read: what is known of them is what the source knows
             done = dict(promised.files) if promised else {}
-        if not shared:  # a link is a change of the source's entry
-            check_unchanged(store, was)
+        check_unchanged(store, was, linked=entries if shared else None)
         known = {name: entry for name, entry in done.items() if entry.digests}
         _publish(folder, store, metadata, Digests(copier.block_bytes, known))
 
