@@ -164,7 +164,12 @@ class Pins(dict[str, Version]):
             TransportError: another version is pinned.
         """
         pinned = self.setdefault(path, version)
-        if pinned != version:
+        if pinned == version:
+            return
+        # A server that answers a range with the whole file, as it may, does not tell the size.
+        if None in {pinned[1], version[1]} and pinned[0] == version[0] is not None:
+            self[path] = pinned[0], pinned[1] or version[1]
+        else:
             (old, old_size), (new, new_size) = pinned, version
             raise TransportError(
                 f"the object was replaced while it was being read: it had {_bytes(old_size)} and the version {old}, now "

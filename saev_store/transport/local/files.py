@@ -131,7 +131,10 @@ class OpenFile:
     # Bound here because the interpreter may have emptied `os` by the time it ends the last open file.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
-            close(self.fd)
+            try:
+                close(self.fd)
+            except OSError:  # nothing was written through it; `contextlib` may be empty by now as well
+                return
 
 
 class DescriptorCache:

@@ -124,7 +124,9 @@ class FdSink(BaseSink):
         """Close the descriptor; a file that has a name on the disk stays."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            # Whatever it says: what was committed was flushed before, and the rest is not wanted.
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def __del__(self) -> None:
         self.abort()
@@ -290,9 +292,10 @@ class _LockFile:
         _LOCKS.add(self)
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # the descriptor, and the lock with it, is gone whatever it says
+                os.close(fd)
 
 
 _LOCKS: weakref.WeakSet[_LockFile] = weakref.WeakSet()
@@ -365,7 +368,8 @@ def lock_holder(where: str) -> str:
     except (ImportError, OSError):  # Windows, and file systems without locks
         return ""
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)
     return ""
 
 
