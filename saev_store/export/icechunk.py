@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import secrets
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, cast
@@ -14,9 +17,18 @@ import numpy as np
 
 from saev_store._runtime.optional import need
 from saev_store.core.dtypes import numpy_dtype
-from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, WriterConflictError
+from saev_store.errors import (
+    ArgumentError,
+    NotFoundError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
 from saev_store.export._references import References, references, usable_base, warn_if_many
 from saev_store.export.virtual import virtual_dataset
+from saev_store.transport.checks import os_errors
+from saev_store.transport.local.write import TEMP_PREFIX
 from saev_store.zarr import Chunks
 from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, token_variables
 
@@ -61,12 +73,12 @@ def write_icechunk(
         CorruptShardError: shards are missing or short.
         MissingDependencyError: icechunk or virtualizarr is not installed.
         NotFoundError: there is no repository to append to.
-        StoreExistsError: the repository exists, and `append` is false.
+        StoreExistsError: the repository exists, and `append` is false; or the folder contains something else.
+        TransportError: Icechunk cannot write. The same call goes on where an attempt left a repository without commits.
         WriterConflictError: another process has written to the repository meanwhile.
     """
     for library in ("icechunk", "virtualizarr"):
         need(library, install="saev-store[icechunk]", where="to_icechunk")
-    import icechunk
 
     if quote(usable_base(store, base), safe=":/") != usable_base(store, base):
         raise ArgumentError(
@@ -83,6 +95,26 @@ def write_icechunk(
             raise StoreExistsError("a file has that name", where=where, remedy="Name a new folder.")
     if is_new and append:
         raise NotFoundError(_NOTHING, where=where, remedy=_CREATE)
+    with _our_errors(where):
+        return _write_to(
+            store, target, where, is_new=is_new, chunks=chunks, base=base, container=container, append=append
+        )
+
+
+def _write_to(
+    store: ShardStore,
+    target: str | icechunk.Storage,
+    where: str,
+    *,
+    is_new: bool,
+    chunks: Chunks,
+    base: str | None,
+    container: icechunk.VirtualChunkContainer | None,
+    append: bool,
+) -> str:
+    """What `write_icechunk` does once its arguments are checked; Icechunk's errors are as they are."""
+    import icechunk
+
     storage = _storage(target) if isinstance(target, str) else target
     exists = not is_new and icechunk.Repository.exists(storage)
     is_begun = exists and not append and _is_begun(icechunk.Repository.open(storage))
@@ -103,6 +135,9 @@ def write_icechunk(
     config = icechunk.Repository.fetch_config(storage) if exists else None
     config = config or icechunk.RepositoryConfig.default()
     config.set_virtual_chunk_container(container)
+    if not exists and isinstance(target, str) and urlsplit(target).scheme in ("", "file"):
+        _create_whole(target.removeprefix("file://"), config, where)
+        exists = True
     create = icechunk.Repository.open if exists else icechunk.Repository.create
     repository = create(storage, config=config)
     repository.save_config()
@@ -115,6 +150,54 @@ def write_icechunk(
             "another process has written to the repository meanwhile",
             where=where,
             remedy="Call again with append=True.",
+        ) from error
+
+
+def _create_whole(folder: str, config: icechunk.RepositoryConfig, where: str) -> None:
+    """Create an empty repository on a disk: under another name first, for what is left of one cannot be created again.
+
+    Raises:
+        StoreExistsError: the folder contains something.
+    """
+    import icechunk
+
+    parent, name = os.path.split(os.path.abspath(folder))
+    aside = f"{parent}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    try:
+        with os_errors(where, "create"):
+            os.makedirs(parent, exist_ok=True)
+        icechunk.Repository.create(icechunk.local_filesystem_storage(aside), config=config).save_config()
+        with os_errors(where, "create"):
+            os.rename(aside, f"{parent}/{name}")
+    except TransportError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise StoreExistsError(
+                "the folder contains files that are no repository", where=where, remedy="Name a new or empty folder."
+            ) from None
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _our_errors(where: str) -> Generator[None]:
+    """A block in which Icechunk's errors become ours."""
+    import icechunk
+
+    try:
+        yield
+    except SaevStoreError:
+        raise
+    except (icechunk.IcechunkError, OSError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise TransportError(
+            f"Icechunk could not write: {text}", where=where, remedy="Remove the cause, and call again."
+        ) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, which is no `Exception`
+            raise
+        raise TransportError(
+            f"Icechunk failed: {error}", where=where, remedy="Remove the cause, and call again."
         ) from error
 
 

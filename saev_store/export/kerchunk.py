@@ -24,6 +24,7 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import AccessError, ArgumentError, NotFoundError, StoreExistsError
 from saev_store.export._references import ArrayReferences, References, references, warn_if_many
 from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
+from saev_store.transport.local.write import TEMP_PREFIX
 from saev_store.zarr import Chunks
 
 if TYPE_CHECKING:
@@ -176,7 +177,8 @@ def _inline(data: bytes) -> str:
 def _write_parquet(found: References, path: str, storage_options: Mapping[str, object] | None) -> None:
     """The layout of fsspec's `LazyReferenceMapper`: `<array>/refs.<n>.parq` of equally many rows, and `.zmetadata` last."""
     target = _writable(path, storage_options)
-    names = {entry.path for entry in _listed(target)}
+    # What is begun and not yet renamed is of an export that was killed, or of another one.
+    names = {entry.path for entry in _listed(target) if not entry.name.startswith(TEMP_PREFIX)}
     if names and not names & {_ROOT, _UNFINISHED}:
         raise StoreExistsError(
             "the folder contains files that are not an export",

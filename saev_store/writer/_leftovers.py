@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from saev_store.errors import (
     SaevStoreError,
     SaevStoreWarning,
     StoreExistsError,
+    TransportError,
     WriterConflictError,
     outside,
 )
@@ -37,6 +38,8 @@ _FILE = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
 _OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
+#: More parts than the system gives locks to one process; what cannot be locked stays.
+_MOST_PARTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -82,25 +85,42 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         WriterConflictError: a process is still writing it.
     """
     folder = Folder(root_transport, metadata.hash)
+    _check_unpublished(folder)
+    names = folder.names()
+    if read_claim(folder) is None:
+        check_no_foreigner(folder, names)
+        if names is not None and WORK_FOLDER not in names:
+            return
+    with ExitStack() as held:
+        _take_locks(folder, held)
+        _check_unpublished(folder)  # meanwhile
+        names = folder.names()
+        if read_claim(folder) is None:
+            check_no_foreigner(folder, names)
+            names = ()
+        elif names is None:
+            arrays = [array.file_name for array in metadata.recordable]
+            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), *arrays, SHARDS_NAME, DIGESTS_NAME]
+        _discard(folder, names)
+    _delete_empty(folder)
+
+
+def _check_unpublished(folder: Folder) -> None:
     if folder.read(METADATA_NAME):
         raise StoreExistsError(
             "the store is complete; only unfinished ones are discarded",
             where=folder.url,
             remedy="Delete the folder yourself if that is what you want.",
         )
-    claim, names = read_claim(folder), folder.names()
-    if claim is None:
-        check_no_foreigner(folder, names)
-        folder.delete(WORK_FOLDER)
-        return
-    with ExitStack() as held:
-        for what in (*(f"part{rank:05d}" for rank in range(claim.options.world)), "publish"):
-            held.enter_context(folder.lock(what))
-        if names is None:
-            arrays = [array.file_name for array in metadata.recordable]
-            names = [*(shard_name(i) for i in range(metadata.layout.n_shards)), *arrays, SHARDS_NAME, DIGESTS_NAME]
-        _discard(folder, names)
-    folder.writes.delete(folder.name)
+
+
+def _delete_empty(folder: Folder) -> None:
+    """Delete the folder of a store if nothing is in it: the locks are gone, and a writer may have begun there anew."""
+    if folder.transport.local_path is not None:
+        with suppress(OSError):
+            os.rmdir(os.path.join(folder.transport.local_path, folder.name))
+    elif not folder.names():
+        folder.writes.delete(folder.name)
 
 
 def _discard(folder: Folder, names: Sequence[str]) -> None:
@@ -231,15 +251,13 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
         return ""
     try:
         with ExitStack() as held:
-            # A lock exists while its writer lives; taking all of them keeps new writers out.
-            for what in _locks(folder):
-                held.enter_context(folder.lock(what))
+            _take_locks(folder, held)
             if is_store and folder.exists(METADATA_NAME):
                 return "it was published meanwhile"
             _discard(folder, (folder.names() or ()) if is_store else ())
-        if is_store and folder.name and not folder.names():
-            folder.writes.delete(folder.name)
-    except WriterConflictError as error:
+        if is_store and folder.name:
+            _delete_empty(folder)
+    except (WriterConflictError, TransportError) as error:  # no more descriptors, for a lock of each part
         return error.message
     return ""
 
@@ -262,10 +280,27 @@ def _in_use(folder: Folder, leftover: Leftover) -> str:
     return ""
 
 
+def _take_locks(folder: Folder, held: ExitStack) -> None:
+    """Hold all locks of a folder. A lock exists while its writer lives; taking all of them keeps new writers out.
+
+    Raises:
+        WriterConflictError: a writer lives.
+    """
+    taken = set[str]()
+    while new := [what for what in _locks(folder) if what not in taken]:  # others appear while these are taken
+        for what in new:
+            held.enter_context(folder.lock(what))
+        taken.update(new)
+
+
 def _locks(folder: Folder) -> list[str]:
-    """The locks of a folder that a writer may hold."""
+    """The locks of a folder that a writer may hold, or may take: also of parts that were not begun yet."""
     found = {name.removesuffix(".lock") for name in folder.names(f"{WORK_FOLDER}/locks") or ()}
-    return sorted(found | {"part00000", "publish", "copy", "repair"})
+    found |= {"part00000", "publish", "copy", "repair"}
+    with suppress(SaevStoreError):  # what cannot be read is no claim that a part could be begun with
+        if (claim := read_claim(folder)) is not None:
+            found |= {f"part{rank:05d}" for rank in range(min(claim.options.world, _MOST_PARTS))}
+    return sorted(found)
 
 
 def _too_young(leftover: Leftover, older_than_s: float) -> str:
