@@ -25,6 +25,7 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, Writes, open_transport
 from saev_store.transport.local.write import lock_holder
+from saev_store.writer._publish import remove_hidden
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder, check_no_foreigner, read_claim
 
 if TYPE_CHECKING:
@@ -93,7 +94,10 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
             return
     with ExitStack() as held:
         _take_locks(folder, held)
-        _check_unpublished(folder)  # meanwhile
+        if folder.read(METADATA_NAME):  # published meanwhile
+            held.close()
+            remove_hidden(folder)  # with the locks
+            _check_unpublished(folder)
         names = folder.names()
         if read_claim(folder) is None:
             check_no_foreigner(folder, names)

@@ -461,3 +461,12 @@ def test_empty_ranges_are_not_kept(plain, tmp_path):
     assert [len(part) for part in near.get_ranges(NAME, starts=[5], ends=[5])] == [0]
     near.readinto(NAME, starts=[], buffers=[])
     assert (near.hits, near.misses, near.kept_bytes) == (0, 1, 24)
+
+
+def test_an_extent_that_two_have_kept_is_counted_once(tmp_path):
+    ledger, final = Ledger(str(tmp_path / ".bytes")), str(tmp_path / "x")
+    for name in "ab":
+        assert ledger.reserve(str(tmp_path / name), 10, 100)
+    for name in "ab":
+        ledger.place(str(tmp_path / name), final)
+    assert ledger.get() == os.path.getsize(final) == 10

@@ -18,6 +18,7 @@ from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, s
 from saev_store.loaders.staging import open_for_training
 from saev_store.transport import PreadTransport, open_transport
 from saev_store.writer.copying import copy_store
+from saev_store.writer.folder import Folder
 
 
 @pytest.fixture
@@ -362,3 +363,27 @@ def test_all_that_says_what_to_stage_is_handed_on(plain, tmp_path, monkeypatch):
         ("s3://b/s", "$TMPDIR", {"layers": 5, **given}),
         ("s3://b/s", tmp_path, {"layers": (5, 2), **given}),
     ]
+
+
+@pytest.mark.parametrize("layers", [5, "all"])
+@pytest.mark.parametrize("stops_at", [1, 2, 3])
+def test_a_stale_copy_whose_removal_was_interrupted_is_removed(plain, tmp_path, monkeypatch, layers, stops_at):
+    """Where folders cannot be renamed: its metadata goes first, and the rest file by file."""
+    to = f"memory://near-{layers}-{stops_at}"
+    assert len(ShardStore.open(stage(plain.path, to, layers=layers))) == 24
+    truth = record_anew(plain)
+    delete, n_deleted = Folder.delete, []
+
+    def interrupted(self: Folder, path: str) -> None:
+        if self.name:
+            n_deleted.append(path)
+            if len(n_deleted) == stops_at:
+                raise KeyboardInterrupt
+        delete(self, path)
+
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(Folder, "delete", interrupted)
+        stage(plain.path, to, layers=layers)
+    assert n_deleted[:1] == ["metadata.json"]
+    found = ShardStore.open(stage(plain.path, to, layers=layers))
+    np.testing.assert_array_equal(found[:], truth if layers == "all" else truth[:, [1]])

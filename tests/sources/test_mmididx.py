@@ -507,3 +507,17 @@ def test_the_number_that_is_wrong_is_located(files, kind, loc, message):
     (problem,) = caught.value.problems
     assert (problem.kind, problem.loc, problem.message, problem.where) == (kind, loc, message, "memory://x.idx")
     assert (caught.value.message, caught.value.where) == (message, "memory://x.idx")
+
+
+def test_an_index_with_other_lengths_is_another_one():
+    """Of sequences that begin where they did, in storage that tells no versions."""
+    sequences = [np.arange(2, dtype=np.int32), np.arange(2, dtype=np.int32)]
+    idx, _ = mmididx_bytes(sequences, pointers=[0, 16])
+    transport = MemoryTransport({"x.idx": idx, "x.bin": np.arange(6, dtype=np.int32).tobytes()})
+    dataset = IndexedDataset("x", transport=transport)
+    dataset.close()
+    assert dataset[0].tolist() == [0, 1]
+    dataset.close()
+    transport.put("x.idx", mmididx_bytes([np.arange(3, dtype=np.int32), sequences[1]], pointers=[0, 16])[0])
+    with pytest.raises(CorruptShardError):
+        dataset.get(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 
 import numpy as np
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import CODES, mmididx_bytes
 
-from saev_store.errors import ArgumentError, CorruptShardError, StoreExistsError, WriterConflictError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    ReadOnlyError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.transport import MemoryTransport, open_transport
@@ -355,3 +363,43 @@ def test_two_that_replace_do_it_one_after_the_other(tmp_path):
         waiting.finalize()
     assert IndexedDataset(tmp_path / "x")[0].tolist() == [2]
     assert sorted(file.name for file in tmp_path.iterdir() if file.name != lock) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_document_is_not_added_again_after_a_failed_write(tmp_path, failing, monkeypatch):
+    """Some of its sequences are there already, and a piece of one may be: nothing of them is published."""
+    document, lengths = np.arange(60_000, dtype=np.uint16), [20_000, 20_000, 20_000]
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_document(document, lengths)
+        file = builder._bin._file
+
+        class Failing:
+            """The file, of which one write puts down a part and then finds the disk full."""
+
+            n = 0
+
+            def __getattr__(self, name):
+                return getattr(file, name)
+
+            def write(self, data):
+                self.n += 1
+                if self.n == failing + 1:
+                    file.write(data[: len(data) // 2])
+                    raise OSError(errno.ENOSPC, "no space left on device")
+                return file.write(data)
+
+        builder._bin._file = Failing()
+        if failing == 3:  # all writes succeed
+            builder.add_document(document, lengths)
+        else:
+            with pytest.raises(TransportError, match="from its start: nothing of it was kept"):
+                builder.add_document(document, lengths)
+            with pytest.raises(ReadOnlyError, match="complete or abandoned"):
+                builder.add_document(document, lengths)
+            with pytest.raises(ReadOnlyError):
+                builder.finalize()
+            assert not list(tmp_path.iterdir())
+            return
+    assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "x")] == [
+        document[at : at + 20_000].tolist() for at in (0, 20_000, 40_000) * 2
+    ]

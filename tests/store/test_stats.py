@@ -44,8 +44,9 @@ from saev_store.stats import STATISTICS, Stats, _compute, _moments, kept_stats, 
 from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.stats._store import parse_stats, sampled_stats, stats_bytes
 from saev_store.store.identity import recording_identity
-from saev_store.transport import MemoryTransport, Writes
+from saev_store.transport import MemoryTransport, Transport, Writes
 from saev_store.validation import Promised
+from saev_store.writer import load_digests
 
 
 def dense_stats(acts: np.ndarray) -> dict[str, np.ndarray]:
@@ -1054,3 +1055,31 @@ def test_digests_that_vanish_between_two_reads_are_not_compared(tmp_path: Path, 
     monkeypatch.setattr("saev_store.stats._store.promised_digests", lambda *_, **__: Promised(100, {}, ()))
     assert_same(store.stats(), plain.acts)
     assert json.loads((plain.path / "stats.json").read_text())["recording"].startswith("versions:")
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_digests_that_cannot_be_read_just_then_leave_no_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+):
+    """A damaged store would have some, kept as those of a store without digests."""
+    plain = plain_store(tmp_path)
+    plain.write_digests(block_bytes=100)
+    shard = plain.path / "acts000001.bin"
+    data = bytearray(shard.read_bytes())
+    data[19] ^= 0x40
+    shard.write_bytes(data)
+    load, n_read = load_digests, []
+
+    def loads(transport: Transport) -> object:
+        n_read.append(transport)
+        if len(n_read) == failing:
+            raise TransportError("could not read: EMFILE", where="digests.json", transient=True)
+        return load(transport)
+
+    with monkeypatch.context() as changed:
+        changed.setattr("saev_store.writer.load_digests", loads)
+        with pytest.raises((TransportError, CorruptShardError)):
+            ShardStore.open(plain.path).stats()
+    assert not (plain.path / "stats.json").exists()
+    with pytest.raises(CorruptShardError):
+        ShardStore.open(plain.path).stats()

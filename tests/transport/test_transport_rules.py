@@ -538,6 +538,21 @@ def test_what_was_changed_here_is_unpinned_with_all_that_is_below() -> None:
             pins.check("ab", version, where="ab")
 
 
+@pytest.mark.parametrize("sizes", [(None, 5, 5), (5, None, 5), (None, None, 5)])
+def test_a_size_that_is_not_told_is_no_other_version(sizes: tuple[int | None, ...]) -> None:
+    """Web servers answer a range of all bytes with the whole file, without telling its size."""
+    pins = Pins()
+    for size in sizes:
+        pins.check("a", ("1", size), where="a")
+    assert pins["a"] == ("1", 5)
+    for version in (("1", 6), ("2", None), (None, None)):
+        with pytest.raises(TransportError, match="was replaced while it was being read"):
+            pins.check("a", version, where="a")
+    pins.check("b", (None, None), where="b")
+    with pytest.raises(TransportError, match="was replaced while it was being read"):
+        pins.check("b", (None, 5), where="b")
+
+
 # -- ranges ------------------------------------------------------------------------------------------------------------------
 
 

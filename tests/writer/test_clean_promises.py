@@ -10,9 +10,10 @@ import pytest
 from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
 
-from saev_store.errors import IncompleteStoreError, WriterConflictError
-from saev_store.transport import MemoryTransport, open_transport
-from saev_store.writer import _leftovers, clean_leftovers, create_store, discard_unfinished, unfinished
+from saev_store.errors import IncompleteStoreError, StoreExistsError, WriterConflictError
+from saev_store.names import CLAIM_PATH
+from saev_store.transport import Entry, MemoryTransport, open_transport
+from saev_store.writer import ShardWriter, _leftovers, clean_leftovers, create_store, discard_unfinished, unfinished
 from saev_store.writer.folder import TEMPORARY, Folder
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
@@ -132,3 +133,80 @@ def test_what_was_moved_aside_to_be_deleted_is_not_unfinished(tmp_path):
     begun(root, this)
     (tmp_path / this.name).rename(tmp_path / f"{TEMPORARY}1-abc")
     assert unfinished(root) == ()
+
+
+def test_a_store_that_was_published_meanwhile_is_not_discarded(tmp_path, monkeypatch):
+    this, take = case(), _leftovers._take_locks
+    begun(open_transport(tmp_path), this)
+
+    def late(*arguments: object) -> None:
+        with create_store(open_transport(tmp_path), this.metadata, resume=True, **OPTIONS) as writer:
+            this.append(writer, writer.next_example, this.n)
+        take(*arguments)
+
+    monkeypatch.setattr(_leftovers, "_take_locks", late)
+    with pytest.raises(StoreExistsError):
+        discard_unfinished(open_transport(tmp_path), this.metadata)
+    this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})
+
+
+@pytest.mark.parametrize("by", ["discard", "clean"])
+@pytest.mark.parametrize("begins", ["before its claim", "a part that was not begun", "behind the last lock"])
+def test_a_writer_that_begins_while_another_store_goes_keeps_its_files(tmp_path, monkeypatch, by, begins):
+    this = case(n=6, per_shard=2)
+    part = (1, 2) if begins == "a part that was not begun" else None
+    other = None if part is None else (0, 2)
+    begun(open_transport(tmp_path), this, part=other)
+
+    def gone() -> None:
+        if by == "discard":
+            discard_unfinished(open_transport(tmp_path), this.metadata)
+        else:
+            clean_leftovers(tmp_path, older_than_s=0)
+
+    if begins == "before its claim":
+        # It holds its lock, and has not written its claim yet.
+        os.unlink(tmp_path / this.name / CLAIM_PATH)
+        for shard in (tmp_path / this.name).glob("acts*"):
+            shard.unlink()
+        with Folder(open_transport(tmp_path), this.name).lock("part00000"):
+            with contextlib.suppress(WriterConflictError):
+                gone()
+            assert (tmp_path / this.name / ".saev_store/locks/part00000.lock").exists()
+        return
+    writers: list[ShardWriter] = []
+    discard, delete_empty = _leftovers._discard, _leftovers._delete_empty
+
+    def late() -> None:
+        if not writers:
+            writers.append(create_store(open_transport(tmp_path), this.metadata, part=part, resume="auto", **OPTIONS))
+
+    def discarding(*arguments: object) -> None:
+        if part is not None:
+            with pytest.raises(WriterConflictError):
+                late()
+        discard(*arguments)
+
+    def deleting(folder: Folder) -> None:
+        if part is None:
+            late()
+        delete_empty(folder)
+
+    monkeypatch.setattr(_leftovers, "_discard", discarding)
+    monkeypatch.setattr(_leftovers, "_delete_empty", deleting)
+    gone()
+    if part is not None:
+        assert not writers
+        return
+    (writer,) = writers
+    assert (tmp_path / this.name / CLAIM_PATH).exists()
+    this.append(writer, 0, this.n)
+    writer.close()
+    this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})
+
+
+def test_of_what_one_file_does_not_tell_its_age_none_is_told():
+    told, silent = (Entry(name, is_dir=False, size=1, modified_s=time_s) for name, time_s in (("a", 5.0), ("b", None)))
+    assert _leftovers._age_s([told], 100.0) == 95.0
+    assert _leftovers._age_s([told, silent], 100.0) is None
+    assert _leftovers._age_s([silent], 100.0) is None

@@ -33,6 +33,7 @@ from saev_store.loaders.staging import stage
 from saev_store.store.opening import open_documents
 from saev_store.transport import MemoryTransport, open_transport
 from saev_store.transport.local import write as _sink
+from saev_store.transport.local.transport import LocalTransport
 from saev_store.writer import create_store
 from saev_store.writer.copying import _copier, _layers, _metadata, _source, _whole, check_bytes, copy_store
 from saev_store.writer.folder import Folder
@@ -588,3 +589,98 @@ def test_replacing_never_deletes_a_source_that_has_no_path(source):
         assert {path: files.cat(path) for path in files.find("/saev-itself")} == before
     finally:
         files.rm("/saev-itself", recursive=True)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_source_that_is_replaced_between_two_links_is_not_published(tmp_path, monkeypatch, digests, in_place):
+    """Not the whole folder, and not one shard that is written anew."""
+    source, other = (plain_store(tmp_path / name, seed=seed) for name, seed in (("source", 1), ("other", 2)))
+    if digests:
+        source.write_digests(256)
+        other.write_digests(256)
+    share, n_linked = _whole.share, []
+
+    def between(*arguments: object) -> bool:
+        if len(n_linked) == 1:
+            if in_place:
+                shard = source.path / "acts000001.bin"
+                shard.with_suffix(".new").write_bytes((other.path / shard.name).read_bytes())
+                os.replace(shard.with_suffix(".new"), shard)
+            else:
+                source.path.rename(tmp_path / "was")
+                other.path.rename(source.path)
+        n_linked.append(share(*arguments))
+        return n_linked[-1]
+
+    monkeypatch.setattr(_whole, "share", between)
+    with pytest.raises(TransportError, match="replaced while they were copied"):
+        copy_store(source.path, tmp_path / "to", protocol="2.1")
+    assert len(n_linked) > 2
+    assert all(n_linked)
+    assert not list((tmp_path / "to").glob("*/metadata.json"))
+
+
+@pytest.mark.parametrize("stops_at", range(1, 8))
+def test_a_copy_of_layers_that_was_being_replaced_is_replaced_by_the_same_call(source, tmp_path, monkeypatch, stops_at):
+    """Whatever of it is deleted already, and also by a call without `replace`."""
+    source.write_digests(256)
+    options = {"layers": [metadata_of(source).layout.layers[1]]}
+    copy_store(source.path, tmp_path / "to", **options)
+    record_anew(source, digests=True)
+    delete, n_deleted = Folder.delete, []
+
+    def interrupted(self: Folder, path: str) -> None:
+        n_deleted.append(path)
+        if len(n_deleted) == stops_at:
+            raise KeyboardInterrupt
+        delete(self, path)
+
+    with monkeypatch.context() as changed, contextlib.suppress(KeyboardInterrupt):
+        changed.setattr(Folder, "delete", interrupted)
+        copy_store(source.path, tmp_path / "to", replace=True, **options)
+    if stops_at == 2:
+        assert not list((tmp_path / "to").glob("*/metadata.json"))
+        url = copy_store(source.path, tmp_path / "to", **options)
+    else:
+        url = copy_store(source.path, tmp_path / "to", replace=True, **options)
+    check(url, source, slice(1, 2))
+    assert not list(Path(url).glob(".saev_store*"))
+
+
+def test_a_copy_that_found_no_room_holds_no_lock(source, tmp_path, monkeypatch):
+    """While its error is kept, as notebooks do."""
+    options = {"layers": [metadata_of(source).layout.layers[1]]}
+    interrupted_at(1, source, tmp_path / "to", monkeypatch, **options)
+    with monkeypatch.context() as changed, pytest.raises(TransportError, match="are free") as kept:
+        changed.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        copy_store(source.path, tmp_path / "to", **options)
+    check(copy_store(source.path, tmp_path / "to", **options), source, slice(1, 2))
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("failing", range(1, 6))
+@pytest.mark.parametrize("layers", [None, 1])
+def test_digests_that_cannot_be_read_just_then_are_no_other_recording(source, tmp_path, monkeypatch, layers, failing):
+    """Whichever read of them fails, the error is that of the read, and the same call then succeeds."""
+    source.write_digests(256)
+    options = {} if layers is None else {"layers": [metadata_of(source).layout.layers[layers]]}
+    read, n_read = LocalTransport.read, []
+
+    def reads(self: LocalTransport, path: str, **limits: int) -> bytes:
+        if path == "digests.json" and self.url == str(source.path):
+            n_read.append(path)
+            if len(n_read) == failing:
+                raise TransportError("could not read: EMFILE", where=path, transient=True)
+        return read(self, path, **limits)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(LocalTransport, "read", reads)
+        if failing <= 3:  # there are as many in each kind of copy
+            with pytest.raises(TransportError, match="could not read: EMFILE"):
+                copy_store(source.path, tmp_path / "to", **options)
+        else:
+            with contextlib.suppress(TransportError):
+                copy_store(source.path, tmp_path / "to", **options)
+    chosen = slice(None) if layers is None else slice(layers, layers + 1)
+    check(copy_store(source.path, tmp_path / "to", **options), source, chosen)

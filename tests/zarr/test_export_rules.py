@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from saev_store.errors import (
     NotFoundError,
     SaevStoreError,
     StoreExistsError,
+    TransportError,
 )
 from saev_store.export import (
     _references,
@@ -36,6 +38,7 @@ from saev_store.export import (
 from saev_store.export._references import references
 from saev_store.export.kerchunk import v2_documents
 from saev_store.transport import open_transport
+from saev_store.transport.local.write import TEMP_PREFIX
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
 
@@ -212,6 +215,62 @@ def test_a_folder_of_other_files_is_left_alone_and_says_so(tmp_path: Path):
     error = refused(lambda: write_kerchunk(store, str(tmp_path / "mine"), format="parquet"))
     assert (type(error), error.where) == (StoreExistsError, str(tmp_path / "mine"))
     assert error.remedy == "Name a folder that is new, or one that an export may replace."
+
+
+def test_what_a_killed_export_has_not_renamed_is_no_other_file(tmp_path: Path):
+    pytest.importorskip("fastparquet")
+    _, store = made(tmp_path / "s")
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "refs" / f"{TEMP_PREFIX}1-abc").touch()
+    write_kerchunk(store, str(tmp_path / "refs"), format="parquet")
+    assert (tmp_path / "refs" / ".zmetadata").exists()
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "files"])
+@pytest.mark.parametrize("fails", ["create", "save_config", "rename", "panic", "not"])
+def test_a_repository_that_could_not_be_created_can_be(
+    there: str, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    icechunk = pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    _, store = made(tmp_path / "s")
+    where = tmp_path / "r"
+    if there != "nothing":
+        where.mkdir()
+    if there == "files":
+        (where / "mine").touch()
+    panic = type("PanicException", (BaseException,), {})
+
+    def failing(*_: object, **__: object) -> None:
+        if fails == "rename":
+            raise OSError(errno.EIO, "input/output error")
+        raise panic("unwrap") if fails == "panic" else icechunk.IcechunkError("no space left on device\nand more")
+
+    with monkeypatch.context() as changed:
+        if fails == "rename":
+            changed.setattr("os.rename", failing)
+        elif fails != "not":
+            name = "create" if fails == "panic" else fails
+            real = icechunk.Repository
+            fake = SimpleNamespace(exists=real.exists, open=real.open, fetch_config=real.fetch_config, create=failing)
+            if name == "save_config":
+                fake.create = lambda *of, **options: (
+                    real.create(*of, **options) and SimpleNamespace(save_config=failing)
+                )
+            changed.setattr(icechunk, "Repository", fake)
+        if fails != "not":
+            error = refused(lambda: write_icechunk(store, str(where)))
+            assert type(error) is TransportError
+            assert error.where == str(where)
+            assert "and more" not in error.message
+    if there == "files":
+        error = refused(lambda: write_icechunk(store, str(where)))
+        assert (type(error), error.message) == (StoreExistsError, "the folder contains files that are no repository")
+        assert [path.name for path in where.iterdir()] == ["mine"]
+    else:
+        write_icechunk(store, str(where))
+        assert icechunk.Repository.exists(icechunk.local_filesystem_storage(str(where)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r", "s"]
 
 
 def test_libraries_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
