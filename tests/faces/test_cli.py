@@ -362,6 +362,15 @@ def test_ls_of_nothing(run, tmp_path, store):
 
 
 @pytest.mark.parametrize("deep", [[], ["--deep"]])
+def test_an_error_that_loses_no_example_is_an_exit_status_too(run, tmp_path, deep):
+    made = token_store(tmp_path, dtype="bfloat16", arrays={"token_ids": "int32"})
+    (made.path / "token_ids.bin").unlink()
+    code, out, _ = run("validate", made.path, *deep)
+    assert code == 1
+    assert "token_ids.bin" in out
+
+
+@pytest.mark.parametrize("deep", [[], ["--deep"]])
 def test_validate(run, store, deep):
     code, out, err = run("validate", store.path, *deep)
     assert code == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import threading
 
 import numpy as np
@@ -286,3 +288,27 @@ def test_labels_take_their_place_in_one_step():
     labels = f"{this.name}/labels.bin"
     changes = [what for what in disk.log if what.split()[-1] == labels or f" {labels} " in what]
     assert changes == [f"move {this.name}/.saev_store/building/labels.bin {labels}"]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 5, 9, 1000])
+def test_a_close_that_fails_is_one_of_our_errors_or_none(tmp_path, monkeypatch, failing):
+    """Network disks and quotas tell late errors there. What was flushed is durable, and the descriptor is gone whatever it says."""
+    this, n_closed = case(), []
+
+    def close(fd: int) -> None:
+        plainly(fd)
+        n_closed.append(fd)
+        if len(n_closed) > failing:
+            raise OSError(errno.EDQUOT, "disk quota exceeded")
+
+    plainly = os.close
+    with monkeypatch.context() as changed, contextlib.suppress(SaevStoreError):
+        changed.setattr(os, "close", close)
+        with create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer:
+            this.append(writer, 0, this.n)
+    # No lock is held, and what is there is continued.
+    with create_store(open_transport(tmp_path), this.metadata, resume="auto", exist_ok=True, **OPTIONS) as writer:
+        if not writer.complete:
+            this.append(writer, writer.next_example, this.n)
+    this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})
+    assert n_closed
