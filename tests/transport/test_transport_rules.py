@@ -618,7 +618,7 @@ class WebAnswer:
         return self
 
     async def __aenter__(self) -> Self:
-        await asyncio.sleep(0)  # as it is sent, memory is made
+        await asyncio.sleep(0)
         return self
 
     async def __aexit__(self, *error: object) -> None: ...
@@ -656,16 +656,6 @@ def test_what_has_come_of_a_web_answer_is_told_now_and_then_and_at_its_end(
     arrived = list[int]()
     assert answered(WebAnswer([b"234", b"5", b"67"]), arrived) == b"234567"
     assert arrived == told
-
-
-@pytest.mark.parametrize("part_bytes", [0, 2, 5, 6, 7, 100])
-def test_a_web_answer_may_be_longer_or_shorter_than_the_memory_that_is_made_for_it(
-    part_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_ranges, "_PART_BYTES", part_bytes)
-    found = answered(WebAnswer([b"234", b"5", b"67"]), [])
-    assert (found, len(found), memoryview(found).readonly) == (b"234567", 6, True)
-    assert answered(WebAnswer([b"23", b"4"]), []) == b"234"  # which is refused for its length
 
 
 def test_what_came_of_a_web_answer_that_breaks_off_is_told() -> None:

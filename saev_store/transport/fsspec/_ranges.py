@@ -13,7 +13,7 @@ from typing import Any
 
 from saev_store.errors import TransportError
 from saev_store.transport._remote import READ_TIMEOUT_S, Version
-from saev_store.transport.base import IN_FLIGHT, Buffer
+from saev_store.transport.base import IN_FLIGHT
 
 #: How often what has arrived is told at most: loaders wait while it is.
 _TELL_S = 0.05
@@ -21,13 +21,13 @@ _TELL_S = 0.05
 _PART_BYTES = 1 << 20
 _RANGE = re.compile(r"\s*bytes\s+(\d+)-(\d+)/(\d+|\*)\s*", re.IGNORECASE)
 
-Answer = tuple[Buffer, Version]
+Answer = tuple[bytes, Version]
 #: fsspec and its file systems have no types.
 _FileSystem = Any
 #: Told how many bytes have arrived, while they do.
 _Arrived = Callable[[int], None]
 #: Bytes and headers; these are found by their names in lower case, whatever the server writes.
-Get = Callable[[_FileSystem, str, int, int, _Arrived], Awaitable[tuple[Buffer, Mapping[str, str]]]]
+Get = Callable[[_FileSystem, str, int, int, _Arrived], Awaitable[tuple[bytes, Mapping[str, str]]]]
 #: Requests under way at once, in each loop: what is under way shares the line, and more of it would only end later.
 _SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
@@ -56,14 +56,11 @@ async def _gs(fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrive
 
 async def _http(
     fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived, *, takes_whole: bool = False
-) -> tuple[Buffer, Mapping[str, str]]:
+) -> tuple[bytes, Mapping[str, str]]:
     options = dict(fs.kwargs)
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
     loop, session, patience_s = asyncio.get_running_loop(), await fs.set_session(), _patience_s(fs)
-    now_s, told_s, nbytes, n_told = loop.time, loop.time(), 0, 0
-    # While the request is under way: to get memory from the system takes as long as to fill it.
-    made = list[bytearray]()
-    loop.call_soon(lambda: made.append(bytearray(min(end - start, _PART_BYTES))))
+    now_s, told_s, parts, nbytes, n_told = loop.time, loop.time(), list[bytes](), 0, 0
     # aiohttp's own time-out of reads costs a timer for each part.
     async with asyncio.timeout(patience_s) as patience, session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)
@@ -73,10 +70,9 @@ async def _http(
         if (now := now_s()) - told_s > _TELL_S:
             patience.reschedule(now + patience_s)
             told_s = now
-        data = made.pop() if made else bytearray()
         try:
             while nbytes <= end - start and (part := await answer.content.readany()):
-                data[nbytes : nbytes + len(part)] = part  # which makes it longer where it has to
+                parts.append(part)
                 nbytes += len(part)
                 if (now := now_s()) - told_s > _TELL_S:
                     patience.reschedule(now + patience_s)
@@ -84,7 +80,7 @@ async def _http(
                     n_told, told_s = nbytes, now
         finally:
             arrived(nbytes - n_told)
-        return memoryview(data)[:nbytes].toreadonly(), answer.headers
+        return b"".join(parts), answer.headers
 
 
 def _patience_s(fs: _FileSystem) -> float:
@@ -152,7 +148,7 @@ async def get_range(
     return data, (headers.get("x-goog-generation") or headers.get("etag") or headers.get("last-modified"), size)
 
 
-async def cat_document(fs: _FileSystem, path: str, *, start: int, end: int) -> Buffer:
+async def cat_document(fs: _FileSystem, path: str, *, start: int, end: int) -> bytes:
     """The first bytes of a file of a web server, also of one that answers with the whole file, which is then not read on.
 
     Raises:

@@ -150,7 +150,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         readinto_by_ranges(self, path, starts, buffers, where=self.where(self.below(path)))
 
-    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[Buffer]:
+    def _fetch(self, below: str, starts: list[int], ends: list[int]) -> list[bytes]:
         """Each range, of the version of the file that was read before."""
         client, full, where = self.client, self.key(below), self.where(below)
         with client.errors("read", where):
@@ -180,7 +180,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     async def _requested(
         self, below: str, starts: list[int], ends: list[int], where: str, fs: FileSystem
-    ) -> list[Buffer]:
+    ) -> list[bytes]:
         """Each range, concurrently, in the loop of an asynchronous file system."""
         get, full = getter(self.client.protocols, fs), self.key(below)
         if get is None:
@@ -189,7 +189,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             ranges = zip(starts, ends, found, strict=True)
             return [self._checked(below, *of, version=None, where=where) for of in ranges]
 
-        async def once(start: int, end: int) -> Buffer:
+        async def once(start: int, end: int) -> bytes:
             """One try. Between two of them its slot is free: all stores share them, and others may be well."""
             data, version = await get_range(get, fs, full, start, end, where=where, arrived=self._count)
             return self._checked(below, start, end, data, version=version, where=where)
@@ -206,12 +206,10 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         """Count bytes that have come, of requests that are counted when they end."""
         self.client.requests.add("get_ranges", read=nbytes, requests=0)
 
-    def _checked(
-        self, below: str, start: int, end: int, part: Buffer, *, version: Version | None, where: str
-    ) -> Buffer:
+    def _checked(self, below: str, start: int, end: int, part: bytes, *, version: Version | None, where: str) -> bytes:
         """The bytes, of the length asked for and of one version of the file."""
         # fsspec can return exceptions as data, and servers may ignore ranges.
-        if not isinstance(part, (bytes, memoryview)) or len(part) != end - start:
+        if not isinstance(part, bytes) or len(part) != end - start:  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever it declares
             got = f"{len(part):,} bytes" if hasattr(part, "__len__") else kind_of(part)
             raise TransportError(f"{got} came for the range {start:,}:{end:,}", where=where, transient=True)
         self.client.requests.add("get_ranges")
