@@ -27,7 +27,6 @@ from saev_store.errors import (
 )
 from saev_store.export._references import References, references, usable_base, warn_if_many
 from saev_store.export.virtual import virtual_dataset
-from saev_store.transport.checks import os_errors
 from saev_store.transport.local.write import TEMP_PREFIX
 from saev_store.zarr import Chunks
 from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, token_variables
@@ -164,17 +163,15 @@ def _create_whole(folder: str, config: icechunk.RepositoryConfig, where: str) ->
     parent, name = os.path.split(os.path.abspath(folder))
     aside = f"{parent}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
-        with os_errors(where, "create"):
-            os.makedirs(parent, exist_ok=True)
+        os.makedirs(parent, exist_ok=True)
         icechunk.Repository.create(icechunk.local_filesystem_storage(aside), config=config).save_config()
-        with os_errors(where, "create"):
-            os.rename(aside, f"{parent}/{name}")
-    except TransportError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-            raise StoreExistsError(
-                "the folder contains files that are no repository", where=where, remedy="Name a new or empty folder."
-            ) from None
-        raise
+        os.rename(aside, f"{parent}/{name}")
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise
+        raise StoreExistsError(
+            "the folder contains files that are no repository", where=where, remedy="Name a new or empty folder."
+        ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from saev_store.core.layout import shard_name
 from saev_store.errors import (
     AccessError,
+    IncompleteStoreError,
     ReadOnlyError,
     SaevStoreError,
     SaevStoreWarning,
@@ -86,7 +87,8 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         WriterConflictError: a process is still writing it.
     """
     folder = Folder(root_transport, metadata.hash)
-    _check_unpublished(folder)
+    if folder.read(METADATA_NAME):
+        raise _complete(folder)
     names = folder.names()
     if read_claim(folder) is None:
         check_no_foreigner(folder, names)
@@ -97,7 +99,7 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         if folder.read(METADATA_NAME):  # published meanwhile
             held.close()
             remove_hidden(folder)  # with the locks
-            _check_unpublished(folder)
+            raise _complete(folder)
         names = folder.names()
         if read_claim(folder) is None:
             check_no_foreigner(folder, names)
@@ -109,13 +111,12 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
     _delete_empty(folder)
 
 
-def _check_unpublished(folder: Folder) -> None:
-    if folder.read(METADATA_NAME):
-        raise StoreExistsError(
-            "the store is complete; only unfinished ones are discarded",
-            where=folder.url,
-            remedy="Delete the folder yourself if that is what you want.",
-        )
+def _complete(folder: Folder) -> StoreExistsError:
+    return StoreExistsError(
+        "the store is complete; only unfinished ones are discarded",
+        where=folder.url,
+        remedy="Delete the folder yourself if that is what you want.",
+    )
 
 
 def _delete_empty(folder: Folder) -> None:
@@ -255,13 +256,16 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
         return ""
     try:
         with ExitStack() as held:
-            _take_locks(folder, held)
+            try:
+                _take_locks(folder, held)
+            except TransportError as error:  # no more descriptors, for a lock of each part
+                return error.message
             if is_store and folder.exists(METADATA_NAME):
                 return "it was published meanwhile"
             _discard(folder, (folder.names() or ()) if is_store else ())
         if is_store and folder.name:
             _delete_empty(folder)
-    except (WriterConflictError, TransportError) as error:  # no more descriptors, for a lock of each part
+    except WriterConflictError as error:
         return error.message
     return ""
 
@@ -301,7 +305,7 @@ def _locks(folder: Folder) -> list[str]:
     """The locks of a folder that a writer may hold, or may take: also of parts that were not begun yet."""
     found = {name.removesuffix(".lock") for name in folder.names(f"{WORK_FOLDER}/locks") or ()}
     found |= {"part00000", "publish", "copy", "repair"}
-    with suppress(SaevStoreError):  # what cannot be read is no claim that a part could be begun with
+    with suppress(IncompleteStoreError):  # with a claim that is not understood no part can be begun
         if (claim := read_claim(folder)) is not None:
             found |= {f"part{rank:05d}" for rank in range(min(claim.options.world, _MOST_PARTS))}
     return sorted(found)

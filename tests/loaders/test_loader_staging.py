@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from interrupting import interrupting_deletions
 from plain_stores import Plain, plain_store
 from token_stores import token_store
 from transports import CountingTransport
@@ -18,7 +19,6 @@ from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, s
 from saev_store.loaders.staging import open_for_training
 from saev_store.transport import PreadTransport, open_transport
 from saev_store.writer.copying import copy_store
-from saev_store.writer.folder import Folder
 
 
 @pytest.fixture
@@ -372,18 +372,8 @@ def test_a_stale_copy_whose_removal_was_interrupted_is_removed(plain, tmp_path, 
     to = f"memory://near-{layers}-{stops_at}"
     assert len(ShardStore.open(stage(plain.path, to, layers=layers))) == 24
     truth = record_anew(plain)
-    delete, n_deleted = Folder.delete, []
-
-    def interrupted(self: Folder, path: str) -> None:
-        if self.name:
-            n_deleted.append(path)
-            if len(n_deleted) == stops_at:
-                raise KeyboardInterrupt
-        delete(self, path)
-
-    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
-        changed.setattr(Folder, "delete", interrupted)
+    with pytest.raises(KeyboardInterrupt), interrupting_deletions(monkeypatch, stops_at) as deleted:
         stage(plain.path, to, layers=layers)
-    assert n_deleted[:1] == ["metadata.json"]
+    assert deleted[0] == "metadata.json"
     found = ShardStore.open(stage(plain.path, to, layers=layers))
     np.testing.assert_array_equal(found[:], truth if layers == "all" else truth[:, [1]])

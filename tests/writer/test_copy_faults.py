@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import xxhash
+from interrupting import interrupting_deletions
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  # a fixture
 from waiting import HANG_S
@@ -628,16 +629,7 @@ def test_a_copy_of_layers_that_was_being_replaced_is_replaced_by_the_same_call(s
     options = {"layers": [metadata_of(source).layout.layers[1]]}
     copy_store(source.path, tmp_path / "to", **options)
     record_anew(source, digests=True)
-    delete, n_deleted = Folder.delete, []
-
-    def interrupted(self: Folder, path: str) -> None:
-        n_deleted.append(path)
-        if len(n_deleted) == stops_at:
-            raise KeyboardInterrupt
-        delete(self, path)
-
-    with monkeypatch.context() as changed, contextlib.suppress(KeyboardInterrupt):
-        changed.setattr(Folder, "delete", interrupted)
+    with contextlib.suppress(KeyboardInterrupt), interrupting_deletions(monkeypatch, stops_at):
         copy_store(source.path, tmp_path / "to", replace=True, **options)
     if stops_at == 2:
         assert not list((tmp_path / "to").glob("*/metadata.json"))

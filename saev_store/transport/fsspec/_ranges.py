@@ -59,8 +59,8 @@ async def _http(
 ) -> tuple[bytes, Mapping[str, str]]:
     options = dict(fs.kwargs)
     options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
-    loop, session, patience_s = asyncio.get_running_loop(), await fs.set_session(), _patience_s(fs)
-    now_s, told_s, parts, nbytes, n_told = loop.time, loop.time(), list[bytes](), 0, 0
+    session, patience_s, now_s = await fs.set_session(), _patience_s(fs), asyncio.get_running_loop().time
+    parts, nbytes, n_told, told_s = list[bytes](), 0, 0, now_s()
     # aiohttp's own time-out of reads costs a timer for each part.
     async with asyncio.timeout(patience_s) as patience, session.get(fs.encode_url(path), **options) as answer:
         fs._raise_not_found_for_status(answer, path)

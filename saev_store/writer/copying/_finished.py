@@ -117,10 +117,8 @@ def check_unchanged(
     """
     now = identity_now(store)
     if linked is not None and now[0].kind == was[0].kind == "versions":
-        is_same = (entries_now(store), now[1:]) == (linked, was[1:])
-    else:
-        is_same = now == was and linked in {None, entries_now(store)}
-    if not is_same:
+        now, was = now[1:], was[1:]
+    if now != was or (linked is not None and linked != entries_now(store)):
         raise TransportError(
             "files of the source were replaced while they were copied",
             where=store.url,
