@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,7 @@ _TRIAL_DIVISORS = 1 << 16
 _PROPOSALS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A value in a file: bytes `start` to `end` of `path`, then zeros up to `nbytes`, then perhaps an index.
 
     Attributes:
@@ -123,7 +122,8 @@ class ChunkGrid:
         layout, example, layer = self.layout, position[0] * self.outer[0], position[1] * self.outer[1]
         shard_idx, in_shard = divmod(example, layout.examples_per_shard)
         start = (in_shard * layout.n_layers + layer) * layout.tokens_per_example * layout.vector_nbytes
-        end = min(start + self.outer_nbytes, layout.used_nbytes(shard_idx))
+        # A key never goes beyond the capacity of a shard, so only what is left of the tensor can cut it.
+        end = min(start + self.outer_nbytes, layout.nbytes - shard_idx * layout.shard_nbytes)
         return Extent(shard_name(shard_idx), start, end, self.outer_nbytes, shard_idx, self.index_nbytes)
 
     def index(self, shard_idx: int) -> npt.NDArray[np.uint64]:

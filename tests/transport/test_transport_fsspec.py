@@ -126,7 +126,6 @@ def test_a_web_server_that_stays_busy_is_an_error_after_the_time_for_tries(tmp_p
 
 def test_a_range_that_waits_for_a_busy_server_leaves_the_slots_to_others(fake, monkeypatch, clock):
     """All stores share them."""
-    monkeypatch.setattr("saev_store.transport.fsspec._transport.getter", lambda *_: get)
     monkeypatch.setattr("saev_store.transport.fsspec._ranges.IN_FLIGHT", 1)
     done = []
 
@@ -140,6 +139,7 @@ def test_a_range_that_waits_for_a_busy_server_leaves_the_slots_to_others(fake, m
     async def both_at_once():
         await asyncio.gather(*(fake._requested(path, [0], [4], path, fake.client.fs()) for path in ("busy", "healthy")))
 
+    monkeypatch.setattr(fake.client, "get", get)
     asyncio.run(both_at_once())
     assert done == ["healthy", "busy"]
 

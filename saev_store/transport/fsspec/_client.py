@@ -40,7 +40,7 @@ from saev_store.transport._tls import refused_certificate
 from saev_store.transport.checks import RequestCounter, from_os_error
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._options import tuned
-from saev_store.transport.fsspec._ranges import cat_document, getter
+from saev_store.transport.fsspec._ranges import Get, cat_document, getter
 
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
@@ -100,8 +100,10 @@ class FsspecClient:
         self._pid = -1
         self._fs: FileSystem | None = None
         self._in_loops: dict[asyncio.AbstractEventLoop, tuple[FileSystem, AsyncGenerator[FileSystem]]] = {}
-        self.root = ""
+        self.root = self._above = self._query = ""
         self.is_async = self.has_cat_file = False
+        #: How ranges are requested with the version of the object, or None.
+        self.get: Get | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (self.url, self.options, self.timeout_s))
@@ -152,6 +154,9 @@ class FsspecClient:
                 ) from None
         fs, root = cast("tuple[FileSystem, str]", found)
         self.root = root.rstrip("/") if root.strip("/") else root
+        above, question, query = self.root.partition("?")
+        self._above, self._query = f"{above.rstrip('/')}/" if above else "", question + query
+        self.get = getter(self.protocols, fs)
         # By type: a caching file system pretends to have the attributes of the one it wraps. `dir::` can wrap either.
         self.is_async = issubclass(type(fs), cast("type", asyn.AsyncFileSystem)) and self.protocols[0] != "dir"
         self.has_cat_file = type(fs).cat_file is not cast("object", spec.AbstractFileSystem.cat_file)
@@ -167,6 +172,10 @@ class FsspecClient:
         return MissingDependencyError(
             f"this address needs more than is installed: {text}", where=self.safe_url, remedy=remedy
         )
+
+    def key(self, below: str) -> str:
+        """The file system's name of a file below the root."""
+        return f"{self._above}{below}{self._query}" if below else self.root
 
     def turn(self) -> AbstractContextManager[object]:
         """A block in which files may be open."""
@@ -189,7 +198,7 @@ class FsspecClient:
         begin = getattr(fs, f"_{operation}")
         if once or self.protocols not in _WEB or operation not in _WEB_READS:
             return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
-        if operation == "cat_file" and options.get("end") is not None and getter(self.protocols, fs) is not None:
+        if operation == "cat_file" and options.get("end") is not None and self.get is not None:
             begin = partial(cat_document, fs)  # fsspec's reads all of an answer, whatever was asked for
 
         def is_busy(error: Exception) -> bool:

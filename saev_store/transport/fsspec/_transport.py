@@ -17,7 +17,7 @@ from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, Unfini
 from saev_store.transport.checks import check_ranges, readinto_by_ranges, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, FileSystem, FsspecClient, means_exists
-from saev_store.transport.fsspec._ranges import cat_ranges, get_range, getter
+from saev_store.transport.fsspec._ranges import cat_ranges, get_range
 from saev_store.transport.fsspec._sink import SpooledSink, list_uploads
 from saev_store.transport.local.files import check_regular
 
@@ -182,7 +182,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         self, below: str, starts: list[int], ends: list[int], where: str, fs: FileSystem
     ) -> list[bytes]:
         """Each range, concurrently, in the loop of an asynchronous file system."""
-        get, full = getter(self.client.protocols, fs), self.key(below)
+        get, full = self.client.get, self.client.key(below)
         if get is None:
             found = await cat_ranges(fs, full, starts, ends)
             self._count(_nbytes(found))
@@ -344,10 +344,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         return self.client.is_async and len(self.client.protocols) == 1 and self.client.protocols[0] in protocols
 
     def key(self, below: str) -> str:
-        root, question, query = self.client.root.partition("?")
-        if not below:
-            return self.client.root
-        return f"{root.rstrip('/')}/{below}{question}{query}" if root else f"{below}{question}{query}"
+        return self.client.key(below)
 
 
 def _version(info: Mapping[str, object]) -> Version | None:
