@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import http.server
 import os
 import socket
@@ -594,6 +595,31 @@ class Digits(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
+
+
+@both
+@pytest.mark.parametrize("name", [None, "Accept-Encoding", "accept-encoding"])
+def test_ranges_of_a_server_that_compresses(one, name):
+    """nginx with `gzip_types application/octet-stream` sends all of the file, compressed, to who takes that."""
+
+    class Compressing(Digits):
+        def do_GET(self):
+            if "gzip" not in ",".join(self.headers.get_all("Accept-Encoding", ["gzip"])):
+                super().do_GET()
+                return
+            data = gzip.compress(b"0123456789")
+            self.send_response(200)
+            self.send_header("Content-Encoding", "gzip")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Compressing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        options = {"headers": {"X-Token": "1"} | ({name: "gzip"} if name else {})}
+        transport = open_transport(f"http://127.0.0.1:{server.server_port}", options)
+        assert one(transport, "a.bin", 3, 7) == b"3456"
+        server.shutdown()
 
 
 def test_a_document_without_an_end_is_not_read_on():

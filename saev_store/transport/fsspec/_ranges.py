@@ -19,6 +19,7 @@ from saev_store.transport.base import IN_FLIGHT
 _TELL_S = 0.05
 #: A part of an answer at most.
 _PART_BYTES = 1 << 20
+_OURS = {"accept-encoding", "range"}
 _RANGE = re.compile(r"\s*bytes\s+(\d+)-(\d+)/(\d+|\*)\s*", re.IGNORECASE)
 
 Answer = tuple[bytes, Version]
@@ -58,7 +59,9 @@ async def _http(
     fs: _FileSystem, path: str, start: int, end: int, arrived: _Arrived, *, takes_whole: bool = False
 ) -> tuple[bytes, Mapping[str, str]]:
     options = dict(fs.kwargs)
-    options["headers"] = {**(options.get("headers") or {}), "Range": f"bytes={start}-{end - 1}"}
+    # To a client that takes compressed answers nginx sends the whole file, compressed; aiohttp says that it does.
+    headers = {name: value for name, value in (options.get("headers") or {}).items() if name.lower() not in _OURS}
+    options["headers"] = {**headers, "Accept-Encoding": "identity", "Range": f"bytes={start}-{end - 1}"}
     session, patience_s, now_s = await fs.set_session(), _patience_s(fs), asyncio.get_running_loop().time
     parts, nbytes, n_told, told_s = list[bytes](), 0, 0, now_s()
     # aiohttp's own time-out of reads costs a timer for each part.
