@@ -14,6 +14,7 @@ import pytest
 from range_server import RangeServer
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from transports import CountingTransport, LatencyTransport
+from web_server import nginx
 
 from saev_store.errors import NotFoundError, TransportError, WriterConflictError
 from saev_store.testing.transport import FILES, ReadContract, WriteContract
@@ -173,6 +174,18 @@ class TestHttp(ReadContract):
         before = transport.counters.bytes_read
         transport.get_ranges(path, starts=[0, 3, 5], ends=[2, 3, 9])
         assert transport.counters.bytes_read - before == 6
+
+
+class TestNginx(ReadContract):
+    """A real one."""
+
+    lists_sizes = False
+
+    @pytest.fixture
+    def transport(self, folder, tmp_path) -> Transport:
+        pytest.importorskip("aiohttp")
+        with nginx(folder, tmp_path / "nginx") as url:
+            yield open_transport(url)
 
 
 class RangeHandler(http.server.SimpleHTTPRequestHandler):

@@ -622,6 +622,41 @@ def test_ranges_of_a_server_that_compresses(one, name):
         server.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("links", "names"),
+    [
+        (
+            ["../", "in/", "a.bin", "/root/b.bin", "{root}/c.bin", "{root}/in/"],
+            ["a.bin", "b.bin", "c.bin", "in/"],
+        ),  # nginx
+        (["?C=N;O=D", "/", "a.bin", "a%20b.bin"], ["a%20b.bin", "a.bin"]),  # Apache
+        (["./../", "./in/", "./a.bin", "https://example.com/http-server"], ["a.bin", "in/"]),  # http-server
+        (["/", "/root&#47;", "&#47;", "&#47;root&#47;in&#47;", "&#47;root&#47;a.bin"], ["a.bin", "in/"]),  # serve
+        (["#top", "mailto:me@example.com", "javascript:up()", "in/deeper/a.bin", "/other/b.bin", "a.bin"], ["a.bin"]),
+    ],
+)
+def test_what_pages_of_web_servers_list(links, names):
+    """What is directly in the folder, whatever else the page leads to."""
+
+    class Page(Digits):
+        def do_GET(self):
+            page = "".join(f'<a href="{link}">x</a>' for link in links).replace("{root}", root).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        root = f"http://127.0.0.1:{server.server_port}/root"
+        found = open_transport(root).list()
+        assert [f"{entry.path}{'/' * entry.is_dir}" for entry in found] == names
+        found = open_transport(root.removesuffix("/root")).list("root")
+        assert [f"{entry.path}{'/' * entry.is_dir}" for entry in found] == [f"root/{name}" for name in names]
+        server.shutdown()
+
+
 def test_a_document_without_an_end_is_not_read_on():
     """Whatever was asked for, the server goes on sending; no more than was asked for is kept."""
     sent, is_left = [], threading.Event()

@@ -45,7 +45,7 @@ from saev_store.transport.fsspec._ranges import Get, cat_document, getter
 #: Protocols that answer within microseconds and hold whole files in this process or on this machine.
 NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 #: The protocols of plain web addresses, whose file system is opened without a request, so also inside an event loop.
-_WEB = {("http",), ("https",)}
+WEB = {("http",), ("https",)}
 _WEB_READS = {"cat_file", "info", "ls"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
@@ -196,7 +196,7 @@ class FsspecClient:
         if not self.is_async:
             return getattr(fs, operation)(*arguments, **options)
         begin = getattr(fs, f"_{operation}")
-        if once or self.protocols not in _WEB or operation not in _WEB_READS:
+        if once or self.protocols not in WEB or operation not in _WEB_READS:
             return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
         if operation == "cat_file" and options.get("end") is not None and self.get is not None:
             begin = partial(cat_document, fs)  # fsspec's reads all of an answer, whatever was asked for
@@ -239,7 +239,7 @@ class FsspecClient:
         """
         fs, loop = self.fs(), asyncio.get_running_loop()
         limit_s = self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
-        if self.protocols not in _WEB:
+        if self.protocols not in WEB:
             return await awaited_in_loop(lambda: work(fs), fs.loop, limit_s=limit_s)
         if loop not in self._in_loops:
             for closed in [other for other in list(self._in_loops) if other.is_closed()]:

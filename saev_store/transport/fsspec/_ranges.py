@@ -60,7 +60,8 @@ async def _http(
 ) -> tuple[bytes, Mapping[str, str]]:
     options = dict(fs.kwargs)
     # To a client that takes compressed answers nginx sends the whole file, compressed; aiohttp says that it does.
-    headers = {name: value for name, value in (options.get("headers") or {}).items() if name.lower() not in _OURS}
+    given: Mapping[str, str] = options.get("headers") or {}
+    headers = {name: value for name, value in given.items() if name.lower() not in _OURS}
     options["headers"] = {**headers, "Accept-Encoding": "identity", "Range": f"bytes={start}-{end - 1}"}
     session, patience_s, now_s = await fs.set_session(), _patience_s(fs), asyncio.get_running_loop().time
     parts, nbytes, n_told, told_s = list[bytes](), 0, 0, now_s()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import BinaryIO, cast
+from urllib.parse import urljoin, urlsplit
 
 from saev_store._runtime.threads import ForkSafeLock, off_loop
 from saev_store.errors import DeadlineError, NotFoundError, SaevStoreError, StoreExistsError, TransportError, kind_of
@@ -16,7 +18,7 @@ from saev_store.transport._remote import Pins, RemoteTransport, Version, again, 
 from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
 from saev_store.transport.checks import check_ranges, readinto_by_ranges, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
-from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, FileSystem, FsspecClient, means_exists
+from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, WEB, FileSystem, FsspecClient, means_exists
 from saev_store.transport.fsspec._ranges import cat_ranges, get_range
 from saev_store.transport.fsspec._sink import SpooledSink, list_uploads
 from saev_store.transport.local.files import check_regular
@@ -238,12 +240,15 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 fs.info(full)  # archives of older releases list a folder that is not there as empty
         entries: dict[str, Entry] = {}
         for info in found:
-            name = str(info["name"]).partition("?")[0].rstrip("/")
+            named = str(info["name"])
+            if self.client.protocols in WEB and (named := _linked(named, full)) is None:
+                continue
+            name = named.partition("?")[0].rstrip("/")
             if name == full.strip("/") or name == full.rstrip("/"):  # object stores list the folder's own placeholder
                 continue
             relative = f"{path}/{name.rpartition('/')[2]}" if path else name.rpartition("/")[2]
             size = info.get("size")
-            is_dir = info.get("type") == "directory" or (str(info["name"]).endswith("/") and not size)
+            is_dir = info.get("type") == "directory" or (named.endswith("/") and not size)
             entries[relative] = Entry(
                 relative,
                 is_dir=is_dir,
@@ -345,6 +350,19 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     def key(self, below: str) -> str:
         return self.client.key(below)
+
+
+def _linked(link: str, folder: str) -> str | None:
+    """The address of what a link of a web server's page of a folder leads to; None for what is not directly in the folder.
+
+    fsspec takes links as the page spells them, entities included, and puts the folder before those that are relative.
+    """
+    above = f"{folder.partition('?')[0].rstrip('/')}/"
+    target = urlsplit(urljoin(above, html.unescape(link.removeprefix(f"{folder.rstrip('/')}/"))))
+    host, root = urlsplit(above)[1:3]
+    name = target.path.removeprefix(root)
+    is_here = (target.netloc, target.path) == (host, root + name) and "/" not in name.rstrip("/")
+    return f"{above}{name}" if name and is_here else None
 
 
 def _version(info: Mapping[str, object]) -> Version | None:
