@@ -7,7 +7,7 @@ import errno
 import io
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,6 @@ from saev_store.transport.fsspec._ranges import cat_ranges, get_range
 from saev_store.transport.fsspec._sink import list_uploads
 from saev_store.transport.fsspec._transport import FsspecTransport
 from saev_store.transport.fsspec._transport import _modified_s as modified_s
-from saev_store.transport.fsspec._transport import _read_range as read_range
 from saev_store.transport.obstore._options import finds_credentials, only_obstore_understands, place_of
 
 SECRET = "hush-hush-hush-hush"
@@ -343,7 +342,24 @@ def test_a_file_that_gives_little_at_once_is_read_on(most: int) -> None:
 
     truth = bytes(range(20))
     for start, end in ((0, 20), (3, 10), (19, 20), (5, 5), (15, 30), (20, 25)):
-        assert read_range(Slow(truth), start, end) == truth[start:end]
+        assert _ranges._read_range(Slow(truth), start, end) == truth[start:end]
+
+
+def test_a_file_that_gives_many_parts_at_once_is_asked_for_them() -> None:
+    """Files of SFTP: their `read` waits for an answer after each 32 KiB."""
+    truth, asked = bytes(range(20)), list[tuple[int, int]]()
+
+    class Pipelined(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise NotImplementedError
+
+        def readv(self, chunks: list[tuple[int, int]]) -> Iterator[bytes]:
+            asked.extend(chunks)
+            yield from (truth[start : start + size] for start, size in chunks)
+
+    fs = SimpleNamespace(open=lambda path, mode: Pipelined(truth))
+    assert _ranges.read_ranges(fs, "a", [5, 0, 5], [9, 20, 9], by_range=False) == [truth[5:9], truth, truth[5:9]]
+    assert asked == [(5, 4), (0, 20), (5, 4)]
 
 
 @pytest.mark.parametrize("name", ["LastModified", "mtime", "updated", "last_modified"])

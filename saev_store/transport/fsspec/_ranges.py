@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import re
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, BinaryIO, cast
 
 from saev_store.errors import TransportError
 from saev_store.transport._remote import READ_TIMEOUT_S, Version
@@ -174,3 +174,30 @@ async def cat_ranges(fs: _FileSystem, path: str, starts: Sequence[int], ends: Se
         if isinstance(part, OSError):
             raise part
     return found
+
+
+def read_ranges(
+    fs: _FileSystem, path: str, starts: Sequence[int], ends: Sequence[int], *, by_range: bool
+) -> list[bytes]:
+    """The ranges of one file through a file system that is not asynchronous; `by_range` where it gives parts by itself.
+
+    Raises:
+        Exception: whatever the file system raises.
+    """
+    ranges = zip(starts, ends, strict=True)
+    if by_range:
+        return [fs.cat_file(path, start, end) for start, end in ranges]
+    with fs.open(path, "rb") as file:  # once: what is compressed is unpacked from its beginning
+        # Files of SFTP have many requests under way at a time only so; `read` waits for each 32 KiB.
+        many = cast("Callable[[list[tuple[int, int]]], Iterable[bytes]] | None", getattr(file, "readv", None))
+        if many is not None:
+            return list(many([(start, end - start) for start, end in ranges]))
+        return [_read_range(file, start, end) for start, end in ranges]
+
+
+def _read_range(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    data = file.read(end - start)
+    while len(data) < end - start and (more := file.read(end - start - len(data))):
+        data += more
+    return data

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import BinaryIO, cast
+from typing import cast
 from urllib.parse import urljoin, urlsplit
 
 from saev_store._runtime.threads import ForkSafeLock, off_loop
@@ -19,7 +19,7 @@ from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, Unfini
 from saev_store.transport.checks import check_ranges, readinto_by_ranges, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
 from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, WEB, FileSystem, FsspecClient, means_exists
-from saev_store.transport.fsspec._ranges import cat_ranges, get_range
+from saev_store.transport.fsspec._ranges import cat_ranges, get_range, read_ranges
 from saev_store.transport.fsspec._sink import SpooledSink, list_uploads
 from saev_store.transport.local.files import check_regular
 
@@ -164,7 +164,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
                 # Before the read: what is replaced in between is then an error of the next read.
                 is_told = len(client.protocols) == 1 and not _HERE & set(client.protocols)
                 version = _version(fs.info(full)) if is_told else None
-                found = _read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
+                found = read_ranges(fs, full, starts, ends, by_range=client.has_cat_file)
             self._count(_nbytes(found))
             ranges = zip(starts, ends, found, strict=True)
             return [self._checked(below, *of, version=version, where=where) for of in ranges]
@@ -388,19 +388,3 @@ def _modified_s(info: Mapping[str, object]) -> float | None:
 def _nbytes(parts: Sequence[object]) -> int:
     """The bytes among what a file system gave, which may be something else."""
     return sum(len(part) for part in parts if isinstance(part, bytes))
-
-
-def _read_ranges(fs: FileSystem, path: str, starts: list[int], ends: list[int], *, by_range: bool) -> list[bytes]:
-    ranges = zip(starts, ends, strict=True)
-    if by_range:
-        return [fs.cat_file(path, start, end) for start, end in ranges]
-    with fs.open(path, "rb") as file:  # once: what is compressed is unpacked from its beginning
-        return [_read_range(file, start, end) for start, end in ranges]
-
-
-def _read_range(file: BinaryIO, start: int, end: int) -> bytes:
-    file.seek(start)
-    data = file.read(end - start)
-    while len(data) < end - start and (more := file.read(end - start - len(data))):
-        data += more
-    return data
