@@ -117,6 +117,18 @@ class WriteContract(ReadContract):
         for path in beside:
             assert transport.read(path) == b"[]"
 
+    def test_deletes_nothing_but_what_is_named(self, transport: Transport, writes: Writes) -> None:
+        """No name is a pattern."""
+        for path in ("runs/a[12]/in/x", "runs/a[12]/y", "runs/a1/x", "runs/a*", "runs/ab"):
+            writes.put(path, b"1")
+        writes.delete("runs/a[12]")
+        writes.delete("runs/a*")
+        writes.delete("runs/[x]")
+        assert transport.read("runs/a1/x") == transport.read("runs/ab") == b"1"
+        for path in ("runs/a[12]/in/x", "runs/a[12]/y", "runs/a*"):
+            with pytest.raises(NotFoundError):
+                transport.size(path)
+
     def test_moves_over_other_files(self, transport: Transport) -> None:
         if not isinstance(transport, Moves):
             return  # moving is optional

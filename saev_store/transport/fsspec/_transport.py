@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -31,6 +32,8 @@ _COPYING = {"s3", "s3a", "gs", "gcs"}
 _LISTING_UPLOADS = {"s3", "s3a"}
 #: Files of this machine.
 _HERE = {"file", "local"}
+#: What makes a name a pattern to fsspec.
+_PATTERN = re.compile(r"[*?[]")
 # Where "exists" and "write" are two steps, at least the threads of this process take turns.
 _CREATE_LOCK = ForkSafeLock()
 
@@ -302,7 +305,20 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             fs.invalidate_cache(self.key(below))
             self.client.requests.add("delete")
             self.pins.forget(below)
-            self.client.ask("rm", self.key(below), recursive=True)
+            self._remove(self.key(below))
+
+    def _remove(self, full: str) -> None:
+        """Delete a file or a folder of exactly this name: to `rm` some names are patterns, which others match."""
+        ask = self.client.ask
+        if not _PATTERN.search(full):
+            ask("rm", full, recursive=True)
+            return
+        has_folders = not self.client.is_async
+        options = {"withdirs": True, "on_error": "raise"} if has_folders else {}
+        found = cast("Mapping[str, Mapping[str, object]]", ask("find", full, detail=True, **options))
+        for name in sorted(found, reverse=True):  # what is in a folder before the folder
+            is_dir = has_folders and found[name].get("type") == "directory"
+            ask("rmdir" if is_dir else "rm_file", name)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
         """A file that is collected on this machine and uploaded when it is committed; `resume` then replaces the old one."""
