@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from saev_store.core.layout import shard_name
 from saev_store.errors import (
     AccessError,
-    IncompleteStoreError,
     ReadOnlyError,
     SaevStoreError,
     SaevStoreWarning,
@@ -26,6 +25,7 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, Writes, open_transport
 from saev_store.transport.local.write import lock_holder
+from saev_store.writer._locks import lock_names, take_locks
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder, check_no_foreigner, read_claim
 
@@ -40,8 +40,6 @@ _FILE = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
 _OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
-#: More parts than the system gives locks to one process; what cannot be locked stays.
-_MOST_PARTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         if names is not None and WORK_FOLDER not in names:
             return
     with ExitStack() as held:
-        _take_locks(folder, held)
+        take_locks(folder, held)
         if folder.read(METADATA_NAME):  # published meanwhile
             held.close()
             remove_hidden(folder)  # with the locks
@@ -257,7 +255,7 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
     try:
         with ExitStack() as held:
             try:
-                _take_locks(folder, held)
+                take_locks(folder, held)
             except TransportError as error:  # no more descriptors, for a lock of each part
                 return error.message
             if is_store and folder.exists(METADATA_NAME):
@@ -275,7 +273,7 @@ def _in_use(folder: Folder, leftover: Leftover) -> str:
     if leftover.kind == "temporary file" or not isinstance(folder.transport, Writes):
         return ""
     root = folder.transport.local_path
-    for what in _locks(folder):
+    for what in lock_names(folder):
         if root is not None:
             if holder := lock_holder(f"{root}/{folder.path(WORK_FOLDER)}/locks/{what}.lock"):
                 return f"{holder} is writing here"
@@ -286,29 +284,6 @@ def _in_use(folder: Folder, leftover: Leftover) -> str:
         except WriterConflictError as error:
             return error.message
     return ""
-
-
-def _take_locks(folder: Folder, held: ExitStack) -> None:
-    """Hold all locks of a folder. A lock exists while its writer lives; taking all of them keeps new writers out.
-
-    Raises:
-        WriterConflictError: a writer lives.
-    """
-    taken = set[str]()
-    while new := [what for what in _locks(folder) if what not in taken]:  # others appear while these are taken
-        for what in new:
-            held.enter_context(folder.lock(what))
-        taken.update(new)
-
-
-def _locks(folder: Folder) -> list[str]:
-    """The locks of a folder that a writer may hold, or may take: also of parts that were not begun yet."""
-    found = {name.removesuffix(".lock") for name in folder.names(f"{WORK_FOLDER}/locks") or ()}
-    found |= {"part00000", "publish", "copy", "repair"}
-    with suppress(IncompleteStoreError):  # with a claim that is not understood no part can be begun
-        if (claim := read_claim(folder)) is not None:
-            found |= {f"part{rank:05d}" for rank in range(min(claim.options.world, _MOST_PARTS))}
-    return sorted(found)
 
 
 def _too_young(leftover: Leftover, older_than_s: float) -> str:

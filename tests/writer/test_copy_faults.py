@@ -29,6 +29,7 @@ from saev_store.errors import (
     SaevStoreWarning,
     StoreExistsError,
     TransportError,
+    WriterConflictError,
 )
 from saev_store.loaders.staging import stage
 from saev_store.store.opening import open_documents
@@ -676,3 +677,102 @@ def test_digests_that_cannot_be_read_just_then_are_no_other_recording(source, tm
                 copy_store(source.path, tmp_path / "to", **options)
     chosen = slice(None) if layers is None else slice(layers, layers + 1)
     check(copy_store(source.path, tmp_path / "to", **options), source, chosen)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_nothing_is_replaced_under_a_repair(source, tmp_path, chosen):
+    """What it builds is of the old recording."""
+    last = ShardStore.open(source.path).layers[-1]
+    options, layer_idx = ({"layers": [last]}, slice(-1, None)) if chosen else ({}, slice(None))
+    url, old = copy_store(source.path, tmp_path / "to", **options), source.acts[:, layer_idx].copy()
+    record_anew(source, digests=False)
+    lost = max(Path(url).glob("acts*.bin"))
+    lost.unlink()
+    copy = ShardStore.open(url, damaged_ok=True)
+    with copy.repair() as repair:
+        with pytest.raises(WriterConflictError):
+            copy_store(source.path, tmp_path / "to", replace=True, **options)
+        for start, end in repair.missing:
+            repair.append(
+                old[start:end],
+                **{name: values[start:end] for name, values in source.arrays.items() if name == "labels"},
+            )
+    assert ShardStore.open(url).read(dtype="stored").tobytes() == old.tobytes()
+    copy_store(source.path, tmp_path / "to", replace=True, **options)
+    check(url, source, layer_idx)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_what_a_repair_of_the_old_copy_has_built_goes_with_it(source, tmp_path, chosen):
+    """Its journal would put an old shard over the new one."""
+    last = ShardStore.open(source.path).layers[-1]
+    options, layer_idx = ({"layers": [last]}, slice(-1, None)) if chosen else ({}, slice(None))
+    url = copy_store(source.path, tmp_path / "to", **options)
+    record_anew(source, digests=False)
+    max(Path(url).glob("acts*.bin")).unlink()
+    hidden = Path(url) / ".saev_store"
+    (hidden / "repair").mkdir(parents=True)
+    (hidden / "repair" / "journal.json").write_text("{}")
+    copy_store(source.path, tmp_path / "to", replace=True, **options)
+    assert not hidden.exists()
+    check(url, source, layer_idx)
+
+
+def test_a_copy_of_layers_is_not_replaced_while_it_is_written(source, tmp_path, monkeypatch):
+    """Whoever writes it would go on in the published copy of the other recording."""
+    last, other, plainly = ShardStore.open(source.path).layers[-1], tmp_path / "other", _layers.batches
+    shutil.copytree(source.path, other / source.path.name)
+    anew = Plain(**{**vars(source), "path": other / source.path.name})
+    record_anew(anew, digests=True)
+
+    def reads(*args: object, **options: object) -> Iterator[object]:
+        for n, batch in enumerate(plainly(*args, **options)):
+            if n == 1:
+                monkeypatch.setattr(_layers, "batches", plainly)
+                with pytest.raises(WriterConflictError):
+                    copy_store(anew.path, tmp_path / "to", layers=[last], replace=True)
+            yield batch
+
+    monkeypatch.setattr(_source, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(_layers, "batches", reads)
+    check(copy_store(source.path, tmp_path / "to", layers=[last]), source, slice(-1, None))
+
+
+def test_of_two_copies_that_begin_at_one_moment_neither_goes_on_with_the_other(source, tmp_path, monkeypatch):
+    """The mark of one is replaced by that of the other before the one has its lock."""
+    last, other, to = ShardStore.open(source.path).layers[-1], tmp_path / "other", tmp_path / "to"
+    shutil.copytree(source.path, other / source.path.name)
+    anew, plainly = Plain(**{**vars(source), "path": other / source.path.name}), _layers.create_store
+    record_anew(anew, digests=True)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def overtaken(*args: object, **options: object) -> object:
+        monkeypatch.setattr(_layers, "create_store", killed)
+        with pytest.raises(KeyboardInterrupt):
+            copy_store(anew.path, to, layers=[last])
+        monkeypatch.setattr(_layers, "create_store", plainly)
+        return plainly(*args, **options)
+
+    monkeypatch.setattr(_layers, "create_store", overtaken)
+    with pytest.raises(WriterConflictError, match="another process has just begun"):
+        copy_store(source.path, to, layers=[last])
+    with pytest.raises(IncompleteStoreError, match="no copy of this one"):
+        copy_store(source.path, to, layers=[last])
+    check(copy_store(anew.path, to, layers=[last]), anew, slice(-1, None))
+
+
+@pytest.mark.parametrize("ends", ["source", "copy"])
+def test_replacing_never_deletes_a_source_with_another_address(source, tmp_path, ends):
+    """As gateways, mounted folders and chained addresses give it one."""
+    root = source.path.parent
+    source.write_digests(256)
+    rotten(str(source.path))
+    before = {file.name: file.read_bytes() for file in source.path.iterdir()}
+    addresses = f"simplecache::file://{source.path}", str(root)
+    if ends == "copy":
+        addresses = str(source.path), f"simplecache::file://{root}"
+    with pytest.raises(CorruptShardError):
+        copy_store(*addresses, replace=True)
+    assert {file.name: file.read_bytes() for file in source.path.iterdir()} == before

@@ -314,8 +314,11 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             ask("rm", full, recursive=True)
             return
         has_folders = not self.client.is_async
-        options = {"withdirs": True, "on_error": "raise"} if has_folders else {}
-        found = cast("Mapping[str, Mapping[str, object]]", ask("find", full, detail=True, **options))
+        if has_folders:
+            listed = ask("find", full, detail=True, withdirs=True, on_error="raise")
+        else:
+            listed = ask("find", full, detail=True)
+        found = cast("Mapping[str, Mapping[str, object]]", listed)
         for name in sorted(found, reverse=True):  # what is in a folder before the folder
             is_dir = has_folders and found[name].get("type") == "directory"
             ask("rmdir" if is_dir else "rm_file", name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from uuid import uuid4
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.layout import shard_name
@@ -16,7 +17,7 @@ from saev_store.transport.checks import os_errors
 from saev_store.writer import FileDigests, load_digests
 from saev_store.writer._digests import BLOCK_BYTES, block_ranges
 from saev_store.writer.copying._copier import CopiedFile
-from saev_store.writer.folder import Folder
+from saev_store.writer.folder import TEMPORARY, Folder
 
 
 def check_bytes(folder: Folder, *, progress: bool | None) -> None:
@@ -74,7 +75,15 @@ def is_itself(folder: Folder, store: ShardStore) -> bool:
     if there.local_path is not None and here.local_path is not None:
         with contextlib.suppress(OSError):
             return os.path.samefile(there.local_path, here.local_path)
-    return there.url == here.url
+    if there.url == here.url:
+        return True
+    # One place may have many addresses: chained ones, those of gateways, mounted folders. What is written tells.
+    probe = f"{TEMPORARY}probe-{uuid4().hex}"
+    folder.put(probe, b"1")
+    try:
+        return Folder(here, "").size(probe) is not None
+    finally:
+        folder.delete(probe)
 
 
 def identity_now(store: ShardStore) -> tuple[RecordingIdentity, ...]:

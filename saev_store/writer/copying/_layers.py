@@ -6,7 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, cast, get_args
 
@@ -23,6 +23,7 @@ from saev_store.errors import (
     ResumeError,
     SaevStoreWarning,
     StoreExistsError,
+    WriterConflictError,
     outside,
 )
 from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
@@ -33,6 +34,7 @@ from saev_store.transport import Transport
 from saev_store.validation import promised_digests
 from saev_store.writer import create_store, load_digests
 from saev_store.writer._inputs import OverflowPolicy, check_overflow
+from saev_store.writer._locks import take_locks
 from saev_store.writer._publish import finalize_store, published_already
 from saev_store.writer.copying._finished import check_bytes, check_unchanged, identity_now
 from saev_store.writer.copying._rounding import Counts, Measurement, RoundingReport, parse_report
@@ -83,7 +85,7 @@ def copy_layers(
     _delete_rest(folder)
     if replace:
         _delete_other_recording(folder, store, metadata, tokens, progress=progress)
-    _begin(folder, store, on_overflow if converts else None, layout.nbytes)
+    mark = _begin(folder, store, on_overflow if converts else None, layout.nbytes)
     writer = create_store(
         root,
         metadata,
@@ -102,6 +104,7 @@ def copy_layers(
     if converts:
         measurement = Measurement(store.metadata.dtype, metadata.dtype)
     with writer:
+        _check_mark(folder, mark)
         check_space(root.url, layout.nbytes - writer.next_example * layout.example_nbytes)
         promised = promises(store)
         provenance = _provenance(store, layout.layers, tokens)
@@ -145,7 +148,7 @@ def copy_layers_on_cluster(
         _delete_rest(folder)
         if replace:
             _delete_other_recording(folder, store, metadata, tokens, progress=progress)
-        _begin(folder, store, on_overflow if converts else None, layout.nbytes)
+        mark = _begin(folder, store, on_overflow if converts else None, layout.nbytes)
         if published_already(folder, metadata):
             if not resume:
                 raise StoreExistsError(
@@ -161,7 +164,7 @@ def copy_layers_on_cluster(
         check_space(root.url, layout.nbytes)
         promised = promises(store)
         world, found = min(layout.n_shards, MAX_PARTS), Counts()
-        write = partial(_write_part, store.unmapped(), metadata, root, tokens, on_overflow, promised is not None)
+        write = partial(_write_part, store.unmapped(), metadata, root, tokens, on_overflow, mark, promised is not None)
         with (
             closing(results(cluster, write, [(rank, world) for rank in range(world)])) as written,
             Progress(
@@ -193,6 +196,7 @@ def _write_part(
     root: Transport,
     tokens: Progression,
     on_overflow: OverflowPolicy,
+    mark: bytes,
     is_promised: bool,
     part: tuple[int, int],
 ) -> tuple[int, Counts]:
@@ -205,6 +209,8 @@ def _write_part(
     if metadata.dtype != store.metadata.dtype:
         measurement = Measurement(store.metadata.dtype, metadata.dtype)
     with writer:
+        if not writer.complete:
+            _check_mark(Folder(root, metadata.hash), mark)
         # As in one process, all of the part is measured.
         first, of = kept if measurement is None else first, Kept.of(store, metadata, tokens)
         # Each task reads the digests: those of a large store would be sent with every task.
@@ -238,6 +244,7 @@ def _delete_other_recording(
     folder: Folder, store: ShardStore, metadata: Metadata, tokens: Progression, *, progress: bool | None
 ) -> None:
     """Delete a copy of another recording, finished or not, and one that is damaged."""
+    mark = None
     if is_finished := folder.exists(METADATA_NAME):
         if (
             _provenance_of(folder).get("source_hash") != store.metadata.hash
@@ -256,19 +263,25 @@ def _delete_other_recording(
             _mark(identity, policy) for policy in (None, *get_args(OverflowPolicy))
         ]
     if is_other:
-        with folder.lock("copy"):
+        with ExitStack() as held:
+            take_locks(folder, held)
+            if folder.exists(METADATA_NAME) != is_finished or (mark is not None and folder.read(_MARK) != mark):
+                raise WriterConflictError(
+                    "another process has just written here", where=folder.url, remedy="Look at its copy."
+                )
             if is_finished:
                 folder.put(_MARK, _REPLACED)
-            delete_copy(folder)
+            delete_copy(folder, but=_MARK)
             folder.delete(WORK_FOLDER)
 
 
 def _delete_rest(folder: Folder) -> None:
     """Delete what is left of a copy that a call with `replace` was deleting when it was killed."""
     if folder.read(_MARK) == _REPLACED and not folder.exists(METADATA_NAME):
-        with folder.lock("copy"):
+        with ExitStack() as held:
+            take_locks(folder, held)
             if folder.read(_MARK) == _REPLACED and not folder.exists(METADATA_NAME):
-                delete_copy(folder)
+                delete_copy(folder, but=_MARK)
                 folder.delete(WORK_FOLDER)
 
 
@@ -332,22 +345,24 @@ def _published_report(folder: Folder, store: ShardStore) -> RoundingReport:
     return report
 
 
-def _begin(folder: Folder, store: ShardStore, on_overflow: OverflowPolicy | None, nbytes: int) -> None:
-    """Mark the store that is to be written as a copy of this one; an error if what is unfinished there is another store."""
+def _begin(folder: Folder, store: ShardStore, on_overflow: OverflowPolicy | None, nbytes: int) -> bytes:
+    """Mark the store that is to be written as a copy of this one: the mark. An error if what is unfinished there is another store."""
     identity = _identity(store)
     mark = _mark(identity, on_overflow)
     if not folder.exists(CLAIM_PATH):
         if folder.exists(METADATA_NAME):
-            return
+            return mark
         check_no_foreigner(folder, folder.names())
         check_space(folder.url, nbytes)
         if folder.create(_MARK, mark) != "taken":
-            return
-        if folder.read(_MARK) != mark and not folder.exists(CLAIM_PATH):
-            folder.put(_MARK, mark)  # of an attempt that came no further
+            return mark
+        with ExitStack() as held:
+            take_locks(folder, held)
+            if folder.read(_MARK) != mark and not folder.exists(CLAIM_PATH):
+                folder.put(_MARK, mark)  # of an attempt that came no further
     there = folder.read(_MARK)
     if there == mark or folder.exists(METADATA_NAME):
-        return
+        return mark
     policies = [policy for policy in get_args(OverflowPolicy) if there == _mark(identity, policy)]
     if not policies or on_overflow is None:
         raise IncompleteStoreError(
@@ -362,6 +377,19 @@ def _begin(folder: Folder, store: ShardStore, on_overflow: OverflowPolicy | None
             remedy="Continue it with the same policy, or throw it away with `discard_unfinished`.",
         )
     folder.put(_MARK, mark)  # nothing of what is there was too large
+    return mark
+
+
+def _check_mark(folder: Folder, mark: bytes) -> None:
+    """That what a writer has begun, or goes on with, is still a copy of this store; called while it holds its lock.
+
+    Raises:
+        WriterConflictError: another process has begun a copy of another store meanwhile.
+    """
+    if folder.read(_MARK) != mark:
+        raise WriterConflictError(
+            "another process has just begun a copy of another store here", where=folder.url, remedy="Copy elsewhere."
+        )
 
 
 def _mark(identity: str, on_overflow: OverflowPolicy | None) -> bytes:

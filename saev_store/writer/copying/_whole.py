@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from saev_store.store.card import human_bytes
 from saev_store.transport import Transport
 from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._digests import BLOCK_BYTES
+from saev_store.writer._locks import take_locks
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer.copying._copier import CopiedFile, Copier, copied_on_cluster
 from saev_store.writer.copying._finished import (
@@ -76,7 +78,9 @@ def copy_whole(
             if is_itself(folder, store):
                 _check_finished(folder, store, progress=progress)
             elif not _is_intact(folder, store, progress=progress):
-                delete_copy(folder)
+                with ExitStack() as held:
+                    take_locks(folder, held, but=("copy",))
+                    delete_copy(folder)
         # Between that look and this moment another process may have published it: nothing of it may be touched then.
         if _is_published(folder, store, metadata, resume=resume):
             return
@@ -229,14 +233,24 @@ def other_recording(folder: Folder) -> StoreExistsError:
     )
 
 
-def delete_copy(folder: Folder) -> None:
-    """Delete a copy, metadata.json first: a part of it never opens. An error where its files cannot be listed."""
+def delete_copy(folder: Folder, *, but: str = "") -> None:
+    """Delete a copy, metadata.json first: a part of it never opens. The caller holds all locks.
+
+    Args:
+        folder: The copy.
+        but: A hidden file that stays. The locks stay, too.
+
+    Raises:
+        StoreExistsError: its files cannot be listed.
+    """
     names = folder.names()
     if names is None:
         raise other_recording(folder)
     folder.delete(METADATA_NAME)
-    for name in names:
-        if name != WORK_FOLDER:  # which holds the lock
+    # What an interrupted repair has built of the old files must not meet the new ones.
+    hidden = [f"{WORK_FOLDER}/{name}" for name in folder.names(WORK_FOLDER) or () if name != "locks"]
+    for name in [*(name for name in names if name != WORK_FOLDER), *hidden]:
+        if name != but:
             folder.delete(name)
 
 
