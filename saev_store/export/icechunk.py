@@ -72,7 +72,8 @@ def write_icechunk(
         CorruptShardError: shards are missing or short.
         MissingDependencyError: icechunk or virtualizarr is not installed.
         NotFoundError: there is no repository to append to.
-        StoreExistsError: the repository exists, and `append` is false; or the folder contains something else.
+        StoreExistsError: the repository exists, and `append` is false; or the folder contains something else, in a bucket also
+            what an interrupted creation has left.
         TransportError: Icechunk cannot write. The same call goes on where an attempt left a repository without commits.
         WriterConflictError: another process has written to the repository meanwhile.
     """
@@ -123,8 +124,11 @@ def _write_to(
         )
     if append and not exists:
         raise NotFoundError(_NOTHING, where=where, remedy=_CREATE)
-    before = _Appended.read(icechunk.Repository.open(storage), where) if append else None
-    if before:
+    before, tip = None, None
+    if append:
+        opened = icechunk.Repository.open(storage)
+        tip = opened.lookup_branch(_BRANCH)
+        before = _Appended.read(opened.readonly_session(snapshot_id=tip), where)
         before.check(store, usable_base(store, base), where)
     found = references(
         store, chunks=before.chunk if before else chunks, base=base, token_rows=before.token_rows if before else None
@@ -141,15 +145,16 @@ def _write_to(
     repository = create(storage, config=config)
     repository.save_config()
     session = repository.writable_session(_BRANCH)
+    conflict = WriterConflictError(
+        "another process has written to the repository meanwhile", where=where, remedy="Call again with append=True."
+    )
+    if tip is not None and session.snapshot_id != tip:  # what was read of the repository is not what it is appended to
+        raise conflict
     _write(found, session.store, before)
     try:
         return session.commit(f"References to the shards of {found.base}")
     except icechunk.ConflictError as error:
-        raise WriterConflictError(
-            "another process has written to the repository meanwhile",
-            where=where,
-            remedy="Call again with append=True.",
-        ) from error
+        raise conflict from error
 
 
 def _create_whole(folder: str, config: icechunk.RepositoryConfig, where: str) -> None:
@@ -187,6 +192,12 @@ def _our_errors(where: str) -> Generator[None]:
         raise
     except (icechunk.IcechunkError, OSError) as error:
         text = str(error).strip().partition("\n")[0]
+        if "clean prefix" in text:  # a bucket has no folder that could be created aside
+            raise StoreExistsError(
+                "there are files that are no repository, perhaps of a creation that was interrupted",
+                where=where,
+                remedy="Delete them, or name a new folder.",
+            ) from error
         raise TransportError(
             f"Icechunk could not write: {text}", where=where, remedy="Remove the cause, and call again."
         ) from error
@@ -240,11 +251,11 @@ class _Appended:
     layers: tuple[int, ...]
 
     @classmethod
-    def read(cls, repository: icechunk.Repository, where: str) -> _Appended:
+    def read(cls, session: icechunk.Session, where: str) -> _Appended:
         import zarr
 
         try:
-            group = zarr.open_group(repository.readonly_session(_BRANCH).store, mode="r")  # pyright: ignore[reportUnknownMemberType]  # a partial type
+            group = zarr.open_group(session.store, mode="r")  # pyright: ignore[reportUnknownMemberType]  # a partial type
             arrays = dict(group.arrays())
             acts, layer = arrays[ARRAY], arrays["layer"]
         except (KeyError, FileNotFoundError, ValueError):

@@ -74,7 +74,7 @@ class Lease:
                     return False
             except StoreExistsError:  # created, and deleted, by another process meanwhile
                 return False
-        if not self._is_ours():  # another process was as quick, where creating is not atomic
+        if not self.is_ours():  # another process was as quick, where creating is not atomic
             return False
         self._ended.clear()
         self._beating = threading.Thread(target=self._beat, name="saev-lease", daemon=True)
@@ -97,7 +97,7 @@ class Lease:
         self._beating.join()
         self._beating = None
         with suppress(SaevStoreError):  # the others will find that it does not change any more
-            if self._is_ours():
+            if self.is_ours():
                 self._folder.delete(self._path)
 
     def _is_given_up(self, found: bytes) -> bool:
@@ -110,7 +110,7 @@ class Lease:
         """Renew the document until the lease ends or is lost."""
         while not self._ended.wait(BEAT_S):
             with suppress(SaevStoreError):  # the next beat may arrive
-                if not self._is_ours():
+                if not self.is_ours():
                     return
                 self._folder.put(self._path, self._document())
 
@@ -123,7 +123,7 @@ class Lease:
     def _look(self) -> bytes | None:
         return self._folder.read(self._path, max_bytes=_MAX_BYTES)
 
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
         """Whether this process wrote the document."""
         return self._attempt.encode() in (self._look() or b"")
 
@@ -190,11 +190,11 @@ def stage(
                     # Another process may have replaced it since the mark was read.
                     if there.read(mark) == found:
                         there.put(mark, _REMOVING)
-                        _remove(root, target.name)
+                        _remove(root, target.name, lease)
                         there.delete(mark)
                 elif found == b"":
                     if there.read(mark) == _REMOVING:  # of a process that was interrupted
-                        _remove(root, target.name)
+                        _remove(root, target.name, lease)
                     there.put(mark, recording)
                 if is_copied:  # after a comparison with the source
                     with ShardStore.open(root.at(target.name)) as near:
@@ -205,9 +205,11 @@ def stage(
                             there.put(mark, now)
                     return near.url if root.local_path is not None else target.url
                 if found in {recording, None, b""}:
+                    # What was begun of another recording is not wanted; a whole copy goes on in it.
                     made = copy_store(
-                        url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
-                    )
+                        url, folder, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False,
+                        replace=found == b"" and not target.is_whole,
+                    )  # fmt: skip
                     if found is not None:
                         with ShardStore.open(root.at(target.name)) as near:
                             there.put(mark, copied + _versions(near))
@@ -224,8 +226,12 @@ def _versions(store: ShardStore) -> bytes:
     return str(found).encode()
 
 
-def _remove(root: Transport, name: str) -> None:
-    """Delete a copy. On a disk its folder goes in one step; elsewhere its metadata goes first, so that it is a copy no more."""
+def _remove(root: Transport, name: str, lease: Lease) -> None:
+    """Delete a copy. On a disk its folder goes in one step; elsewhere its metadata goes first, so that it is a copy no more.
+
+    Raises:
+        WriterConflictError: the lease was lost meanwhile: another process may have made the next copy.
+    """
     if root.local_path is not None:
         stale = os.path.join(root.local_path, f"{TEMPORARY}stale-{name}-{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
@@ -233,8 +239,11 @@ def _remove(root: Transport, name: str) -> None:
         shutil.rmtree(stale, ignore_errors=True)
         return
     folder = Folder(root, name)
-    folder.delete(METADATA_NAME)
-    for entry in folder.names() or ():
+    for entry in [METADATA_NAME, *(name for name in folder.names() or () if name != METADATA_NAME)]:
+        if not lease.is_ours():
+            raise WriterConflictError(
+                "another process has taken over", where=folder.url, remedy="Wait for it, or call again."
+            )
         folder.delete(entry)
 
 

@@ -10,11 +10,11 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from saev_store.errors import NotFoundError, ReadOnlyError, StoreExistsError, TransportError
+from saev_store.errors import NotFoundError, ReadOnlyError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.sources._files import CHUNK_BYTES
 from saev_store.sources.address import full_url
 from saev_store.transport import Buffer, MmapTransport, Moves, PreadTransport, Transport, Writes
-from saev_store.transport.checks import check_path, os_errors
+from saev_store.transport.checks import check_path, os_errors, temporary_folder
 from saev_store.transport.local.write import TEMP_PREFIX, make_folders, rename_exclusive
 
 
@@ -53,7 +53,7 @@ class NewFile:
         folder, slash, _ = path.rpartition("/")
         self._hidden = f"{folder}{slash}{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
         if self._local is None:
-            with os_errors(tempfile.gettempdir(), "write"):
+            with os_errors(temporary_folder(), "write"):
                 descriptor, self.temporary = tempfile.mkstemp(prefix=TEMP_PREFIX)
                 self._file = os.fdopen(descriptor, "w+b")
         else:
@@ -105,7 +105,12 @@ class NewFile:
                 refuse_existing(transport, self.path)
             self._upload(file, self.path)
         elif not self._overwrite and self._link():
-            transport.delete(self._hidden)  # also makes the new name durable
+            try:
+                transport.delete(self._hidden)  # also makes the new name durable
+            except BaseException:
+                with contextlib.suppress(SaevStoreError):
+                    transport.delete(self.path)
+                raise
         else:
             try:
                 if self._local is None:

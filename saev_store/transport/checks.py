@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import TypeAlias, cast
@@ -90,6 +91,20 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
         except UnicodeEncodeError as error:
             raise UnsafeContentError(f"{path!r} is no file name: {error.reason}", where="path") from error
     return path
+
+
+def temporary_folder() -> str:
+    """The folder for temporary files, `$TMPDIR` or the system's.
+
+    Raises:
+        TransportError: none can be written.
+    """
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:
+        raise TransportError(
+            f"no folder for temporary files can be written: {error.strerror}", where="$TMPDIR", remedy="Name one in it."
+        ) from error
 
 
 def check_ranges(where: str, starts: Sequence[int], ends: Sequence[int]) -> int:

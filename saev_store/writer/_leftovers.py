@@ -40,6 +40,8 @@ _FILE = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
 _OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
+#: What begins the name of the mark of a staged copy.
+_STAGED = f"{TEMPORARY}staged-"
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,10 @@ def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
         if not entry.name.startswith(TEMPORARY):
             continue
         if not entry.is_dir:
-            yield Leftover(entry.path, "temporary file", entry.size, _age_s([entry], now_s))
+            # Of `stage`: without it a copy of an earlier recording is somebody's store, and never replaced.
+            is_mark = entry.name.startswith(_STAGED) and entry.name.removeprefix(_STAGED) in names
+            because = "it says of which recording the copy beside it is" if is_mark else ""
+            yield Leftover(entry.path, "temporary file", entry.size, _age_s([entry], now_s), because)
         elif (
             METADATA_NAME in names
         ):  # hidden files that were moved aside to be deleted; elsewhere folders may be a loader's

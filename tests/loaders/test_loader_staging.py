@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from token_stores import token_store
 from transports import CountingTransport
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, DeadlineError, LayerNotFoundError, StoreExistsError
+from saev_store.errors import ArgumentError, DeadlineError, LayerNotFoundError, StoreExistsError, WriterConflictError
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background, staging
 from saev_store.loaders.staging import open_for_training
-from saev_store.transport import PreadTransport, open_transport
+from saev_store.transport import MemoryTransport, PreadTransport, open_transport
 from saev_store.writer.copying import copy_store
 
 
@@ -377,3 +378,47 @@ def test_a_stale_copy_whose_removal_was_interrupted_is_removed(plain, tmp_path, 
     assert deleted[0] == "metadata.json"
     found = ShardStore.open(stage(plain.path, to, layers=layers))
     np.testing.assert_array_equal(found[:], truth if layers == "all" else truth[:, [1]])
+
+
+@pytest.mark.parametrize("change", ["anew", "repaired"])
+def test_layers_that_were_staged_in_part_are_staged_again_of_another_recording(plain, tmp_path, monkeypatch, change):
+    from saev_store.writer.copying import _layers
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    plain.write_digests(256)
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(_layers, "check_unchanged", killed)
+        stage(plain.path, tmp_path / "near", layers=5)
+    truth = plain.acts[:, [1]]
+    if change == "anew":
+        truth = record_anew(plain)[:, [1]]
+        plain.write_digests(256)
+    else:
+        (plain.path / "digests.json").unlink()
+    np.testing.assert_array_equal(ShardStore.open(stage(plain.path, tmp_path / "near", layers=5))[:], truth)
+
+
+@pytest.mark.parametrize("layers", [5, "all"])
+def test_a_folder_of_staged_copies_may_be_cleaned(plain, tmp_path, layers):
+    """Without its mark a copy of an earlier recording was somebody's store, and never replaced."""
+    from saev_store.writer import clean_leftovers
+
+    near = stage(plain.path, tmp_path / "near", layers=layers)
+    (leftover,) = clean_leftovers(tmp_path / "near", older_than_s=0).leftovers
+    assert "of which recording" in leftover.kept_because
+    truth = record_anew(plain)
+    assert stage(plain.path, tmp_path / "near", layers=layers) == near
+    np.testing.assert_array_equal(ShardStore.open(near)[:], truth[:, [1]] if layers == 5 else truth)
+
+
+def test_a_stale_copy_in_a_bucket_is_removed_only_while_the_lease_lasts(plain):
+    """A process that was suspended in between would remove what another one has made meanwhile."""
+    root = MemoryTransport()
+    for name in ("metadata.json", "acts000000.bin", "acts000001.bin"):
+        root.put(f"x/{name}", b"1")
+    lease = SimpleNamespace(is_ours=lambda: "x/metadata.json" in root.files)
+    with pytest.raises(WriterConflictError):
+        staging._remove(root, "x", lease)
+    assert sorted(root.files) == ["x/acts000000.bin", "x/acts000001.bin"]

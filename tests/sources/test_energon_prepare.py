@@ -544,3 +544,21 @@ def test_what_killed_preparations_left_is_deleted_by_the_next_one(tmp_path):
     prepare(tmp_path, split="1,0,0", progress=False)
     assert {path.name for path in (tmp_path / ".nv-meta").iterdir()} == FILES
     check(EnergonDataset(tmp_path), truth)
+
+
+def test_what_another_process_prepares_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    """To find the tars of many folders takes long."""
+    write_dataset(tmp_path)
+    plainly = prepare_module.find_tars
+
+    def find(*args, **options):
+        found = plainly(*args, **options)
+        monkeypatch.setattr(prepare_module, "find_tars", plainly)
+        prepare(tmp_path, split="1,0,0", num_workers=1, progress=False)
+        return found
+
+    monkeypatch.setattr(prepare_module, "find_tars", find)
+    with pytest.raises(StoreExistsError):
+        prepare(tmp_path, split="0,1,1", num_workers=1, progress=False)
+    dataset = EnergonDataset(tmp_path)
+    assert len(dataset.split("train")) == len(dataset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import tempfile
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.sources._new_file import NewFile
+from saev_store.sources.llmbatch import write_batch_dataset
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport import MemoryTransport, MmapTransport, open_transport
 from saev_store.transport.local.write import TEMP_PREFIX
 
 
@@ -403,3 +405,66 @@ def test_a_document_is_not_added_again_after_a_failed_write(tmp_path, failing, m
     assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "x")] == [
         document[at : at + 20_000].tolist() for at in (0, 20_000, 40_000) * 2
     ]
+
+
+def test_a_builder_that_replaces_and_one_that_must_not_take_turns(tmp_path, monkeypatch):
+    """Otherwise the tokens of one got the index of the other, or went with its failure."""
+    replacing, other = IndexedDatasetBuilder(tmp_path / "x", overwrite=True), IndexedDatasetBuilder(tmp_path / "x")
+    replacing.add_document([1, 2, 3])
+    other.add_document([7, 8, 9])
+    commit, refused = NewFile.commit, []
+
+    def both(self):
+        commit(self)
+        if not refused:
+            refused.append(True)
+            with pytest.raises(WriterConflictError):
+                replacing.finalize()
+
+    monkeypatch.setattr(NewFile, "commit", both)
+    other.finalize()
+    assert refused
+    assert IndexedDataset(tmp_path / "x")[0].tolist() == [7, 8, 9]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_hidden_name_that_could_not_be_deleted_leaves_no_half_of_a_data_set(tmp_path, monkeypatch, number):
+    """A file has its name by then: it loses it again, so that the same call may be repeated. A lock that stays does no harm."""
+    builder, deleted, plainly = IndexedDatasetBuilder(tmp_path / "x"), [], MmapTransport.delete
+
+    def delete(self, path):
+        if TEMP_PREFIX in path:
+            deleted.append(path)
+            if len(deleted) == number + 1:
+                raise TransportError("could not delete: EIO", where=path)
+        plainly(self, path)
+
+    builder.add_document([1, 2, 3])
+    with monkeypatch.context() as changed:
+        changed.setattr(MmapTransport, "delete", delete)
+        if number == 2:
+            assert not builder.finalize()
+        else:
+            with pytest.raises(TransportError):
+                builder.finalize()
+    assert len(deleted) > number
+    left = sorted(file.name for file in tmp_path.iterdir() if not file.name.startswith(TEMP_PREFIX))
+    assert left == (["x.bin", "x.idx"] if number == 2 else [])
+    if number < 2:
+        with IndexedDatasetBuilder(tmp_path / "x") as again:
+            again.add_document([1, 2, 3])
+    assert IndexedDataset(tmp_path / "x")[0].tolist() == [1, 2, 3]
+
+
+def test_without_a_folder_for_temporary_files_nothing_raw_comes_out(monkeypatch):
+    """Where all are read-only."""
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(TransportError, match="no folder for temporary files can be written"):
+        IndexedDatasetBuilder("x", transport=MemoryTransport())
+    with pytest.raises(TransportError, match="no folder for temporary files can be written"):
+        write_batch_dataset("x.batch", iter([np.zeros(5, np.uint32)]), 1, 1, 5, 1, transport=MemoryTransport())

@@ -136,7 +136,7 @@ def test_what_was_moved_aside_to_be_deleted_is_not_unfinished(tmp_path):
 
 
 def test_a_store_that_was_published_meanwhile_is_not_discarded(tmp_path, monkeypatch):
-    this, take = case(), _leftovers._take_locks
+    this, take = case(), _leftovers.take_locks
     begun(open_transport(tmp_path), this)
 
     def late(*arguments: object) -> None:
@@ -144,7 +144,7 @@ def test_a_store_that_was_published_meanwhile_is_not_discarded(tmp_path, monkeyp
             this.append(writer, writer.next_example, this.n)
         take(*arguments)
 
-    monkeypatch.setattr(_leftovers, "_take_locks", late)
+    monkeypatch.setattr(_leftovers, "take_locks", late)
     with pytest.raises(StoreExistsError):
         discard_unfinished(open_transport(tmp_path), this.metadata)
     this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})

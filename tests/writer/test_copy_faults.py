@@ -776,3 +776,20 @@ def test_replacing_never_deletes_a_source_with_another_address(source, tmp_path,
     with pytest.raises(CorruptShardError):
         copy_store(*addresses, replace=True)
     assert {file.name: file.read_bytes() for file in source.path.iterdir()} == before
+
+
+def test_a_writer_that_begins_just_before_a_copy_claims_is_not_taken_for_it(source, tmp_path, monkeypatch):
+    """It would go on in the published copy."""
+    plainly, to, writers = _whole._claim, tmp_path / "to", []
+
+    def begun(*args: object) -> None:
+        writers.append(create_store(open_transport(to), metadata_of(source), progress=False))
+        plainly(*args)
+
+    monkeypatch.setattr(_whole, "_claim", begun)
+    with pytest.raises(IncompleteStoreError, match="no copy of this one"):
+        copy_store(source.path, to)
+    assert not list(to.glob("*/metadata.json"))
+    with writers[0] as writer:
+        writer.append(source.acts, **source.arrays, **({} if source.labels is None else {"labels": source.labels}))
+    check(next(to.iterdir()), source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from transports import LatencyTransport
 from waiting import HANG_S
 
 from saev_store.cli import main
-from saev_store.errors import IncompleteStoreError, NotFoundError
+from saev_store.errors import IncompleteStoreError, NotFoundError, TransportError
 from saev_store.store import ShardStore
 from saev_store.transport import MemoryTransport, UnfinishedUpload, open_transport
 from saev_store.writer import _leftovers, clean_leftovers, create_store, open_repair
@@ -275,3 +276,28 @@ def test_uploads_are_given_up_only_when_they_are_old_and_it_is_meant(monkeypatch
         assert [leftover.kind for leftover in found.leftovers] == ["upload", "upload"]
         assert [leftover.kept_because for leftover in found.leftovers] == kept
         assert [leftover.path for leftover in found.leftovers] == [upload.path for upload in place.uploads[:2]]
+
+
+def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path):
+    """To open one for reading waits for somebody who writes."""
+    this = case()
+    with pytest.raises(KeyboardInterrupt), create_store(open_transport(tmp_path), this.metadata, **OPTIONS):
+        raise KeyboardInterrupt
+    lock = tmp_path / this.name / ".saev_store" / "locks" / "publish.lock"
+    lock.unlink(missing_ok=True)
+    os.mkfifo(lock)
+    assert clean_leftovers(tmp_path, dry_run=True, older_than_s=0).leftovers
+
+
+def test_a_disk_that_dies_while_space_is_reserved_is_told(tmp_path, monkeypatch):
+    """The file that was made for it cannot be removed then."""
+    from saev_store.transport.local import write
+
+    def dead(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(write, "preallocate", dead)
+        changed.setattr(write.os, "unlink", dead)
+        with pytest.raises(TransportError, match="could not reserve"):
+            open_transport(tmp_path).open_sink("a.bin", used_nbytes=5, file_nbytes=5)

@@ -11,7 +11,8 @@ from dense_stores import PlainStore, plain_store
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
-from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError
+from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, WriterConflictError
+from saev_store.export import icechunk as icechunk_export
 
 icechunk = pytest.importorskip("icechunk")
 pytest.importorskip("virtualizarr")
@@ -201,3 +202,29 @@ def test_the_same_store_is_not_appended_twice_and_a_repository_must_exist(tmp_pa
     store.to_icechunk(tmp_path / "repository", chunks=(1, *store.layout.shape[1:]))
     with pytest.raises(ArgumentError, match="already in the repository"):
         store.to_icechunk(tmp_path / "repository", append=True)
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_what_is_appended_meanwhile_is_not_appended_twice_nor_forgotten(tmp_path: Path, monkeypatch, is_same: bool):
+    """To make references takes long for large stores."""
+    first, one, two = (
+        ShardStore.open(plain_store(Layout(6, (2, 5), 3, True, 8, 6), seed=seed, ckpt="same").write(tmp_path / name))
+        for seed, name in ((1, "a"), (2, "b"), (3, "c"))
+    )
+    repository, plainly = tmp_path / "repository", icechunk_export.references
+    first.to_icechunk(repository, chunks=(1, *first.layout.shape[1:]))
+
+    def meanwhile(*args, **options):
+        monkeypatch.setattr(icechunk_export, "references", plainly)
+        (one if is_same else two).to_icechunk(repository, append=True)
+        return plainly(*args, **options)
+
+    monkeypatch.setattr(icechunk_export, "references", meanwhile)
+    with pytest.raises(WriterConflictError):
+        one.to_icechunk(repository, append=True)
+    found = opened(repository)
+    assert len(found.attrs["parts"]) == 2
+    np.testing.assert_array_equal(found.activations[6:].values, (one if is_same else two)[:])
+    if not is_same:
+        one.to_icechunk(repository, append=True)
+        np.testing.assert_array_equal(opened(repository).activations[12:].values, one[:])

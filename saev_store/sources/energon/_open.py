@@ -25,7 +25,7 @@ from saev_store.sources.energon.nvmeta import (
     parse_splits,
 )
 from saev_store.transport import Transport
-from saev_store.transport.checks import os_errors
+from saev_store.transport.checks import os_errors, temporary_folder
 
 #: Size limit of a remote database.
 MAX_INDEX_NBYTES = 16 << 30
@@ -92,7 +92,7 @@ def open_index(transport: Transport, *, max_nbytes: int = MAX_INDEX_NBYTES) -> S
         return SqliteIndex(f"{transport.local_path}/{INDEX_SQLITE}", where=where)
     if nbytes > max_nbytes:
         raise DocumentError(f"it has {nbytes:,} bytes; at most {max_nbytes:,} are fetched", where=where)
-    with os_errors(tempfile.gettempdir(), "write"):
+    with os_errors(temporary_folder(), "write"):
         descriptor, path = tempfile.mkstemp(prefix="saev-store-index-", suffix=".sqlite")
     try:
         with os.fdopen(descriptor, "wb") as file:

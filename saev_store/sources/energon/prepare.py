@@ -150,15 +150,14 @@ def prepare(
         raise ReadOnlyError(f"nothing can be written or listed through {there.name}", where=there.url)
     definition = _definition(sample_type, field_map)
     plan = SplitPlan(split, split_parts)
-    prepared = _exists(there, INFO_JSON) or _exists(there, INFO_YAML)
-    if prepared and not overwrite:
-        raise StoreExistsError("it is prepared already", where=there.url, remedy="Pass overwrite=True.")
+    _check_unprepared(there, overwrite=overwrite)
     if plan.is_empty and not _exists(there, SPLIT_YAML):
         raise ArgumentError(
             "it is not said how to split it", where="split", remedy="Pass split='8,1,1' or split_parts=…."
         )
     shards, problems = find_tars(there, exclude=exclude)
     with there.lock(f"{WORK_FOLDER}/lock"):
+        _check_unprepared(there, overwrite=overwrite)  # to find all tars may take long
         _delete_leftovers(there)
         before = {shard: file_identity(there, shard) for shard, _ in shards}
         facts = _Facts(there.url, len(shards))
@@ -206,6 +205,11 @@ def prepare(
         splits,
         (*problems, *facts.problems, *split_problems, *documents.problems),
     )
+
+
+def _check_unprepared(transport: Transport, *, overwrite: bool) -> None:
+    if not overwrite and (_exists(transport, INFO_JSON) or _exists(transport, INFO_YAML)):
+        raise StoreExistsError("it is prepared already", where=transport.url, remedy="Pass overwrite=True.")
 
 
 def _changed(transport: Transport, before: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -18,7 +18,7 @@ from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, MAX_U32, Header
 from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
-from saev_store.transport.checks import os_errors
+from saev_store.transport.checks import os_errors, temporary_folder
 
 if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
@@ -118,7 +118,9 @@ def write_batch_dataset(
     header = checked_header(path, total_records, batch_size, seq_len, seed)
     if not overwrite:  # before the stream is consumed
         refuse_existing(there, path)
-    with tempfile.TemporaryFile() as spool:
+    with os_errors(temporary_folder(), "collect records"):
+        opened = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+    with opened as spool:
         _collect(_grouped(tokens_iter, header.seq_len), spool, header, progress=progress)
         shape = (header.total_records, header.seq_len)
         tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
@@ -191,7 +193,7 @@ def _collect(groups: Iterator[TokenArray], spool: BinaryIO, header: Header, *, p
             n += len(records)
             if n > total:
                 raise ArgumentError(f"more than the announced {total:,} records came", where="total_records")
-            with os_errors(tempfile.gettempdir(), "collect records"):
+            with os_errors(temporary_folder(), "collect records"):
                 spool.write(records.data)
                 spool.flush()
             bar.advance(records.nbytes)

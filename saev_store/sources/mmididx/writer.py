@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, SaevStoreError, brief
 from saev_store.names import printable
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, full_url, locate
@@ -176,23 +177,24 @@ class IndexedDatasetBuilder:
         Raises:
             ArgumentError: called a second time.
             StoreExistsError: another writer has published a data set of that name meanwhile. Its files stay as they are.
-            WriterConflictError: with `overwrite`, another process replaces the data set at this moment.
+            WriterConflictError: another process publishes a data set of that name at this moment.
         """
         if self._bin is None:
             raise ArgumentError("this data set is complete or abandoned", where="finalize")
         if self._doc_idx[-1] != len(self._sizes):
             self.end_document()
         try:
-            if not self._overwrite:
-                self._publish(self._bin)
-                return
             transport = self._bin.transport
             folder, slash, name = self._idx_path.rpartition("/")
             lock = f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
             with transport.lock(lock):
-                transport.delete(self._idx_path)
-                self._publish(self._bin)
-                transport.delete(lock)
+                if self._overwrite:
+                    transport.delete(self._idx_path)
+                try:
+                    self._publish(self._bin)
+                finally:
+                    with suppress(SaevStoreError):  # it does no harm
+                        transport.delete(lock)
         finally:
             self.abort()
 

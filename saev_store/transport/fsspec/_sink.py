@@ -12,7 +12,7 @@ from saev_store.errors import TransportError
 from saev_store.transport._remote import RemoteTransport
 from saev_store.transport._sink import UploadSink
 from saev_store.transport.base import UnfinishedUpload
-from saev_store.transport.checks import os_errors
+from saev_store.transport.checks import os_errors, temporary_folder
 from saev_store.transport.fsspec._client import FsspecClient
 from saev_store.transport.local.write import FdSink, preallocate
 
@@ -30,7 +30,7 @@ class SpooledSink(FdSink, UploadSink[FsspecClient]):
         self, transport: RemoteTransport[FsspecClient], path: str, *, used_nbytes: int, file_nbytes: int
     ) -> None:
         super().__init__(transport, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        with os_errors(tempfile.gettempdir(), f"reserve {used_nbytes:,} bytes to collect {self._where}"):
+        with os_errors(temporary_folder(), f"reserve {used_nbytes:,} bytes to collect {self._where}"):
             # Without a name, so that a killed process leaves nothing behind.
             with tempfile.TemporaryFile() as spool:
                 self._fd = os.dup(spool.fileno())

@@ -160,7 +160,8 @@ class LocalSink(FdSink):
                         os.ftruncate(self._fd, file_nbytes)
             except SaevStoreError:
                 if created:
-                    os.unlink(where)
+                    with contextlib.suppress(OSError):
+                        os.unlink(where)
                 raise
         except BaseException:
             self.abort()
@@ -356,7 +357,7 @@ def _locked(where: str) -> _LockFile:
 def lock_holder(where: str) -> str:
     """Who holds the lock on a file, in words; "" for nobody, and where that cannot be told. Writes nothing."""
     try:
-        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
         return ""
     try:

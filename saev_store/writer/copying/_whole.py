@@ -21,7 +21,6 @@ from saev_store.errors import (
     SaevStoreError,
     StoreExistsError,
     TransportError,
-    WriterConflictError,
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.store.card import human_bytes
@@ -284,10 +283,10 @@ def _check_claim(folder: Folder, store: ShardStore, *, resume: bool) -> None:
 
 
 def _claim(folder: Folder, store: ShardStore) -> None:
-    """Mark the folder as an unfinished copy."""
+    """Mark the folder as an unfinished copy; an error if a writer has begun there meanwhile."""
     document = {"version": 1, "copy_of": store.url, "metadata": _text(store)}
-    if not folder.exists(CLAIM_PATH) and folder.create(CLAIM_PATH, json.dumps(document, indent=1).encode()) == "taken":
-        raise WriterConflictError("another process has just begun here", where=folder.url, remedy="Wait for it.")
+    if folder.exists(CLAIM_PATH) or folder.create(CLAIM_PATH, json.dumps(document, indent=1).encode()) == "taken":
+        _check_claim(folder, store, resume=True)
 
 
 def _text(store: ShardStore) -> str:
