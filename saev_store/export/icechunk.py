@@ -143,13 +143,13 @@ def _write_to(
         exists = True
     create = icechunk.Repository.open if exists else icechunk.Repository.create
     repository = create(storage, config=config)
-    repository.save_config()
     session = repository.writable_session(_BRANCH)
     conflict = WriterConflictError(
         "another process has written to the repository meanwhile", where=where, remedy="Call again with append=True."
     )
     if tip is not None and session.snapshot_id != tip:  # what was read of the repository is not what it is appended to
         raise conflict
+    repository.save_config()  # not before: it would forget the containers of the other process
     _write(found, session.store, before)
     try:
         return session.commit(f"References to the shards of {found.base}")

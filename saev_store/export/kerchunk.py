@@ -176,7 +176,19 @@ def _inline(data: bytes) -> str:
 
 def _write_parquet(found: References, path: str, storage_options: Mapping[str, object] | None) -> None:
     """The layout of fsspec's `LazyReferenceMapper`: `<array>/refs.<n>.parq` of equally many rows, and `.zmetadata` last."""
+    if "{" in path or "}" in path:  # fsspec's reader fills in what is between them
+        raise ArgumentError(f"{path!r} has braces, which readers of references take for a pattern", where="path")
     target = _writable(path, storage_options)
+    lock = f"{TEMP_PREFIX}lock"
+    with target.lock(lock):
+        try:
+            _write_records(found, path, target)
+        finally:
+            target.delete(lock)
+
+
+def _write_records(found: References, path: str, target: Writes) -> None:
+    """All files of an export, in a folder whose lock is held."""
     # What is begun and not yet renamed is of an export that was killed, or of another one.
     names = {entry.path for entry in _listed(target) if not entry.name.startswith(TEMP_PREFIX)}
     if names and not names & {_ROOT, _UNFINISHED}:

@@ -117,6 +117,8 @@ def _moved_by(n_before: int, shape: Sequence[int]) -> Spec:
 
 def _kvstore(base: str | Mapping[str, object]) -> dict[str, object]:
     """TensorStore's name for a folder."""
+    if isinstance(base, str) and "\\" in base:
+        raise ArgumentError(f"{base!r} has a backslash, which TensorStore takes for a slash", where="base")
     if not isinstance(base, str):
         if "driver" not in base:
             raise ArgumentError(f"{brief(dict(base))} is no kvstore: it names no driver", where="base")

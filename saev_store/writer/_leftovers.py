@@ -40,6 +40,7 @@ _FILE = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin")
 _STORE = re.compile(r"[0-9a-f]{64}")
 _OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
+_UNREPAIRED = "a repair has to be finished: open the store with `repair()`"
 #: What begins the name of the mark of a staged copy.
 _STAGED = f"{TEMPORARY}staged-"
 
@@ -239,7 +240,7 @@ def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
     foreign = sorted(name for name in names - _OURS if not (_SHARD.fullmatch(name) or name.startswith(TEMPORARY)))
     because = ""
     if is_published and folder.exists(JOURNAL):
-        because = "a repair has to be finished: open the store with `repair()`"
+        because = _UNREPAIRED
     elif not is_published and names - {WORK_FOLDER} and not folder.exists(CLAIM_PATH):
         because = "no claim of this package: another program may be writing here"
     elif not is_published and foreign:
@@ -265,6 +266,8 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
                 return error.message
             if is_store and folder.exists(METADATA_NAME):
                 return "it was published meanwhile"
+            if not is_store and folder.exists(JOURNAL):
+                return _UNREPAIRED
             _discard(folder, (folder.names() or ()) if is_store else ())
         if is_store and folder.name:
             _delete_empty(folder)

@@ -849,3 +849,18 @@ def test_the_time_for_an_answer_grows_with_its_bytes(way: str, monkeypatch: pyte
 
         assert asyncio.run(here()) == 3
     assert limits == [90.0]
+
+
+@pytest.mark.parametrize("url", ["s3://lab/a?b", "s3://lab/a#b", "gs://lab/a?b"])
+def test_an_address_that_its_own_text_would_cut_is_refused(url: str) -> None:
+    """What is written there could not be opened again."""
+    with pytest.raises(ArgumentError, match="end the path of an address"):
+        FsspecTransport(url, {"anon": True} if url.startswith("s3") else {"token": "anon"})
+
+
+def test_in_memory_and_on_disks_names_may_hold_what_begins_a_query(tmp_path: Path) -> None:
+    for url in ("memory://a?b", f"file://{tmp_path}/a?b"):
+        transport = FsspecTransport(url)
+        transport.put("x/y", b"1")
+        assert FsspecTransport(url).read("x/y") == b"1"
+        assert [entry.path for entry in transport.list("x")] == ["x/y"]

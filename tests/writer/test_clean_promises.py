@@ -14,7 +14,7 @@ from saev_store.errors import IncompleteStoreError, StoreExistsError, WriterConf
 from saev_store.names import CLAIM_PATH
 from saev_store.transport import Entry, MemoryTransport, open_transport
 from saev_store.writer import ShardWriter, _leftovers, clean_leftovers, create_store, discard_unfinished, unfinished
-from saev_store.writer.folder import TEMPORARY, Folder
+from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
 
@@ -210,3 +210,24 @@ def test_of_what_one_file_does_not_tell_its_age_none_is_told():
     assert _leftovers._age_s([told], 100.0) == 95.0
     assert _leftovers._age_s([told, silent], 100.0) is None
     assert _leftovers._age_s([silent], 100.0) is None
+
+
+def test_a_repair_that_is_killed_while_its_folder_is_cleaned_is_finished_later(tmp_path, monkeypatch):
+    """Its journal came after the look, and before the locks."""
+    this, plainly = case(), _leftovers.take_locks
+    with create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer:
+        this.append(writer, 0, this.n)
+    hidden = tmp_path / this.name / ".saev_store"
+    hidden.mkdir()
+    (hidden / "left").write_bytes(b"")
+
+    def late(*arguments: object) -> None:
+        journal = tmp_path / this.name / JOURNAL
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        journal.write_bytes(b"{}")
+        plainly(*arguments)
+
+    monkeypatch.setattr(_leftovers, "take_locks", late)
+    (found,) = clean_leftovers(tmp_path, older_than_s=0).leftovers
+    assert "a repair has to be finished" in found.kept_because
+    assert (tmp_path / this.name / JOURNAL).exists()

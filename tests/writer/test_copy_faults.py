@@ -793,3 +793,42 @@ def test_a_writer_that_begins_just_before_a_copy_claims_is_not_taken_for_it(sour
     with writers[0] as writer:
         writer.append(source.acts, **source.arrays, **({} if source.labels is None else {"labels": source.labels}))
     check(next(to.iterdir()), source)
+
+
+def test_who_was_overtaken_by_a_copy_of_another_recording_is_told(source, tmp_path, monkeypatch):
+    """Where there are no locks a shard of the one may be among those of the other: its digests tell."""
+    place = MemoryTransport()
+    place.lock = lambda path: contextlib.nullcontext()
+    other = tmp_path / "other" / source.path.name
+    shutil.copytree(source.path, other)
+    source.write_digests(256)
+    anew = Plain(**{**vars(source), "path": other})
+    record_anew(anew, digests=True)
+    plainly = _copier.Copier._transfer
+
+    def whole(plain: Plain) -> None:
+        store = ShardStore.open(str(plain.path))
+        _whole.copy_whole(store, place, store.metadata, resume=True, progress=False)
+
+    def transfer(*args: object) -> object:
+        monkeypatch.setattr(_copier.Copier, "_transfer", plainly)
+        whole(anew)
+        return plainly(*args)
+
+    monkeypatch.setattr(_copier.Copier, "_transfer", transfer)
+    with pytest.raises(StoreExistsError, match="another recording"):
+        whole(source)
+
+
+@pytest.mark.parametrize("options", [{}, {"protocol": "2.1"}, {"replace": True}])
+@pytest.mark.parametrize("to", ["memory://saev-empty-last", "folder"])
+def test_a_listed_last_shard_without_examples_need_not_be_there(tmp_path, to, options):
+    source = plain_store(tmp_path / "source")
+    index = json.loads((source.path / "shards.json").read_text())
+    index.append({**index[-1], "name": f"acts{len(index):06d}.bin"})
+    index[-1].update({key: 0 for key, value in index[-1].items() if isinstance(value, int)})
+    (source.path / "shards.json").write_text(json.dumps(index))
+    to = to if "://" in to else str(tmp_path / to)
+    for _ in range(2):
+        url = copy_store(source.path, to, **options)
+        assert ShardStore.open(url)[:].tobytes() == source.acts.tobytes()

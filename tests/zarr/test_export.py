@@ -21,6 +21,7 @@ from saev_store.cli import main
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, StoreExistsError, WriterConflictError
 from saev_store.export import _references, icechunk, kerchunk
+from saev_store.transport.local.write import TEMP_PREFIX
 
 FORMATS = ["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"]
 NEEDS = {"kerchunk-parquet": ["fastparquet"], "icechunk": ["icechunk", "virtualizarr"], "tensorstore": ["tensorstore"]}
@@ -433,3 +434,38 @@ def test_wrong_usage_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         assert main(["export", store.url, str(tmp_path / "r.json"), *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_exports_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """References of two stores would be mixed, and open."""
+    pytest.importorskip("fastparquet")
+    layout, record = Layout(7, (2, 5), 3, True, 4, 3), kerchunk._record
+    one, two = (
+        ShardStore.open(plain_store(layout, seed=seed).write(tmp_path / name)) for seed, name in ((1, "a"), (2, "b"))
+    )
+    out, refused = str(tmp_path / "out"), []
+
+    def meanwhile(*args):
+        if not refused:
+            refused.append(True)
+            with pytest.raises(WriterConflictError):
+                two.to_kerchunk(out, format="parquet")
+        return record(*args)
+
+    monkeypatch.setattr(kerchunk, "_record", meanwhile)
+    one.to_kerchunk(out, format="parquet")
+    assert refused
+    assert not [name for name in os.listdir(out) if name.startswith(TEMP_PREFIX)]
+
+
+@pytest.mark.parametrize(("name", "export"), [
+    ("a{b}", lambda store, folder: store.to_kerchunk(f"{folder}/out", format="parquet")),
+    ("a\\b", lambda store, folder: ShardStore.open(folder / store.name).to_tensorstore_spec()),
+])  # fmt: skip
+def test_names_that_readers_take_for_something_else_are_refused(tmp_path: Path, name: str, export):
+    """They would read another folder, or fill values."""
+    pytest.importorskip("fastparquet")
+    plain = plain_store(Layout(7, (2, 5), 3, True, 4, 3), seed=1)
+    store = ShardStore.open(plain.write(tmp_path / name))
+    with pytest.raises(ArgumentError, match="braces|backslash"):
+        export(store, tmp_path / name)

@@ -154,7 +154,10 @@ class FsspecClient:
                 ) from None
         fs, root = cast("tuple[FileSystem, str]", found)
         self.root = root.rstrip("/") if root.strip("/") else root
-        above, question, query = self.root.partition("?")
+        # Addresses of web servers have queries; elsewhere a name may hold what begins one, but no address tells it then.
+        above, question, query = self.root.partition("?") if "://" in self.root else (self.root, "", "")
+        if "://" not in self.root and self.protocols[-1] not in NEAR_PROTOCOLS and re.search(r"[?#]", above):
+            raise ArgumentError(f"{above!r} has '?' or '#', which end the path of an address", where="url")
         self._above, self._query = f"{above.rstrip('/')}/" if above else "", question + query
         self.get = getter(self.protocols, fs)
         # By type: a caching file system pretends to have the attributes of the one it wraps. `dir::` can wrap either.

@@ -246,7 +246,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             named = str(info["name"])
             if self.client.protocols in WEB and (named := _linked(named, full)) is None:
                 continue
-            name = named.partition("?")[0].rstrip("/")
+            name = (named.partition("?")[0] if "://" in named else named).rstrip("/")
             if name == full.strip("/") or name == full.rstrip("/"):  # object stores list the folder's own placeholder
                 continue
             relative = f"{path}/{name.rpartition('/')[2]}" if path else name.rpartition("/")[2]
