@@ -123,7 +123,8 @@ class Progress:
 
 def shows_lines_anew() -> bool:
     """Whether standard error is a terminal that can write a line again."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    # Under `pythonw`, and in some services, there is none.
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def human_gb(nbytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from saev_store.cli._wording import as_commands
-from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError
+from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, TransportError
 from saev_store.transport import open_transport
 
 if TYPE_CHECKING:
@@ -223,9 +224,18 @@ def emit(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError as error:
         raise PipeClosedError from error
+    except OSError as error:
+        _discard_output()
+        raise TransportError(f"it cannot be written: {error.strerror}", where="standard output") from error
     except UnicodeEncodeError:
         encoding = sys.stdout.encoding or "ascii"
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def _discard_output() -> None:
+    """Let Python, which flushes standard output again at exit, write to nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # it may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def emit_json(value: object, *, indent: int | None = 2) -> None:

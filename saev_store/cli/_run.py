@@ -110,6 +110,9 @@ def _usage_text(error: Exception) -> UsageText | None:
 
 def run(argv: list[str]) -> int:
     """Run a command; see `saev_store.cli`."""
+    for name in ("stdout", "stderr"):  # closed by the caller: `2>&-`
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # to the end of the process
     debug = "--debug" in argv
     as_json = "--json" in argv
     argv = [argument for argument in argv if argument != "--debug"]
@@ -156,6 +159,9 @@ def run(argv: list[str]) -> int:
         is_usage = isinstance(error, ArgumentError) or (error.where or "").startswith("--")
         return fail(error, USAGE if is_usage else REFUSED)
     except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # of a help text, which the command line library prints
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+            return PIPE_CLOSED
         return error.code if isinstance(error.code, int) else REFUSED
     except Exception as error:
         usage = _usage_text(error)

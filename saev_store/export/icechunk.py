@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 
 from saev_store._runtime.optional import need
+from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import numpy_dtype
 from saev_store.errors import (
     ArgumentError,
@@ -77,6 +78,7 @@ def write_icechunk(
         TransportError: Icechunk cannot write. The same call goes on where an attempt left a repository without commits.
         WriterConflictError: another process has written to the repository meanwhile.
     """
+    append = check_flag(append, name="append")
     for library in ("icechunk", "virtualizarr"):
         need(library, install="saev-store[icechunk]", where="to_icechunk")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from saev_store._runtime.optional import need
-from saev_store.core.arguments import check_choice
+from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import AccessError, ArgumentError, NotFoundError, StoreExistsError
 from saev_store.export._references import ArrayReferences, References, references, warn_if_many
@@ -75,6 +75,7 @@ def write_kerchunk(
         SaevStoreWarning: there are a million references or more.
     """
     check_choice(format, ("json", "parquet"), name="format")
+    templates = check_flag(templates, name="templates")
     if format == "parquet":
         need("fastparquet", install="saev-store[kerchunk]", where="format")
     elif base == "":

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.core.token_arrays import NONE, shown_names
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.store.selection import Selection
 
 #: The label of special tokens, which have none.
@@ -51,7 +51,7 @@ class TokenColumns:
         labels: The column `token_labels`, (n_examples, content tokens), or None.
 
     Raises:
-        ArgumentError: the store has no such array.
+        ArgumentError: the store has no such array, or `labels` is no such column.
         NotFoundError, DocumentError: the file of an array is missing, or has another size than the documents imply.
     """
 
@@ -71,6 +71,12 @@ class TokenColumns:
         if space.tokens.start + space.tokens.count <= space.layout.n_special_tokens:
             return
         if labels is not None:
+            shape = (space.layout.n_examples, space.layout.content_tokens_per_example)
+            # Callers may not check types.
+            is_array = hasattr(labels, "dtype") and hasattr(labels, "shape")
+            what = f"{labels.dtype} {labels.shape}" if is_array else kind_of(labels)
+            if what != f"uint8 {shape}":
+                raise ArgumentError(f"labels is {what}; it must be uint8 {shape}, as `store.labels`", where="labels")
             self._columns[_LABELS] = (labels, np.uint8(NO_LABEL))
         if arrays is None:
             return

@@ -8,6 +8,7 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
+from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Labels, RowSpace
 from saev_store.errors import ArgumentError
@@ -299,7 +300,12 @@ class ShuffledLoader(Loader):
         """The examples, counted among the chosen ones, of this rank's rows in a batch of the current epoch, int64.
 
         By arithmetic alone: nothing is read.
+
+        Raises:
+            ArgumentError: the epoch has no such batch.
         """
+        if check_count(batch, name="batch", least=0) >= len(self):
+            raise ArgumentError(f"batch is {batch}; the epoch has {len(self)} batches", where="batch")
         n_tokens, found = self._space.tokens.count, list[IntArray]()
         for part in self._partitions(self._epoch):
             share = part.order.rows_per_tick

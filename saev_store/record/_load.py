@@ -194,7 +194,10 @@ def _fill_missing(model: torch.nn.Module, missing: Sequence[str], name: str) -> 
 def _loading(name: str, *, progress: bool | None, attention: str | None = None) -> Generator[None]:
     """Turns errors of transformers into those of this package."""
     try:
-        with _bars(shown=sys.stderr.isatty() if progress is None else progress), _without_report():
+        with (
+            _bars(shown=(sys.stderr is not None and sys.stderr.isatty()) if progress is None else progress),
+            _without_report(),
+        ):
             yield
     except MemoryError:
         raise

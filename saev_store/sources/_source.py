@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Self, SupportsIndex, TypeVar
 
 import numpy as np
 
-from saev_store.core.arguments import check_count
+from saev_store.core.arguments import check_count, check_flag
 from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.names import printable
 
@@ -87,6 +87,8 @@ class Source(ABC, Generic[SampleT_co]):
         Raises:
             SelectionError: no sample has that key.
         """
+        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise SelectionError(f"{brief(key)} is no key; keys are texts, '0' to '{len(self) - 1}'", where="key")
         if key.isascii() and key.isdigit() and len(key) <= 19 and int(key) < len(self) and str(int(key)) == key:
             return int(key)
         raise SelectionError(f"no sample has the key {brief(key)}; keys are '0' to '{len(self) - 1}'", where="key")
@@ -173,10 +175,10 @@ def steps(n: int, batch_size: int, *, start: int = 0, drop_last: bool = False) -
     >>> list(steps(7, 3))
     [(0, 3), (3, 6), (6, 7)]
     """
-    batch_size = check_count(batch_size, name="batch_size")
+    batch_size, drops = check_count(batch_size, name="batch_size"), check_flag(drop_last, name="drop_last")
     for first in range(check_count(start, name="start", least=0), n, batch_size):
         end = min(first + batch_size, n)
-        if end - first == batch_size or not drop_last:
+        if end - first == batch_size or not drops:
             yield first, end
 
 

@@ -266,6 +266,12 @@ def _choices(name: str, dtype: np.dtype[np.generic], wanted: object) -> npt.NDAr
             f"{name} is asked to be {brief(wanted)}; it must be a number of {dtype.name}, or a list of them",
             where="where",
         )
+    if dtype.kind in "iu" and choices.size:
+        least, most = np.iinfo(dtype.name).min, np.iinfo(dtype.name).max
+        if choices.dtype.kind == "b" or not least <= int(choices.min()) <= int(choices.max()) <= most:
+            raise SelectionError(
+                f"{name} is asked to be {brief(wanted)}; it must be integers from {least} to {most}", where="where"
+            )
     if choices.dtype == np.uint64 and dtype.kind != "f":  # else NumPy compares them with int64 as float64
         choices = choices[choices <= np.iinfo(np.int64).max].astype(np.int64)
     if choices.dtype.kind == "f":  # 0.1 means the number that the array has for it

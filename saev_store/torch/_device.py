@@ -150,6 +150,11 @@ def copies_to(device: str) -> Copies | None:
         if not torch.cuda.is_available():
             raise ArgumentError(f"{device!r} was asked for, but PyTorch sees no GPU", where="device")
         return CudaCopies(wanted)
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:  # NotImplementedError is one
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(f"{device!r} was asked for, but cannot be used here: {reason}", where="device") from error
     return PlainCopies(wanted)
 
 

@@ -90,7 +90,7 @@ class Examples(Sequence[ExampleBatch]):
 
 
 def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
-    """One example of a batch: `act` (d_model,) or (layers, d_model), everything else a number; a token without a label has none.
+    """One example of a batch: `act` (d_model,) or (layers, d_model), everything else a number; the label of special tokens is 255.
 
     Positions and labels are Python's integers. Numbers of token arrays are NumPy's, of the array's dtype, which PyTorch's own
     `collate_fn` keeps.
@@ -103,6 +103,6 @@ def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
                 one if name == "act" else one.item() if name in _INTEGERS else cast("np.generic", one.numpy()[()])
             )
     label = found.pop("token_labels", None)
-    if label is not None and isinstance(token := found["token_idx"], int) and token >= 0:
+    if label is not None:  # also of special tokens, or PyTorch's own `collate_fn` loses those of a batch
         found["token_label"] = label
     return found

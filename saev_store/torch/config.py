@@ -9,7 +9,6 @@ import numpy as np
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError
 from saev_store.loaders import ReadOptions, ShuffleOptions, options_class
@@ -64,21 +63,26 @@ def text_of_path(value: object) -> object:
 
 
 def _examples(value: object) -> object:
-    """Positions as integers; masks as positions."""
+    """Positions as integers, masks as booleans; `ShardStore.sel` compares these with the store."""
     if value is None or isinstance(value, slice):
         return cast("object", value)
+    if not isinstance(value, (int, list, tuple, range, np.ndarray, np.generic)) or isinstance(value, bool):
+        raise ValueError("it must be a position, a list of them, a slice, or a mask")  # noqa: TRY004  # pydantic's way to say so
     found = np.asarray(value)
-    if found.ndim == 0:  # one position, or nothing that pydantic lets through
-        return (found.item(),) if found.dtype.kind in "iu" else value
-    return tuple((np.flatnonzero(found) if found.dtype == np.bool_ else found).tolist())
+    listed = cast("tuple[object, ...]", value) if isinstance(value, (list, tuple)) else ()
+    if found.dtype.kind != "b" and any(isinstance(one, bool) for one in listed):
+        raise ValueError("it must be positions, or a mask of booleans")
+    return (found.item(),) if found.ndim == 0 else tuple(found.tolist())
 
 
 def _layers(value: object) -> object:
     """Labels of layers; a boolean is none, though Python counts it among the integers."""
     several = cast("tuple[object, ...]", value) if isinstance(value, (list, tuple)) else (value,)
-    if any(isinstance(one, (bool, np.bool_)) for one in several):
+    if isinstance(value, (set, frozenset)) or any(isinstance(one, (bool, np.bool_)) for one in several):
         raise ValueError("it must be a label of a layer, or several, which are integers")
-    return cast("object", value)
+    if isinstance(value, (list, tuple)):
+        return tuple(one.item() if isinstance(one, np.integer) else one for one in several)
+    return cast("object", value.item() if isinstance(value, np.integer) else value)
 
 
 def _values(value: object) -> object:
@@ -91,8 +95,12 @@ def _values(value: object) -> object:
 
 Shards = Annotated[str, BeforeValidator(text_of_path), Field(validation_alias=AliasChoices("shards", "shard_root"))]
 WhichTokens = Annotated[Tokens, BeforeValidator(_tokens), Field(validation_alias=AliasChoices("tokens", "patches"))]
-Layer = Annotated[LayerKey | tuple[LayerKey, ...] | Literal["all"], BeforeValidator(_layers)]
-Examples = Annotated[tuple[int, ...] | slice, BeforeValidator(_examples)]
+# Types are as exact as those of `ShardStore.sel`: no text and no fraction becomes an integer.
+_Label = pydantic.StrictInt | tuple[pydantic.StrictInt, pydantic.StrictStr]
+Layer = Annotated[_Label | tuple[_Label, ...] | Literal["all"], BeforeValidator(_layers)]
+Examples = Annotated[
+    tuple[pydantic.StrictBool, ...] | tuple[pydantic.StrictInt, ...] | slice, BeforeValidator(_examples)
+]
 _Value = pydantic.StrictBool | pydantic.StrictInt | pydantic.StrictFloat
 #: Name of a token array to the value, or to the values, that a token may have.
 Conditions = dict[str, Annotated[tuple[_Value, ...] | _Value, BeforeValidator(_values)]]

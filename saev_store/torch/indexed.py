@@ -36,8 +36,8 @@ class IndexedDataset(Dataset[ExampleBatch]):
     """The rows of a selection by number: `dataset[i]` for one, `dataset.batch(numbers)` for many at once.
 
     An example is a dict: `act` float32 (d_model,), `example_idx`, `token_idx` (-1 for the special token), with several
-    layers `layer`, with hook points `layer_key_idx` (its position in `layer_keys`), the token arrays that `cfg` names, and `token_label` where the store has labels and the token is
-    content. With `stack_layers` `act` is (layers, d_model), and there is no `layer`. May be used with
+    layers `layer`, with hook points `layer_key_idx` (its position in `layer_keys`), the token arrays that `cfg` names, and `token_label`
+    where the store has labels (255 for special tokens). With `stack_layers` `act` is (layers, d_model), and there is no `layer`. May be used with
     `DataLoader(dataset, batch_size=…, collate_fn=IndexedDataset.collate)`: each batch is then gathered at once, which is
     much faster than example by example. Without `collate_fn` batches have the same values and dtypes, except that they have
     `token_label`. Can be pickled and inherited by workers.

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from saev_store.core.arguments import check_flag
 from saev_store.core.layout import shard_name
 from saev_store.errors import (
     AccessError,
@@ -188,6 +189,7 @@ def clean_leftovers(
         ReadOnlyError: the transport cannot list, or cannot write.
         NotFoundError: there is no such folder.
     """
+    dry_run = check_flag(dry_run, name="dry_run")
     root_transport = root if isinstance(root, Transport) else open_transport(root)
     if not isinstance(root_transport, Lists):
         raise ReadOnlyError(f"the engine {root_transport.name!r} cannot list files", where=root_transport.url)

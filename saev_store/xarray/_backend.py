@@ -82,7 +82,7 @@ class SaevBackend(BackendEntrypoint):
         filename_or_obj: str | os.PathLike[str] | ShardStore,
         *,
         drop_variables: str | Iterable[str] | None = None,
-        group: str | None = None,
+        group: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, object] | None = None,
         damaged_ok: bool = False,
         **decoders: object,
@@ -103,7 +103,9 @@ class SaevBackend(BackendEntrypoint):
             SaevStoreError: as `ShardStore.open`.
         """
         _check_decoders(decoders)
-        name = (group or "").strip("/")
+        if group is not None and not isinstance(group, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"group is {brief(group)}; it must be the name of a folder, or None", where="group")
+        name = (os.fspath(group) if group else "").strip("/")
         if isinstance(filename_or_obj, ShardStore):
             if name:
                 raise ArgumentError(f"an opened store has no group {group!r}", where="group")
@@ -204,7 +206,16 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
         variables[HOOK_POINT] = xarray.Variable("layer", np.array(layout.hook_points))
     for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task
         variables[name].encoding["preferred_chunks"] = {**variables[name].sizes, "example": task_lengths(layout)}
-    left_out = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
+    try:
+        left_out = (
+            {drop_variables}
+            if isinstance(drop_variables, str)
+            else set(() if drop_variables is None else drop_variables)
+        )
+    except TypeError:
+        raise ArgumentError(
+            f"drop_variables is {brief(drop_variables)}; it must be a name, or a list of names", where="drop_variables"
+        ) from None
     # netCDF has neither objects nor booleans as attributes. Hook points are a coordinate.
     attributes = {
         name: json.dumps(value) if isinstance(value, dict) else int(value) if isinstance(value, bool) else value

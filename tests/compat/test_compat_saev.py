@@ -20,6 +20,7 @@ from saev_store.compat import saev
 from saev_store.compat.saev._loaders import Reservoir
 from saev_store.errors import (
     ArgumentError,
+    DocumentError,
     IncompleteStoreError,
     LayerNotFoundError,
     NotFoundError,
@@ -481,3 +482,12 @@ def test_bad_arguments_of_labels_of_pixels():
     for arguments in bad:
         with pytest.raises(ArgumentError, match=next(iter(arguments))):
             saev.pixel_to_patch_labels(**{"seg": seg, "n_patches": 4, "patch_size": 2} | arguments)
+
+
+def test_a_way_to_aggregate_that_the_reference_project_does_not_know_is_told(tmp_path):
+    """`ShardStore` opens it: the protocol has any text there."""
+    plain = plain_store(tmp_path)
+    document = json.loads((plain.path / "metadata.json").read_text())
+    (plain.path / "metadata.json").write_text(json.dumps({**document, "pixel_agg": "max"}))
+    with pytest.raises(DocumentError, match="pixel_agg"):
+        saev.Metadata.load(plain.path)

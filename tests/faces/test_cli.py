@@ -584,6 +584,38 @@ def test_a_closed_pipe_is_quiet(store):
     assert result.stdout == "141\n"
 
 
+@pytest.mark.parametrize("arguments", ["--help", "copy --help", "--version"])
+def test_a_closed_pipe_of_a_help_text_is_quiet(arguments):
+    text = f'"{sys.executable}" -m saev_store {arguments} | true; echo "${{PIPESTATUS[0]}}"'
+    result = subprocess.run(["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_S)
+    assert (result.stdout, result.stderr) == ("141\n", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_no_defect(store):
+    text = f'"{sys.executable}" -m saev_store info "{store.path}" > /dev/full'
+    result = subprocess.run(["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: standard output: it cannot be written: No space left")
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_a_command_whose_output_is_closed_does_its_work(store, tmp_path, closed):
+    ends = " ".join(f"{number}>&-" for number in closed.split())
+    text = f'"{sys.executable}" -m saev_store copy "{store.path}" "{tmp_path}/to" {ends}'
+    result = subprocess.run(["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert result.returncode == 0, result.stderr
+    assert len(list(tmp_path.glob("to/*/metadata.json"))) == 1
+
+
+def test_an_address_with_a_scheme_of_one_letter_is_no_folder(run, store, tmp_path, monkeypatch):
+    """fsspec takes it for a drive of Windows."""
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("copy", store.path, "x://y")
+    assert (code, list(tmp_path.iterdir())) == (1, [])
+    assert "Protocol not known: x" in err
+
+
 @pytest.mark.parametrize("receiver", ["main thread", "any thread"])
 def test_interrupt(tmp_path, receiver):
     """Ctrl-C while reads hang forever, whichever thread receives the signal."""

@@ -449,6 +449,27 @@ def test_examples_of_a_batch_are_those_that_it_holds(batch_size: int, plain: Pla
     loader = ShuffledLoader(ShardStore.open(plain.path).sel(layer=5), batch_size=batch_size, n_partitions=2)
     foretold = [loader.examples_of(number).tolist() for number in range(len(loader))]
     assert [batch["example_idx"].tolist() for batch in loader] == foretold
+    for batch in (-1, len(loader), None, 1.5, "x", True):
+        with pytest.raises(ArgumentError, match="batch"):
+            loader.examples_of(batch)
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_labels_of_another_shape_or_type_are_refused(plain: Plain, kind):
+    """Those with a column for special tokens, or of another store, would be wrong ones."""
+    rows = ShardStore.open(plain.path).sel(layer=5, tokens="all")
+    n_examples, n_tokens = rows.space.layout.n_examples, rows.space.layout.content_tokens_per_example
+    for shape in (
+        (n_examples, n_tokens + 1),
+        (n_examples + 2, n_tokens),
+        (n_examples, n_tokens - 1),
+        (n_examples * n_tokens,),
+    ):
+        with pytest.raises(ArgumentError, match="labels"):
+            kind(rows, batch_size=8, labels=np.ones(shape, np.uint8))
+    for labels in (np.ones((n_examples, n_tokens), np.int64), np.ones((n_examples, n_tokens)), 5):
+        with pytest.raises(ArgumentError, match="labels"):
+            kind(rows, batch_size=8, labels=labels)
 
 
 @pytest.mark.parametrize(

@@ -160,9 +160,7 @@ def test_indexed_rows(plain):
         assert torch.equal(example["act"], torch.from_numpy(expected))
         assert (example["example_idx"], example["token_idx"] + 1) == (i // 24, i % 8)
         assert example["layer"] == (2, 5, 11)[i // 8 % 3]
-        assert ("token_label" in example) == (i % 8 > 0)
-        if i % 8:
-            assert example["token_label"] == plain.labels[i // 24, i % 8 - 1]
+        assert example["token_label"] == (plain.labels[i // 24, i % 8 - 1] if i % 8 else 255)
     for bad in (-1, len(dataset)):
         with pytest.raises(IndexError, match=f"example {bad} of a dataset of {len(dataset)}"):
             dataset[bad]
@@ -658,8 +656,34 @@ def test_chosen_examples(kind, damaged, tmp_path):
         loader = make(plain, kind, examples=examples, damaged_ok=damaged)
         found = [batch["example_idx"].clone() for batch in loader if check(plain, batch) is None]
         assert sorted(torch.cat(found).tolist()) == sorted(np.arange(43)[examples].tolist() * 7)
-    with pytest.raises(ConfigError, match="examples"):
-        make(plain, kind, examples=["some"])
+    for no_positions in (["some"], ["1"], [1.0], {1, 2}, True, [True, 2], np.ones((43, 1), bool)):
+        with pytest.raises(ConfigError, match="examples"):
+            make(plain, kind, examples=no_positions)
+    for mask in (left[:-1], np.ones(44, bool)):
+        with pytest.raises(SelectionError, match="mask"):
+            make(plain, kind, examples=mask, damaged_ok=damaged)
+
+
+@pytest.mark.parametrize("layer", ["5", 5.0, b"5", {5}, ("5", "2"), (5.0,)], ids=str)
+def test_what_is_no_label_of_a_layer_becomes_none(layer):
+    with pytest.raises(ConfigError, match="layer"):
+        OrderedConfig(layer=layer)
+    assert OrderedConfig(layer=np.int64(5)).layer == 5
+    assert OrderedConfig(layer=[np.int64(5), 2]).layer == (5, 2)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2, 0]])
+def test_batches_of_the_default_collate_function_have_all_labels(plain, rows):
+    """Also those that begin with a special token, whose label is 255."""
+    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer=5, tokens="all"))
+    batch = next(iter(torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, rows), batch_size=3)))
+    assert batch["token_label"].tolist() == [int(plain.labels[0, row - 1]) if row else 255 for row in rows]
+
+
+@pytest.mark.parametrize("device", ["mps", "xla"])
+def test_a_device_that_cannot_be_used_is_told(plain, device):
+    with pytest.raises(ArgumentError, match="cannot be used here"):
+        OrderedDataLoader(OrderedConfig(shards=plain.path, layer=5, device=device))
 
 
 @every_loader

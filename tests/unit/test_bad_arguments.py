@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
-from saev_store.errors import ArgumentError, IncompleteStoreError
+from saev_store.errors import ArgumentError, IncompleteStoreError, SelectionError
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, behind_bos, below_norms, stage
 from saev_store.record import Images, Texts
 from saev_store.sources import MapStyle, open_source, reopen
+from saev_store.sources._source import steps
 from saev_store.sources.caches import import_cache
 from saev_store.sources.energon.prepare import prepare
-from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.sources.llmbatch import write_batch_file
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, split_documents
 from saev_store.sources.provenance import source_of
 from saev_store.stats import store_stats
 from saev_store.transport import MemoryTransport
 from saev_store.transport.limit import Rate
-from saev_store.writer import create_store, finalize_store
+from saev_store.writer import clean_leftovers, create_store, finalize_store
 from saev_store.writer.copying import copy_store
 from saev_store.writer.importing import from_array
 
@@ -304,3 +306,34 @@ def test_what_a_server_is_told() -> None:
                 call(junk)
             except SaevStoreError as error:
                 assert str(error), name
+
+
+BOOLEANS_BY_NAME: dict[str, Callable[[Path], object]] = {
+    "write_batch_file": lambda folder: write_batch_file(folder / "x", np.zeros((4, 5), np.uint32), 2, overwrite="no"),
+    "IndexedDatasetBuilder": lambda folder: IndexedDatasetBuilder(folder / "x", overwrite="no"),
+    "batches": lambda folder: next(steps(7, 3, drop_last="no")),
+    "clean": lambda folder: clean_leftovers(folder, dry_run="no"),
+    "to_kerchunk": lambda folder: ShardStore.open(SAMPLE).to_kerchunk(str(folder / "x.json"), templates="no"),
+}
+
+
+@pytest.mark.parametrize("call", BOOLEANS_BY_NAME.values(), ids=BOOLEANS_BY_NAME)
+def test_text_is_no_boolean(call: Callable[[Path], object], tmp_path: Path):
+    """ "no" would count as true, and replace files."""
+    with pytest.raises(ArgumentError, match="it must be True or False"):
+        call(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("weights", [0.8, "8,2", [1e308, 1e308], ["8", "2"], [], [0, 0], [-1, 2], [float("nan")], None])
+def test_what_are_no_weights_of_documents_is_told(weights: object):
+    with pytest.raises(ArgumentError, match="weights"):
+        split_documents(10, weights)
+    assert split_documents(10, np.array([8, 2])) == [range(8), range(8, 10)]
+
+
+@pytest.mark.parametrize("wanted", [True, [False, True], np.arange(256) > 4, 300, -1, [1, 256]], ids=str)
+def test_a_condition_on_labels_takes_labels_only(wanted: object):
+    """A mask over labels is no list of the labels 0 and 1."""
+    with pytest.raises(SelectionError, match="labels is asked to be"):
+        ShardStore.open(SAMPLE).sel(layer=5, where={"labels": wanted})

@@ -177,3 +177,10 @@ def test_where_a_bar_is_shown_if_nobody_says_it(
         Progress(1, "writing", shown=shown).close()
         assert len(drawn) == n_bars
         drawn.clear()
+
+
+def test_without_a_standard_error_nothing_is_shown(drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch):
+    """Under `pythonw`, and in some services."""
+    monkeypatch.setattr("sys.stderr", None)
+    Progress(1, "writing", shown=None).close()
+    assert drawn == []

@@ -76,7 +76,11 @@ def test_unknown_options_are_refused(root: Path, stores: list[PlainStore]):
             open_(where, engine=SaevBackend, dammaged_ok=True)
 
 
-@pytest.mark.parametrize("dropped", ["labels", ["labels", "content_token", "example"], ["no such variable"]], ids=str)
+@pytest.mark.parametrize(
+    "dropped",
+    ["labels", ["labels", "content_token", "example"], ["no such variable"], np.array(["labels", "token"])],
+    ids=str,
+)
 def test_variables_are_dropped(dropped: object, root: Path, stores: list[PlainStore]):
     where = root / stores[0].name
     left_out = {dropped} if isinstance(dropped, str) else set(dropped)
@@ -88,6 +92,16 @@ def test_variables_are_dropped(dropped: object, root: Path, stores: list[PlainSt
     store = ShardStore.open(where)
     for open_ in (xr.open_dataset, xr.open_datatree):
         assert set(open_(store, engine=SaevBackend, drop_variables=dropped).variables) == everything - left_out
+        with pytest.raises(ArgumentError, match="drop_variables"):
+            open_(store, engine=SaevBackend, drop_variables=5)
+
+
+def test_a_group_may_be_a_path_and_nothing_else_but_a_name(root: Path, stores: list[PlainStore]):
+    name = stores[0].name
+    with xr.open_dataset(root, engine=SaevBackend, group=Path(name)) as dataset:
+        assert "activations" in dataset
+    with pytest.raises(ArgumentError, match="group"):
+        xr.open_dataset(root, engine=SaevBackend, group=5)
 
 
 def test_a_group_is_a_store_below_a_root(root: Path, stores: list[PlainStore]):

@@ -15,7 +15,7 @@ import numpy as np
 from saev_store import ShardStore, documents, new_metadata
 from saev_store.core.arguments import check_choice, check_count
 from saev_store.core.rows import Tokens, row_space
-from saev_store.errors import ArgumentError, SelectionError, StoreExistsError, UnsafeContentError, brief
+from saev_store.errors import ArgumentError, DocumentError, SelectionError, StoreExistsError, UnsafeContentError, brief
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Writes, open_transport
 
@@ -82,14 +82,17 @@ class Metadata:
 
         Raises:
             NotFoundError: there is no metadata.json in the folder.
-            DocumentError: it breaks a rule of the protocol.
+            DocumentError: it breaks a rule of the protocol, or has a `pixel_agg` that the reference project does not know.
         """
         raw = open_transport(shards_dir).read(METADATA_NAME, max_bytes=documents.METADATA_MAX_NBYTES)
         document = documents.parse_metadata(raw, where=str(Path(shards_dir) / METADATA_NAME))
         data = document.data if isinstance(document.data, str) else json.dumps(document.data, separators=(",", ":"))
         values = {field.name: getattr(document, field.name) for field in fields(cls)}
         values |= {"data": data, "dataset": Path(document.dataset or "")}
-        values["pixel_agg"] = PixelAgg(document.pixel_agg or "majority")
+        try:
+            values["pixel_agg"] = agg_of(document.pixel_agg or "majority")
+        except ArgumentError as error:
+            raise DocumentError(error.message, where=str(Path(shards_dir) / METADATA_NAME)) from None
         found = object.__new__(cls)  # what was read is checked, and need not be something that is still written
         vars(found).update(values, document=document)
         return found

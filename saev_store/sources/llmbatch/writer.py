@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_count
+from saev_store.core.arguments import check_count, check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
@@ -70,6 +70,7 @@ def write_batch_file(
         raise ArgumentError(f"the shape is {tokens.shape}; it must be (records, seq_len)", where="tokens_array")
     if seq_len is not None and seq_len != tokens.shape[1]:
         raise ArgumentError(f"seq_len is {brief(seq_len)}, but records have {tokens.shape[1]} tokens", where="seq_len")
+    overwrite = check_flag(overwrite, name="overwrite")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
     header = checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
     return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
@@ -114,6 +115,7 @@ def write_batch_dataset(
         ArgumentError: a record has another shape, more or fewer come than announced, or a number is out of range.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
     """
+    overwrite = check_flag(overwrite, name="overwrite")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
     header = checked_header(path, total_records, batch_size, seq_len, seed)
     if not overwrite:  # before the stream is consumed

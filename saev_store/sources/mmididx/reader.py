@@ -353,9 +353,14 @@ def split_documents(n_documents: int, weights: Sequence[float]) -> list[range]:
     [range(0, 8), range(8, 9), range(9, 10)]
     """
     n_documents = check_count(n_documents, name="n_documents", least=0)
-    total = math.fsum(weights)
-    if not weights or min(weights) < 0 or not 0 < total < math.inf:
-        raise ArgumentError(f"{brief(weights)} are no weights: none may be negative, one positive", where="weights")
+    refusal = ArgumentError(f"{brief(weights)} are no weights: none may be negative, one positive", where="weights")
+    try:
+        weights = [float(weight) for weight in weights if not isinstance(weight, str)]
+        is_right = len(weights) > 0 and min(weights) >= 0 and 0 < math.fsum(weights) < math.inf
+    except (TypeError, ValueError, OverflowError):
+        raise refusal from None
+    if not is_right:
+        raise refusal
     last = max(i for i, weight in enumerate(weights) if weight > 0)
     # Shares first, then their sums, then the product: in this order the rounding errors are Megatron's as well.
     shares = np.asarray(weights, np.float64) / np.sum(np.asarray(weights, np.float64))

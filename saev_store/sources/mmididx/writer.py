@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
+from saev_store.core.arguments import check_flag
 from saev_store.errors import ArgumentError, SaevStoreError, brief
 from saev_store.names import printable
 from saev_store.sources._new_file import NewFile, refuse_existing
@@ -70,6 +71,7 @@ class IndexedDatasetBuilder:
         engine: Engine = "auto",
         transport: Transport | None = None,
     ) -> None:
+        overwrite, multimodal = check_flag(overwrite, name="overwrite"), check_flag(multimodal, name="multimodal")
         code_of(dtype)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         limits = np.iinfo(self.dtype.name) if self.dtype.kind in "iu" else None

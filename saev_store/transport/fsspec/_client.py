@@ -140,6 +140,8 @@ class FsspecClient:
                 inner = cast("Mapping[str, object]", options.get(protocol) or {})
                 if found := tuned(protocol, inner):
                     options[protocol] = found
+        if drive := next((link for link in self.url.split("::") if re.match(r"[a-zA-Z]://", link)), None):
+            raise self._missing(f"Protocol not known: {drive[0]}")  # fsspec takes it for a drive of Windows
         with self.errors("open", self.safe_url):
             try:
                 found = core.url_to_fs(self.url, **options)

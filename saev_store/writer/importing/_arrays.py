@@ -326,7 +326,15 @@ def _numbers(array: Sliceable) -> np.dtype[np.generic]:
     try:
         return np.dtype(cast("Any", array.dtype))
     except TypeError:
-        return as_array(array[slice(0, 0),], where="array").dtype
+        try:
+            none = array[slice(0, 0),]
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # a sparse tensor
+            raise ArgumentError(
+                f"{kind_of(array)} that cannot be sliced: {error}",
+                where="array",
+                remedy="Pass a dense tensor, or a NumPy array.",
+            ) from error
+        return as_array(none, where="array").dtype
 
 
 def _dtype_of(array: Sliceable) -> np.dtype[np.generic]:
