@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
@@ -422,3 +423,20 @@ def test_a_stale_copy_in_a_bucket_is_removed_only_while_the_lease_lasts(plain):
     with pytest.raises(WriterConflictError):
         staging._remove(root, "x", lease)
     assert sorted(root.files) == ["x/acts000000.bin", "x/acts000001.bin"]
+
+
+@pytest.mark.parametrize("layers", [5, "all"])
+def test_copies_of_two_sources_with_the_same_metadata_do_not_replace_each_other(plain, tmp_path, layers):
+    """Who reads the first copy would get the vectors of the second source."""
+    plain.write_digests(256)
+    near = stage(plain.path, tmp_path / "near", layers=layers)
+    other = tmp_path / "other" / plain.path.name
+    shutil.copytree(plain.path, other)
+    assert stage(other, tmp_path / "near", layers=layers) == near  # of the same recording
+    truth = plain.acts.copy()
+    anew = Plain(other, plain.acts, plain.per_shard, plain.labels, plain.arrays)
+    record_anew(anew)
+    anew.write_digests(256)
+    with pytest.raises(StoreExistsError, match="of another recording"):
+        stage(other, tmp_path / "near", layers=layers)
+    np.testing.assert_array_equal(ShardStore.open(near)[:], truth[:, [1]] if layers == 5 else truth)
