@@ -52,6 +52,9 @@ def open_transport(
         raise ArgumentError(f"{text!r} is not an address: pass a path or a URL as str", where="url")
     if engine == "memory":
         return MemoryTransport(label=text.removeprefix("memory://").strip("/"))
+    scheme, separator, rest = text.partition("://")
+    if separator and "::" not in scheme:  # neither client knows schemes in capitals
+        text = f"{scheme.lower()}://{rest}"
     path = _local_path(text)
     if path is None and (engine == "obstore" or (engine == "auto" and _obstore_fits(text, storage_options or {}))):
         from saev_store.transport.obstore._transport import ObstoreTransport

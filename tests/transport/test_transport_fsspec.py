@@ -1152,3 +1152,17 @@ def test_a_range_that_took_too_long_is_told_without_another_request(fake, one, m
     monkeypatch.setattr(fake, "_size", lambda *_, **__: pytest.fail("asked for the size"))
     with pytest.raises(DeadlineError):
         one(fake, "a.bin", 2, 8)
+
+
+def test_a_document_of_a_server_that_does_not_answer_is_asked_for_once(fake, monkeypatch):
+    """Google's client takes a minute to give up; only a refused range may be one of an empty file."""
+    asked = []
+
+    def ask(operation, *_, **__):
+        asked.append(operation)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(fake.client, "ask", ask)
+    with pytest.raises(TransportError, match="no route"):
+        fake.read("metadata.json", max_bytes=10)
+    assert asked == ["cat_file"]

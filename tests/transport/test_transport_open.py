@@ -152,3 +152,9 @@ def test_what_only_fsspec_understands_leaves_the_choice_to_it():
 def test_a_transport_in_memory_shows_its_label(url: str):
     transport = open_transport(url, engine="memory")
     assert (transport.url, transport.at("c").url, transport.list()) == ("memory://a/b", "memory://a/b/c", [])
+
+
+@pytest.mark.parametrize("url", ["MEMORY://lab/x", "Memory://lab/x", "HTTP://127.0.0.1:9/x"])
+def test_schemes_may_be_spelled_in_capitals(url):
+    """As in addresses of any browser."""
+    assert open_transport(url).url == url.partition("://")[0].lower() + "://" + url.partition("://")[2]

@@ -48,6 +48,7 @@ NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 WEB = {("http",), ("https",)}
 _WEB_READS = {"cat_file", "info", "ls"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_VERSIONED = re.compile(r"^[^?]*\?versionId=[^/?#]*$")
 _PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
 #: What is done where nothing is made.
 _READS = {"read", "look at it", "list"}
@@ -156,8 +157,9 @@ class FsspecClient:
                 ) from None
         fs, root = cast("tuple[FileSystem, str]", found)
         self.root = root.rstrip("/") if root.strip("/") else root
-        # Addresses of web servers have queries; elsewhere a name may hold what begins one, but no address tells it then.
-        above, question, query = self.root.partition("?") if "://" in self.root else (self.root, "", "")
+        # Addresses of web servers have queries, and those of S3 versions; elsewhere a name may hold what begins a query.
+        has_query = "://" in self.root or _VERSIONED.search(self.root) is not None
+        above, question, query = self.root.partition("?") if has_query else (self.root, "", "")
         if "://" not in self.root and self.protocols[-1] not in NEAR_PROTOCOLS and re.search(r"[?#]", above):
             raise ArgumentError(f"{above!r} has '?' or '#', which end the path of an address", where="url")
         self._above, self._query = f"{above.rstrip('/')}/" if above else "", question + query

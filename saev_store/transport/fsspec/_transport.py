@@ -83,9 +83,9 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         try:
             with self.client.errors("read", self.where(below)), self.client.turn():
                 data = cast("bytes", self.client.ask("cat_file", self.key(below), start=0, end=end, nbytes=end or 0))
-        except DeadlineError:
-            raise
-        except TransportError:
+        except TransportError as error:
+            if error.transient:  # who does not answer is not asked again: a client may take a minute to give up
+                raise
             # Servers refuse any range of an empty file.
             with contextlib.suppress(SaevStoreError):
                 if self._size(below, once=True) == 0:
