@@ -39,7 +39,7 @@ def connected(client: Client | str) -> Generator[Client]:
     In a task of a cluster, the task leaves its worker's threads meanwhile: it would wait for tasks that need the thread.
 
     Raises:
-        ArgumentError: the client is asynchronous, or no client at all.
+        ArgumentError: the client is asynchronous, or no client at all; the address has no port, or an unknown scheme.
         MissingDependencyError: an address is given, and distributed is not installed.
         TransportError: no scheduler answers at the address.
     """
@@ -61,7 +61,13 @@ def connected(client: Client | str) -> Generator[Client]:
         return
     need("distributed", install="distributed", where="client")
     from distributed import Client
+    from distributed.comm.addressing import get_address_host_port
 
+    try:
+        if not client.startswith("inproc://"):
+            get_address_host_port(client)  # pyright: ignore[reportUnknownMemberType]  # no types
+    except ValueError as error:  # else it is tried for a while
+        raise ArgumentError(f"{client!r} is no address of a scheduler: {error}", where="client") from error
     try:
         opened = Client(client, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
     except (OSError, ValueError) as error:

@@ -322,7 +322,7 @@ def test_a_client_that_is_made_for_an_address_is_closed_and_nobody_elses_default
     assert fake.made == [client]
     assert (client.address, client.n_closed) == ("tcp://host:8786", 1)
     assert client.options == {"timeout": 10, "set_as_default": False}
-    with pytest.raises(KeyError), _cluster.connected("tcp://other") as client:
+    with pytest.raises(KeyError), _cluster.connected("tcp://other:1") as client:
         raise KeyError
     assert client.n_closed == 1
 
@@ -477,3 +477,10 @@ def test_tasks_that_are_left_are_cancelled(monkeypatch: pytest.MonkeyPatch, ends
             next(found)
     found.close()
     assert (cancelled, len(futures)) == ([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("address", ["bad", "", "foo://host:1", "tcp://host"])
+def test_an_address_that_none_can_have_is_not_tried(address: str):
+    """A client tries it for twenty seconds."""
+    with pytest.raises(ArgumentError, match="no address of a scheduler"), _cluster.connected(address):
+        pass
