@@ -144,7 +144,12 @@ def _write_to(
         _create_whole(target.removeprefix("file://"), config, where)
         exists = True
     create = icechunk.Repository.open if exists else icechunk.Repository.create
-    repository = create(storage, config=config)
+    try:
+        repository = create(storage, config=config)
+    except icechunk.IcechunkError as error:
+        if "clean prefix" not in str(error):  # a bucket has no folder that could be created aside
+            raise
+        raise _taken(storage, where) from error
     session = repository.writable_session(_BRANCH)
     conflict = WriterConflictError(
         "another process has written to the repository meanwhile", where=where, remedy="Call again with append=True."
@@ -176,11 +181,26 @@ def _create_whole(folder: str, config: icechunk.RepositoryConfig, where: str) ->
     except OSError as error:
         if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
             raise
-        raise StoreExistsError(
-            "the folder contains files that are no repository", where=where, remedy="Name a new or empty folder."
-        ) from None
+        raise _taken(icechunk.local_filesystem_storage(f"{parent}/{name}"), where) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _taken(storage: icechunk.Storage, where: str) -> SaevStoreError:
+    """The error for a folder that is not empty: another process has created the repository, or the files are something else."""
+    import icechunk
+
+    if icechunk.Repository.exists(storage):
+        return WriterConflictError(
+            "another process has created the repository meanwhile",
+            where=where,
+            remedy="Append to it, or name a new folder.",
+        )
+    return StoreExistsError(
+        "the folder contains files that are no repository, perhaps of a creation that was interrupted",
+        where=where,
+        remedy="Name a new or empty folder.",
+    )
 
 
 @contextmanager
@@ -194,12 +214,6 @@ def _our_errors(where: str) -> Generator[None]:
         raise
     except (icechunk.IcechunkError, OSError) as error:
         text = str(error).strip().partition("\n")[0]
-        if "clean prefix" in text:  # a bucket has no folder that could be created aside
-            raise StoreExistsError(
-                "there are files that are no repository, perhaps of a creation that was interrupted",
-                where=where,
-                remedy="Delete them, or name a new folder.",
-            ) from error
         raise TransportError(
             f"Icechunk could not write: {text}", where=where, remedy="Remove the cause, and call again."
         ) from error

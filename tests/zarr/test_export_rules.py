@@ -265,7 +265,10 @@ def test_a_repository_that_could_not_be_created_can_be(
             assert "and more" not in error.message
     if there == "files":
         error = refused(lambda: write_icechunk(store, str(where)))
-        assert (type(error), error.message) == (StoreExistsError, "the folder contains files that are no repository")
+        assert (type(error), error.message) == (
+            StoreExistsError,
+            "the folder contains files that are no repository, perhaps of a creation that was interrupted",
+        )
         assert [path.name for path in where.iterdir()] == ["mine"]
     else:
         write_icechunk(store, str(where))

@@ -228,3 +228,22 @@ def test_what_is_appended_meanwhile_is_not_appended_twice_nor_forgotten(tmp_path
     if not is_same:
         one.to_icechunk(repository, append=True)
         np.testing.assert_array_equal(opened(repository).activations[12:].values, one[:])
+
+
+def test_of_two_processes_that_create_a_repository_one_is_told(tmp_path: Path, monkeypatch):
+    """And not to delete what the other has made."""
+    first, other = (
+        ShardStore.open(plain_store(Layout(6, (2, 5), 3, True, 8, 6), seed=seed).write(tmp_path / name))
+        for seed, name in ((1, "a"), (2, "b"))
+    )
+    repository, plainly = tmp_path / "repository", icechunk_export._create_whole
+
+    def meanwhile(*args):
+        monkeypatch.setattr(icechunk_export, "_create_whole", plainly)
+        other.to_icechunk(repository)
+        plainly(*args)
+
+    monkeypatch.setattr(icechunk_export, "_create_whole", meanwhile)
+    with pytest.raises(WriterConflictError, match="has created the repository meanwhile"):
+        first.to_icechunk(repository)
+    np.testing.assert_array_equal(opened(repository).activations.values, other[:])
