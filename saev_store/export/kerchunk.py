@@ -14,6 +14,7 @@ import io
 import json
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from saev_store._runtime.optional import need
 from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.layout import IntArray
-from saev_store.errors import AccessError, ArgumentError, NotFoundError, StoreExistsError
+from saev_store.errors import AccessError, ArgumentError, NotFoundError, SaevStoreError, StoreExistsError
 from saev_store.export._references import ArrayReferences, References, references, warn_if_many
 from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
 from saev_store.transport.local.write import TEMP_PREFIX
@@ -185,7 +186,8 @@ def _write_parquet(found: References, path: str, storage_options: Mapping[str, o
         try:
             _write_records(found, path, target)
         finally:
-            target.delete(lock)
+            with suppress(SaevStoreError):  # it does no harm
+                target.delete(lock)
 
 
 def _write_records(found: References, path: str, target: Writes) -> None:

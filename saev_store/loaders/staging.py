@@ -200,11 +200,11 @@ def stage(
                     # Another process may have replaced it since the mark was read.
                     if _mark_of(there.read(mark))[0] == found:
                         there.put(mark, _REMOVING)
-                        _remove(root, target.name, lease)
+                        _remove(root, target.name, None if free else lease)
                         there.delete(mark)
                 elif found == b"":
                     if there.read(mark) == _REMOVING:  # of a process that was interrupted
-                        _remove(root, target.name, lease)
+                        _remove(root, target.name, None if free else lease)
                     there.put(mark, recording + _FROM + origin.encode())
                 if is_copied:  # after a comparison with the source
                     with ShardStore.open(root.at(target.name)) as near:
@@ -244,7 +244,7 @@ def _versions(store: ShardStore) -> bytes:
     return str(found).encode()
 
 
-def _remove(root: Transport, name: str, lease: Lease) -> None:
+def _remove(root: Transport, name: str, lease: Lease | None) -> None:
     """Delete a copy. On a disk its folder goes in one step; elsewhere its metadata goes first, so that it is a copy no more.
 
     Raises:
@@ -258,7 +258,7 @@ def _remove(root: Transport, name: str, lease: Lease) -> None:
         return
     folder = Folder(root, name)
     for entry in [METADATA_NAME, *(name for name in folder.names() or () if name != METADATA_NAME)]:
-        if not lease.is_ours():
+        if lease is not None and not lease.is_ours():
             raise WriterConflictError(
                 "another process has taken over", where=folder.url, remedy="Wait for it, or call again."
             )

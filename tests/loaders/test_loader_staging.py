@@ -401,6 +401,10 @@ def test_layers_that_were_staged_in_part_are_staged_again_of_another_recording(p
     np.testing.assert_array_equal(ShardStore.open(stage(plain.path, tmp_path / "near", layers=5))[:], truth)
 
 
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("layers", [5, "all"])
 def test_a_folder_of_staged_copies_may_be_cleaned(plain, tmp_path, layers):
     """Without its mark a copy of an earlier recording was somebody's store, and never replaced."""
@@ -423,6 +427,18 @@ def test_a_stale_copy_in_a_bucket_is_removed_only_while_the_lease_lasts(plain):
     with pytest.raises(WriterConflictError):
         staging._remove(root, "x", lease)
     assert sorted(root.files) == ["x/acts000000.bin", "x/acts000001.bin"]
+
+
+def test_a_removal_in_memory_that_was_interrupted_is_finished(plain, monkeypatch):
+    """There is no lease where all writers are in one process."""
+    to = "memory://saev-stage-removal"
+    near = stage(plain.path, to, layers=5)
+    record_anew(plain)
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(staging, "_remove", interrupted)
+        stage(plain.path, to, layers=5)
+    open_transport(to).delete(f"{near.rpartition('/')[2]}/metadata.json")
+    assert ShardStore.open(stage(plain.path, to, layers=5, timeout_s=5))[:].tobytes() == plain.acts[:, [1]].tobytes()
 
 
 @pytest.mark.parametrize("layers", [5, "all"])
