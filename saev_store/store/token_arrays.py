@@ -272,8 +272,8 @@ def _choices(name: str, dtype: np.dtype[np.generic], wanted: object) -> npt.NDAr
             raise SelectionError(
                 f"{name} is asked to be {brief(wanted)}; it must be integers from {least} to {most}", where="where"
             )
-    if choices.dtype == np.uint64 and dtype.kind != "f":  # else NumPy compares them with int64 as float64
-        choices = choices[choices <= np.iinfo(np.int64).max].astype(np.int64)
+    if choices.dtype == np.uint64 and dtype.kind in "iu":  # else NumPy compares them with int64 as float64
+        choices = choices.astype(np.int64)
     if choices.dtype.kind == "f":  # 0.1 means the number that the array has for it
         with np.errstate(over="ignore"):
             rounded = choices.astype(dtype)

@@ -451,7 +451,7 @@ def test_a_copy_in_a_bucket_goes_with_its_metadata_first():
             super().delete(path)
 
     place = Bucket({f"copy/{name}": b"x" for name in ("acts000000.bin", "labels.bin", "metadata.json", "shards.json")})
-    staging._remove(place, "copy")
+    staging._remove(place, "copy", None)
     assert deleted[0].endswith("metadata.json")
     assert place.list() == []
 
@@ -474,9 +474,9 @@ def test_a_copy_that_another_process_has_replaced_meanwhile_stays(plain, tmp_pat
     removed: list[str] = []
     remove, enter = staging._remove, Lease.__enter__
 
-    def noted(root, name: str) -> None:
+    def noted(root, name: str, lease: Lease | None) -> None:
         removed.append(name)
-        remove(root, name)
+        remove(root, name, lease)
 
     def after_another(lease: Lease) -> bool:
         monkeypatch.setattr(Lease, "__enter__", enter)
