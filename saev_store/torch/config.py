@@ -66,12 +66,14 @@ def _examples(value: object) -> object:
     """Positions as integers, masks as booleans; `ShardStore.sel` compares these with the store."""
     if value is None or isinstance(value, slice):
         return cast("object", value)
-    if not isinstance(value, (int, list, tuple, range, np.ndarray, np.generic)) or isinstance(value, bool):
+    if not isinstance(value, (int, list, tuple, range, np.ndarray, np.generic)) or isinstance(value, (bool, np.bool_)):
         raise ValueError("it must be a position, a list of them, a slice, or a mask")  # noqa: TRY004  # pydantic's way to say so
     found = np.asarray(value)
     listed = cast("tuple[object, ...]", value) if isinstance(value, (list, tuple)) else ()
-    if found.dtype.kind != "b" and any(isinstance(one, bool) for one in listed):
+    if found.dtype.kind != "b" and any(isinstance(one, (bool, np.bool_)) for one in listed):
         raise ValueError("it must be positions, or a mask of booleans")
+    if found.ndim == 0 and found.dtype.kind == "b":
+        raise ValueError("a boolean is no position")
     return (found.item(),) if found.ndim == 0 else tuple(found.tolist())
 
 
