@@ -225,14 +225,14 @@ def emit(text: str) -> None:
     except BrokenPipeError as error:
         raise PipeClosedError from error
     except OSError as error:
-        _discard_output()
+        discard_output()
         raise TransportError(f"it cannot be written: {error.strerror}", where="standard output") from error
     except UnicodeEncodeError:
         encoding = sys.stdout.encoding or "ascii"
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
     """Let Python, which flushes standard output again at exit, write to nowhere."""
     with contextlib.suppress(OSError, ValueError):  # it may be no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

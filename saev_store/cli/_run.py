@@ -13,7 +13,7 @@ import typer
 
 from saev_store._runtime.progress import counting
 from saev_store._version import __version__
-from saev_store.cli._common import PipeClosedError, UsageText, emit, emit_error
+from saev_store.cli._common import PipeClosedError, UsageText, discard_output, emit, emit_error
 from saev_store.cli._help import Explained, explain
 from saev_store.cli._tables import is_drawn
 from saev_store.cli._wording import SubCommand, Wording, as_commands
@@ -147,8 +147,7 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:  # before and after the command
         return interrupted()
     except (PipeClosedError, BrokenPipeError):
-        # Python flushes standard output again at exit; discard that.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return PIPE_CLOSED
     except SaevStoreError as error:
         wording = Wording(app().commands, argv)
@@ -160,7 +159,7 @@ def run(argv: list[str]) -> int:
         return fail(error, USAGE if is_usage else REFUSED)
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # of a help text, which the command line library prints
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+            discard_output()
             return PIPE_CLOSED
         return error.code if isinstance(error.code, int) else REFUSED
     except Exception as error:

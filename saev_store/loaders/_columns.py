@@ -72,10 +72,9 @@ class TokenColumns:
             return
         if labels is not None:
             shape = (space.layout.n_examples, space.layout.content_tokens_per_example)
-            # Callers may not check types.
-            is_array = hasattr(labels, "dtype") and hasattr(labels, "shape")
-            what = f"{labels.dtype} {labels.shape}" if is_array else kind_of(labels)
-            if what != f"uint8 {shape}":
+            given = getattr(labels, "dtype", None), getattr(labels, "shape", None)  # callers may not check types
+            if given != (np.uint8, shape):
+                what = kind_of(labels) if given[0] is None else f"{given[0]} {given[1]}"
                 raise ArgumentError(f"labels is {what}; it must be uint8 {shape}, as `store.labels`", where="labels")
             self._columns[_LABELS] = (labels, np.uint8(NO_LABEL))
         if arrays is None:

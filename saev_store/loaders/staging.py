@@ -148,7 +148,8 @@ def stage(
 
     Every process of a machine may call it with the same arguments: one copies, the others wait for it. An interrupted copy is
     continued. A finished copy is used again while it is of the same recording (`recording_identity`); after a new recording
-    of the source it is replaced; a copy of another source with the same metadata is not. Where its files have changed since, it is first compared with its digests.
+    of the source it is replaced; a copy of another source with the same metadata is not. Where its files have changed since, it
+    is first compared with its digests.
     Only the bytes of these layers and tokens are read. Where the source has a `digests.json`, its examples are read whole, once, and
     compared (of examples above 64 MiB the blocks of these layers). A loader's state continues on the copy.
 
@@ -178,41 +179,42 @@ def stage(
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
         recording = str(recording_identity(store.transport, store.layout, files=store.recorded_files())).encode()
-        origin = store.url
+        source = os.fsencode(store.url)
     root, copied = open_transport(target.root), recording + b" copied "
     lease, mark = Lease(root, f"{TEMPORARY}stage-{target.name}"), f"{TEMPORARY}staged-{target.name}"
     deadline = time.monotonic() + timeout_s
     while True:
         there = Folder(root, "")
-        found, other = _mark_of(there.read(mark)) if _is_published(root, target.name) else (b"", "")
+        found, other = _mark_of(there.read(mark)) if _is_published(root, target.name) else (b"", b"")
         # A published copy is checked by all at once. A copy on a disk is made under a lock that ends with its process.
         is_copied = found is not None and found.startswith(copied)
-        if found and found not in {recording, _REMOVING} and not is_copied and other not in {"", origin}:
+        if found and found not in {recording, _REMOVING} and not is_copied and other not in {b"", source}:
             raise StoreExistsError(
-                f"a copy of another recording with the same metadata is there, of {other}",
+                f"a copy of another recording with the same metadata is there, of {os.fsdecode(other)}",
                 where=target.url,
                 remedy="Stage it to another folder; who reads that copy would get other vectors.",
             )
         free = is_copied or found in {recording, None} or (found == b"" and root.is_local)
-        with suppress(WriterConflictError), nullcontext(True) if free else lease as ours:
+        held = None if free else lease
+        with suppress(WriterConflictError), held or nullcontext(True) as ours:
             if ours:
                 if found and found != recording and not is_copied:
                     # Another process may have replaced it since the mark was read.
                     if _mark_of(there.read(mark))[0] == found:
                         there.put(mark, _REMOVING)
-                        _remove(root, target.name, None if free else lease)
+                        _remove(root, target.name, held)
                         there.delete(mark)
                 elif found == b"":
                     if there.read(mark) == _REMOVING:  # of a process that was interrupted
-                        _remove(root, target.name, None if free else lease)
-                    there.put(mark, recording + _FROM + origin.encode())
+                        _remove(root, target.name, held)
+                    there.put(mark, recording + _FROM + source)
                 if is_copied:  # after a comparison with the source
                     with ShardStore.open(root.at(target.name)) as near:
                         near.validate().raise_if_bad()
                         # Reading terabytes again at each start of a training run would cost as much as copying them.
                         if found != (now := copied + _versions(near)):
                             check_bytes(Folder(root, target.name), progress=False)
-                            there.put(mark, now + _FROM + origin.encode())
+                            there.put(mark, now + _FROM + source)
                     return near.url if root.local_path is not None else target.url
                 if found in {recording, None, b""}:
                     # What was begun of another recording is not wanted; a whole copy goes on in it.
@@ -222,7 +224,7 @@ def stage(
                     )  # fmt: skip
                     if found is not None:
                         with ShardStore.open(root.at(target.name)) as near:
-                            there.put(mark, copied + _versions(near) + _FROM + origin.encode())
+                            there.put(mark, copied + _versions(near) + _FROM + source)
                     return made
                 continue
         if time.monotonic() > deadline:
@@ -230,12 +232,12 @@ def stage(
         time.sleep(_POLL_S)
 
 
-def _mark_of(raw: bytes | None) -> tuple[bytes | None, str]:
-    """What the mark of a copy says of its recording, and the address of its source; "" in marks of older releases."""
+def _mark_of(raw: bytes | None) -> tuple[bytes | None, bytes]:
+    """What the mark of a copy says of its recording, and the address of its source; b"" in marks of older releases."""
     if raw is None:
-        return None, ""
-    found, _, origin = raw.partition(_FROM)
-    return found, origin.decode("utf-8", "replace")
+        return None, b""
+    found, _, source = raw.partition(_FROM)
+    return found, source
 
 
 def _versions(store: ShardStore) -> bytes:

@@ -66,7 +66,7 @@ def _examples(value: object) -> object:
     """Positions as integers, masks as booleans; `ShardStore.sel` compares these with the store."""
     if value is None or isinstance(value, slice):
         return cast("object", value)
-    if not isinstance(value, (int, list, tuple, range, np.ndarray, np.generic)) or isinstance(value, (bool, np.bool_)):
+    if not isinstance(value, (int, list, tuple, range, np.ndarray, np.generic)):
         raise ValueError("it must be a position, a list of them, a slice, or a mask")  # noqa: TRY004  # pydantic's way to say so
     found = np.asarray(value)
     listed = cast("tuple[object, ...]", value) if isinstance(value, (list, tuple)) else ()

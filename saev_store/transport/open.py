@@ -50,11 +50,11 @@ def open_transport(
     text = cast("object", os.fspath(url))
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"{text!r} is not an address: pass a path or a URL as str", where="url")
-    if engine == "memory":
-        return MemoryTransport(label=text.removeprefix("memory://").strip("/"))
     scheme, separator, rest = text.partition("://")
     if separator and "::" not in scheme:  # neither client knows schemes in capitals
         text = f"{scheme.lower()}://{rest}"
+    if engine == "memory":
+        return MemoryTransport(label=text.removeprefix("memory://").strip("/"))
     path = _local_path(text)
     if path is None and (engine == "obstore" or (engine == "auto" and _obstore_fits(text, storage_options or {}))):
         from saev_store.transport.obstore._transport import ObstoreTransport
@@ -78,7 +78,7 @@ def open_transport(
 
 def _obstore_fits(url: str, options: Mapping[str, object]) -> bool:
     """Whether obstore can do all that fsspec's client would, with the same options and credentials."""
-    scheme = url.partition("://")[0].lower()
+    scheme = url.partition("://")[0]
     if scheme not in _OBJECT_STORES or find_spec("obstore") is None:
         return False
     if scheme in {"gs", "gcs"} and os.environ.get("STORAGE_EMULATOR_HOST"):
@@ -95,7 +95,7 @@ def _local_path(url: str) -> str | None:
     if "::" in url and "://" in url:
         return None
     for scheme in _LOCAL:
-        if url.lower().startswith(scheme):
+        if url.startswith(scheme):
             path = url[len(scheme) :]
             return unquote(path.removeprefix("localhost")) if path.startswith(("/", "localhost/")) else path
     return None if "://" in url else os.path.expanduser(url)

@@ -206,12 +206,9 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
         variables[HOOK_POINT] = xarray.Variable("layer", np.array(layout.hook_points))
     for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task
         variables[name].encoding["preferred_chunks"] = {**variables[name].sizes, "example": task_lengths(layout)}
+    dropped = () if drop_variables is None else drop_variables
     try:
-        left_out = (
-            {drop_variables}
-            if isinstance(drop_variables, str)
-            else set(() if drop_variables is None else drop_variables)
-        )
+        left_out = {dropped} if isinstance(dropped, str) else set(dropped)
     except TypeError:
         raise ArgumentError(
             f"drop_variables is {brief(drop_variables)}; it must be a name, or a list of names", where="drop_variables"

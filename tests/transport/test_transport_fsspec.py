@@ -588,13 +588,28 @@ class Digits(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        self.send_response(206)
-        self.send_header("Content-Length", str(last + 1 - first))
+        self.answer(206, b"0123456789"[first : last + 1], {})
+
+    def answer(self, status, data, headers):
+        self.send_response(status)
+        for header in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(*header)
         self.end_headers()
-        self.wfile.write(b"0123456789"[first : last + 1])
+        self.wfile.write(data)
 
     def log_message(self, *args):
         pass
+
+
+@contextlib.contextmanager
+def answering(handler):
+    """The address of a server whose requests such a handler answers."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 @both
@@ -607,31 +622,23 @@ def test_ranges_of_a_server_that_compresses(one, name):
             if "gzip" not in ",".join(self.headers.get_all("Accept-Encoding", ["gzip"])):
                 super().do_GET()
                 return
-            data = gzip.compress(b"0123456789")
-            self.send_response(200)
-            self.send_header("Content-Encoding", "gzip")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.answer(200, gzip.compress(b"0123456789"), {"Content-Encoding": "gzip"})
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Compressing) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        options = {"headers": {"X-Token": "1"} | ({name: "gzip"} if name else {})}
-        transport = open_transport(f"http://127.0.0.1:{server.server_port}", options)
-        assert one(transport, "a.bin", 3, 7) == b"3456"
-        server.shutdown()
+    options = {"headers": {"X-Token": "1"} | ({name: "gzip"} if name else {})}
+    with answering(Compressing) as url:
+        assert one(open_transport(url, options), "a.bin", 3, 7) == b"3456"
 
 
 @pytest.mark.parametrize(
     ("links", "names"),
     [
         (
-            ["../", "in/", "a.bin", "/root/b.bin", "{root}/c.bin", "{root}/in/"],
+            ["../", "in/", "a.bin", "/lab/b.bin", "{lab}/c.bin", "{lab}/in/"],
             ["a.bin", "b.bin", "c.bin", "in/"],
         ),  # nginx
         (["?C=N;O=D", "/", "a.bin", "a%20b.bin"], ["a%20b.bin", "a.bin"]),  # Apache
         (["./../", "./in/", "./a.bin", "https://example.com/http-server"], ["a.bin", "in/"]),  # http-server
-        (["/", "/root&#47;", "&#47;", "&#47;root&#47;in&#47;", "&#47;root&#47;a.bin"], ["a.bin", "in/"]),  # serve
+        (["/", "/lab&#47;", "&#47;", "&#47;lab&#47;in&#47;", "&#47;lab&#47;a.bin"], ["a.bin", "in/"]),  # serve
         (["#top", "mailto:me@example.com", "javascript:up()", "in/deeper/a.bin", "/other/b.bin", "a.bin"], ["a.bin"]),
     ],
 )
@@ -640,21 +647,15 @@ def test_what_pages_of_web_servers_list(links, names):
 
     class Page(Digits):
         def do_GET(self):
-            page = "".join(f'<a href="{link}">x</a>' for link in links).replace("{root}", root).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.send_header("Content-Length", str(len(page)))
-            self.end_headers()
-            self.wfile.write(page)
+            page = "".join(f'<a href="{link}">x</a>' for link in links).replace("{lab}", lab).encode()
+            self.answer(200, page, {"Content-Type": "text/html"})
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        root = f"http://127.0.0.1:{server.server_port}/root"
-        found = open_transport(root).list()
+    with answering(Page) as url:
+        lab = f"{url}/lab"
+        found = open_transport(lab).list()
         assert [f"{entry.path}{'/' * entry.is_dir}" for entry in found] == names
-        found = open_transport(root.removesuffix("/root")).list("root")
-        assert [f"{entry.path}{'/' * entry.is_dir}" for entry in found] == [f"root/{name}" for name in names]
-        server.shutdown()
+        found = open_transport(url).list("lab")
+        assert [f"{entry.path}{'/' * entry.is_dir}" for entry in found] == [f"lab/{name}" for name in names]
 
 
 def test_a_document_without_an_end_is_not_read_on():
@@ -675,13 +676,11 @@ def test_a_document_without_an_end_is_not_read_on():
         def log_message(self, *args):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with answering(Endless) as url:
         with pytest.raises(TransportError, match="at most 100 bytes are read at once"):
-            open_transport(f"http://127.0.0.1:{server.server_port}").read("a.json", max_bytes=100)
+            open_transport(url).read("a.json", max_bytes=100)
         assert is_left.wait(HANG_S)
         assert len(sent) < 100
-        server.shutdown()
 
 
 @pytest.mark.parametrize(("max_bytes", "fits"), [(9, False), (10, True), (11, True), (None, True)])

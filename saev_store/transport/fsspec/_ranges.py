@@ -19,6 +19,7 @@ from saev_store.transport.base import IN_FLIGHT
 _TELL_S = 0.05
 #: A part of an answer at most.
 _PART_BYTES = 1 << 20
+#: Headers of range requests that are not the caller's to choose.
 _OURS = {"accept-encoding", "range"}
 _RANGE = re.compile(r"\s*bytes\s+(\d+)-(\d+)/(\d+|\*)\s*", re.IGNORECASE)
 

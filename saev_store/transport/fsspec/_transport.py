@@ -187,7 +187,7 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         self, below: str, starts: list[int], ends: list[int], where: str, fs: FileSystem
     ) -> list[bytes]:
         """Each range, concurrently, in the loop of an asynchronous file system."""
-        get, full = self.client.get, self.client.key(below)
+        get, full = self.client.get, self.key(below)
         if get is None:
             found = await cat_ranges(fs, full, starts, ends)
             self._count(_nbytes(found))
@@ -312,16 +312,14 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         ask = self.client.ask
         if not _PATTERN.search(full):
             ask("rm", full, recursive=True)
-            return
-        has_folders = not self.client.is_async
-        if has_folders:
-            listed = ask("find", full, detail=True, withdirs=True, on_error="raise")
+        elif self.client.is_async:  # object stores, which have no folders
+            for name in cast("Sequence[str]", ask("find", full)):
+                ask("rm_file", name)
         else:
-            listed = ask("find", full, detail=True)
-        found = cast("Mapping[str, Mapping[str, object]]", listed)
-        for name in sorted(found, reverse=True):  # what is in a folder before the folder
-            is_dir = has_folders and found[name].get("type") == "directory"
-            ask("rmdir" if is_dir else "rm_file", name)
+            listed = ask("find", full, detail=True, withdirs=True, on_error="raise")
+            found = cast("Mapping[str, Mapping[str, object]]", listed)
+            for name in sorted(found, reverse=True):  # what is in a folder before the folder
+                ask("rmdir" if found[name].get("type") == "directory" else "rm_file", name)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
         """A file that is collected on this machine and uploaded when it is committed; `resume` then replaces the old one."""

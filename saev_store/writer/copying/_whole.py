@@ -68,26 +68,20 @@ def copy_whole(
     is_same, was = metadata is store.metadata, identity_now(store)
     folder = Folder(root, store.name if is_same else metadata.hash)
     if not replace:
-        if _is_published(folder, store, metadata, resume=resume):
-            _check_finished(folder, store, progress=progress)
+        if _is_finished(folder, store, metadata, resume=resume, progress=progress):
             return
         _check_claim(folder, store, resume=resume)
     with folder.lock("copy"), _leaving_nothing(folder):
-        is_checked = False
-        if replace and folder.exists(METADATA_NAME):
-            if is_itself(folder, store):
-                _check_finished(folder, store, progress=progress)
-                is_checked = True
+        if replace and folder.exists(METADATA_NAME) and not is_itself(folder, store):
+            if _is_intact(folder, store, progress=progress):
+                if _is_published(folder, store, metadata, resume=resume):
+                    return
             else:
-                is_checked = _is_intact(folder, store, progress=progress)
-            if not is_checked:
                 with ExitStack() as held:
                     take_locks(folder, held, but=("copy",))
                     delete_copy(folder)
         # Between that look and this moment another process may have published it: nothing of it may be touched then.
-        if _is_published(folder, store, metadata, resume=resume):
-            if not is_checked:
-                _check_finished(folder, store, progress=progress)
+        if _is_finished(folder, store, metadata, resume=resume, progress=progress):
             return
         files = _files(store, pads=folder.writes.pads)
         if is_same:
@@ -104,13 +98,11 @@ def copy_whole(
         with Progress(sum(file.used_nbytes for file in rest), "copying", shown=progress) as bar:
             if client is not None:
                 done = copied_on_cluster(client, store, folder, promised, rest, bar)
-                if _is_published(folder, store, metadata, resume=True):
-                    _check_finished(folder, store, progress=progress)
+                if _is_finished(folder, store, metadata, resume=True, progress=progress):
                     return
             for file in rest if client is None else ():
                 # Where there are no locks another process may have gone on with it, and be done; or with another recording.
-                if _is_published(folder, store, metadata, resume=True):
-                    _check_finished(folder, store, progress=progress)
+                if _is_finished(folder, store, metadata, resume=True, progress=progress):
                     return
                 done[file.name] = copier.copy(file, bar)
         if shared:  # shared files are not read: what is known of them is what the source knows
@@ -154,11 +146,11 @@ def _files(store: ShardStore, *, pads: bool) -> list[CopiedFile]:
     for shard_idx in range(store.index.n_listed):
         used = layout.used_nbytes(shard_idx)
         size = layout.shard_nbytes if pads else used
-        if used == 0 or (pads and source_pads):
-            there = source.size(shard_name(shard_idx))
-            if there is None:  # only a trailing shard without examples may be missing in a store that validates
-                continue
-            size = min(size, there) if pads and source_pads else size
+        is_padded = pads and source_pads
+        there = source.size(shard_name(shard_idx)) if is_padded or used == 0 else size
+        if there is None:  # only a trailing shard without examples may be missing in a store that validates
+            continue
+        size = min(size, there) if is_padded else size
         files.append(CopiedFile(shard_name(shard_idx), shard_idx, used, max(used, size)))
     for name in store.token_arrays:
         array = store.token_arrays.declared(name)
@@ -184,6 +176,14 @@ def _is_published(folder: Folder, store: ShardStore, metadata: Metadata, *, resu
                 remedy="Delete the copy and make it again, or repair it.",
             )
     remove_hidden(folder)
+    return True
+
+
+def _is_finished(folder: Folder, store: ShardStore, metadata: Metadata, *, resume: bool, progress: bool | None) -> bool:
+    """Whether the copy is published, by whomever; an error if it is something else, damaged, or of another recording."""
+    if not _is_published(folder, store, metadata, resume=resume):
+        return False
+    _check_finished(folder, store, progress=progress)
     return True
 
 
