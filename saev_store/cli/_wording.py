@@ -33,6 +33,8 @@ _WORDS = {
     ("record", "resume", "True"): "strict", ("record", "resume", "False"): "never", ("record", "bos", "None"): "none",
     ("repair", "bos", "None"): "none",
 }  # fmt: skip
+#: Arguments whose options, or arguments of commands, have other names.
+_OTHER_NAMES = {"client": "scheduler", "output_path": "dst"}
 #: Methods and functions of the library, and what does the same on the command line.
 _COMMANDS = (
     (r'write it anew with store\.repair\(\)\.restore_array\("\w+", \.\.\.\)', "record it again with `saev-store repair`"),
@@ -92,10 +94,10 @@ class Wording:
                 self._address = self._address or parameter
 
     def _parameter(self, argument: str) -> Parameter | None:
-        for name in (argument, f"{argument}s", argument.removesuffix("s")):
+        for name in (argument, f"{argument}s", argument.removesuffix("s"), _OTHER_NAMES.get(argument)):
             if name in self._parameters:
                 return self._parameters[name]
-        return self._address if argument == "url" else None
+        return self._address if argument in {"url", "root"} else None
 
     def _name(self, argument: str) -> str:
         parameter = self._parameter(argument)

@@ -152,7 +152,14 @@ def _show(transport: Transport, exclude: str | None) -> None:
 def _ask(question: str, parse: Callable[[str], _AnswerT], *, default: str | None = None) -> _AnswerT:
     """Ask on standard error until `parse` accepts the answer."""
     while True:
-        answer = typer.prompt(question, default=default, show_default=bool(default), err=True)
+        try:
+            answer = typer.prompt(question, default=default, show_default=bool(default), err=True)
+        except typer.Abort as error:  # of Ctrl-C, or of the end of standard input
+            if not isinstance(error.__context__, EOFError):
+                raise
+            raise ArgumentError(
+                "standard input has ended, and a question is left", where="--interactive", remedy="Answer by options."
+            ) from None
         try:
             return parse(answer)
         except SaevStoreError as error:

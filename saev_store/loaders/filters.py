@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -131,17 +130,21 @@ def mean_norms(store: ShardStore, rows: Selection) -> list[float]:
     """
     space = rows.space
     if space.ends is None:
-        stats, root = store_stats(store), math.sqrt(space.layout.d_model)
-        return [root / stats.scale(key, "content") for key in rows.layer_keys]
-    ends, found = space.ends // space.rows_per_token, list[float]()  # of one layer
-    for layer, key in zip(space.layer_idx, rows.layer_keys, strict=True):
-        part = replace(space, layer_idx=(layer,), ends=ends, stacks_layers=False)
-        norms = np.linalg.norm(sampled_rows(Selection(rows.reader, part)), axis=1)
-        norms = norms[np.isfinite(norms)]
-        found.append(float(norms.mean()) if len(norms) else 0.0)
-        if not found[-1]:
+        stats = store_stats(store)
+        found = [stats.mean_norm_of(key, "content") for key in rows.layer_keys]
+    else:
+        ends, found = space.ends // space.rows_per_token, list[float]()  # of one layer
+        for layer in space.layer_idx:
+            part = replace(space, layer_idx=(layer,), ends=ends, stacks_layers=False)
+            norms = np.linalg.norm(sampled_rows(Selection(rows.reader, part)), axis=1)
+            norms = norms[np.isfinite(norms)]
+            found.append(float(norms.mean()) if len(norms) else 0.0)
+    for key, norm in zip(rows.layer_keys, found, strict=True):
+        if not norm > 0:
             raise ArgumentError(
-                f"the mean norm of {len(norms)} sampled vectors of layer {key} is 0", where="max_norm_multiple"
+                f"the vectors of layer {key} are all zero, or none of them is finite",
+                where="max_norm_multiple",
+                remedy="Leave out this layer, or max_norm_multiple.",
             )
     return found
 

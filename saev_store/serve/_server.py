@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 #: Seconds that transfers may still take after Ctrl-C.
 _GRACE_S = 2
 _BACKLOG = 256
+_ADDRESSES = "Name an address of this machine, such as 127.0.0.1 or 0.0.0.0."
 
 
 def listen(host: str = "127.0.0.1", port: int = 8000) -> tuple[socket.socket, str]:
@@ -49,9 +51,11 @@ def listen(host: str = "127.0.0.1", port: int = 8000) -> tuple[socket.socket, st
         raise ArgumentError(
             f"cannot listen on {host!r}: {getattr(error, 'strerror', None) or error}",
             where="host",
-            remedy="Name an address of this machine, such as 127.0.0.1 or 0.0.0.0.",
+            remedy=_ADDRESSES,
         ) from error
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ArgumentError(f"{host} is no address of this machine", where="host", remedy=_ADDRESSES) from error
         raise ArgumentError(
             f"cannot listen on {host} port {port}: {error.strerror or error}",
             where="host, port",

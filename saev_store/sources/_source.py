@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -131,15 +132,17 @@ def check_index(index: SupportsIndex, n: int, *, what: str) -> int:
     """A position from 0 to n - 1; negative ones count from the end.
 
     Raises:
-        SelectionError: it is no integer, or outside.
+        SelectionError: it is no integer (booleans are none), or outside.
 
     >>> check_index(-1, 5, what="sample")
     4
     """
-    try:
-        position = operator.index(index)
-    except TypeError:
-        raise SelectionError(f"{brief(index)} is no position: {what}s are numbered", where=what) from None
+    position = None
+    if not isinstance(index, bool):  # which Python takes for 0 and 1
+        with contextlib.suppress(TypeError):
+            position = operator.index(index)
+    if position is None:
+        raise SelectionError(f"{brief(index)} is no position: {what}s are numbered", where=what)
     if -n <= position < n:
         return position % n
     reach = f"from 0 to {n - 1}" if n else "there, but there are none"

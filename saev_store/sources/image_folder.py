@@ -144,12 +144,13 @@ class ImageFolder(Source[np.ndarray]):
         from saev_store.validation import Report
 
         del progress
+        deep = check_flag(deep, name="deep")
         started, problems = time.perf_counter(), list[Problem]()
         for position, path in enumerate(self.paths):
             try:
                 if self._sizes[position] == 0:
                     raise DocumentError("the file is empty", where=path)
-                if check_flag(deep, name="deep"):
+                if deep:
                     self[position]
             except SaevStoreError as error:
                 problems.append(Problem(error.kind, error.message, where=path, lost=((position, position + 1),)))

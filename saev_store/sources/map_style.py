@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
+from saev_store.core.arguments import check_flag
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, TransportError, brief
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 
@@ -103,7 +104,7 @@ class MapStyle(Source[object]):
         from saev_store.validation import Report
 
         del progress
-        return Report(self.url, len(self), 1, (), deep)
+        return Report(self.url, len(self), 1, (), check_flag(deep, name="deep"))
 
     def close(self) -> None:
         """Do nothing: the data set is the caller's."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import xxhash
 
+from saev_store.core.arguments import check_flag
 from saev_store.errors import DocumentError, NotFoundError, SaevStoreError, brief
 from saev_store.problems import Problem
 from saev_store.sources._files import ALGORITHM, CHUNK_BYTES, chunks
@@ -124,6 +125,7 @@ class TextFile(Source[str]):
         from saev_store.validation import Report
 
         del progress
+        deep = check_flag(deep, name="deep")
         started, problems = time.perf_counter(), list[Problem]()
         for position in range(len(self) if deep else 0):
             try:

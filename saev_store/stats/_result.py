@@ -112,16 +112,28 @@ class Stats:
             LayerNotFoundError, SelectionError: the store has no such vectors.
             ArgumentError: all of these vectors are zero, or none is finite.
         """
-        chosen = row_space(self.layout, layer=layer, tokens=tokens)
-        first = chosen.tokens.start
-        part = self.moments.at((list(chosen.layer_idx), slice(first, first + chosen.tokens.count)))
-        norm = part.over(1).over(0).mean_norm.item()
+        norm = self.mean_norm_of(layer, tokens)
         if not norm > 0:
             raise ArgumentError(
                 f"the mean norm of layer {layer!r}, {tokens} tokens, is {norm}: no factor makes it sqrt(d_model)",
                 where="scale",
             )
         return math.sqrt(self.layout.d_model) / norm
+
+    def mean_norm_of(self, layer: Layers = "all", tokens: Tokens = "content") -> float:
+        """The mean L2 norm of the finite vectors of some layers and tokens; 0 if there is none.
+
+        Args:
+            layer: One layer label, several, or `"all"`.
+            tokens: `"content"`, `"special"` or `"all"`.
+
+        Raises:
+            LayerNotFoundError, SelectionError: the store has no such vectors.
+        """
+        chosen = row_space(self.layout, layer=layer, tokens=tokens)
+        first = chosen.tokens.start
+        part = self.moments.at((list(chosen.layer_idx), slice(first, first + chosen.tokens.count)))
+        return part.over(1).over(0).mean_norm.item()
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON types; NaN where a statistic is undefined."""

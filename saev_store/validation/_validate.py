@@ -81,7 +81,7 @@ def validate(
         raise ArgumentError(
             "there is a client, but nothing for its workers to read",
             where="client",
-            remedy="Pass deep=True, or no client.",
+            remedy="Pass deep=True.",
         )
     started = time.perf_counter()
     seen = survey_store(transport, metadata, index)

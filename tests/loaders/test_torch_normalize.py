@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -275,6 +276,14 @@ def test_a_layer_without_a_mean_norm_is_refused(tmp_path: Path, store: Path):
         writer.append(np.ones((3, 1, 6, 8), np.float32))
     with pytest.raises(ArgumentError, match="layer 1"):
         next(iter(make("ordered", tmp_path / metadata.hash, layer=1, normalize="center_and_scale_norm")))
+    for left_out in ({}, {"examples": [0, 2]}):  # by the statistics of the store, and by a sample of the rest
+        for acts in (np.zeros((3, 1, 6, 8)), np.full((3, 1, 6, 8), np.nan)):
+            with ShardStore.create(tmp_path / "zeros", metadata, on_nonfinite="allow", progress=False) as writer:
+                writer.append(acts.astype(np.float32))
+            with pytest.raises(ArgumentError, match="layer 1 are all zero, or none of them is finite") as refused:
+                make("ordered", tmp_path / "zeros" / metadata.hash, layer=1, max_norm_multiple=2.0, **left_out)
+            assert refused.value.where == "max_norm_multiple"
+            shutil.rmtree(tmp_path / "zeros")
     acts = np.random.default_rng(0).standard_normal((3, 1, 6, 8)).astype(np.float32)
     acts[1, 0, 2, 5], acts[2, 0, 1, 5] = np.inf, -np.inf
     metadata = metadata.replace(ckpt="infinite")

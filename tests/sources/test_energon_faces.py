@@ -324,6 +324,15 @@ class TestCommands:
         )
         assert EnergonDataset(tmp_path).sample(2).text == "c2"
 
+    @pytest.mark.parametrize("answers", ["", "1,0,0\n"])
+    def test_questions_that_nobody_answers(self, run, tmp_path, monkeypatch, answers):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 1)))
+        monkeypatch.setattr("sys.stdin", io.StringIO(answers))
+        code, _, err = run("prepare", tmp_path, "-i", "--no-progress")
+        assert code == 2
+        assert "error: --interactive: standard input has ended, and a question is left. Answer by options.\n" in err
+        assert [path.name for path in tmp_path.iterdir()] == ["0.tar"]
+
     def test_interactive_with_patterns(self, run, tmp_path, monkeypatch):
         (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 3)))
         monkeypatch.setattr("sys.stdin", io.StringIO("train:[\ntrain:0.*\n1,0,0\nval:1.*\n\n0\n"))
@@ -331,6 +340,13 @@ class TestCommands:
         assert code == 0, err
         assert EnergonDataset(tmp_path).splits == ("train", "val")
         assert EnergonDataset(tmp_path).sample_type == "CrudeWebdataset"
+
+    def test_texts_of_a_part_that_is_no_path(self, run, tmp_path):
+        (tmp_path / "0.tar").write_bytes(tar_bytes(sample_files(0, 1)))
+        prepare(tmp_path, split="1,0,0", progress=False)
+        code, _, err = run("convert", tmp_path, tmp_path / "t.idx", "--tokenizer", "bytes", "--part", "json[")
+        assert (code, err) == (2, "error: --part: 'json[' is no path; write for example 'jpg,png' or 'json[caption]'\n")
+        assert not [*tmp_path.glob("t.*")]
 
     def test_a_damaged_one(self, run, tmp_path):
         write_dataset(tmp_path, odd=False)

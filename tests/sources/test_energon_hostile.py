@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transports import CountingTransport
 
 from saev_store.errors import (
+    ArgumentError,
     CorruptShardError,
     DocumentError,
     NotFoundError,
@@ -499,7 +500,7 @@ class TestParts:
             with pytest.raises(DocumentError, match="the sample has no"):
                 resolve(FieldPath.parse(path, where="x"), parts, where="x")
         for path in ["", "a[", "a]b", "[a]", "a,", "a[b]c"]:
-            with pytest.raises(DocumentError, match="no path"):
+            with pytest.raises(ArgumentError, match="no path"):
                 FieldPath.parse(path, where="x")
 
 

@@ -264,7 +264,7 @@ def as_files() -> EnergonFileSystem:
         (lambda: as_files().open("s00001.txt", "ab"), ReadOnlyError, "s00001.txt", "parts are not written through this file system (mode 'ab')"),
         (lambda: as_files().info("x.txt"), NotFoundError, "memory://", "there is no 'x.txt'"),
         (lambda: as_files().cat_file("s00001"), NotFoundError, "memory://", "there is no 's00001'"),
-        (lambda: FieldPath.parse("a[", where="here"), DocumentError, "here", "'a[' is no path; write for example 'jpg,png' or 'json[caption]'"),
+        (lambda: FieldPath.parse("a[", where="here"), ArgumentError, "here", "'a[' is no path; write for example 'jpg,png' or 'json[caption]'"),
         (lambda: resolve(FieldPath.parse("a[b],c", where="x"), {"d": b"", "e": b""}, where="s"), DocumentError, "s", "the sample has no 'a[b],c'; its parts are d, e"),
         (lambda: FolderFiles("", transport=MemoryTransport({"a": b""})).file("../a"), UnsafeContentError, "memory://", "'../a' names a file outside the folder"),
         (lambda: prepare("", transport=MemoryTransport({"a.tar": tar_bytes([("a.txt", b"")])})), ArgumentError, "split", "it is not said how to split it"),

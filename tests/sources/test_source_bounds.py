@@ -23,7 +23,7 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.sources import MapStyle, TextFile, TokenPlace, _files, _new_file, recorded_from
+from saev_store.sources import ImageFolder, MapStyle, Source, TextFile, TokenPlace, _files, _new_file, recorded_from
 from saev_store.sources._files import digest_files
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.energon import EnergonDataset, _yaml
@@ -36,7 +36,7 @@ from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.energon.split import parse_ratio
 from saev_store.sources.energon.tar_idx import parse_tar_idx
 from saev_store.sources.llmbatch import BatchFileReader
-from saev_store.sources.mmididx import IndexedDataset
+from saev_store.sources.mmididx import IndexedDataset, TokenSamples
 from saev_store.transport import MemoryTransport
 
 
@@ -44,6 +44,34 @@ def refused(call: Callable[[], object]) -> SaevStoreError:
     with pytest.raises(SaevStoreError) as caught:
         call()
     return caught.value
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------------
+
+
+def every_kind() -> list[Source]:
+    idx, bin_ = mmididx_bytes([np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32)])
+    memory = MemoryTransport({
+        "x.batch": llmbatch_bytes(np.zeros((1, 1, 2), np.uint32)), "x.idx": idx, "x.bin": bin_, "i/a.png": b"", "t.txt": b"a\nb\n",
+        "e/a.tar": tar_bytes(sample_files(0, 2)),
+    })  # fmt: skip
+    prepare("", transport=memory.at("e"), split="1,0,0", progress=False)
+    documents, energon = IndexedDataset("x", transport=memory), EnergonDataset("", transport=memory.at("e"))
+    return [
+        documents, TokenSamples(documents, 2), BatchFileReader("x.batch", transport=memory), energon, MapStyle([1, 2]),
+        TextFile("t.txt", transport=memory), ImageFolder("", transport=memory.at("i")),
+        JoinedDataset(energon, {"m": FolderFiles("", transport=memory)}, names={"m": "txt"}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", every_kind(), ids=lambda source: type(source).__name__)
+def test_booleans_are_no_positions_and_texts_no_booleans(source: Source):
+    for wrong in (True, False, np.True_):
+        assert refused(lambda wrong=wrong: source[wrong]).message.startswith(f"{wrong!r} is no position")
+        assert refused(lambda wrong=wrong: source.key(wrong)).message.startswith(f"{wrong!r} is no position")
+    error = refused(lambda: source.validate(deep="no"))
+    assert (error.where, error.message) == ("deep", "deep is 'no'; it must be True or False")
+    assert source.validate(deep=np.False_, progress=False).deep is False
 
 
 # -- YAML ----------------------------------------------------------------------------------------------------------------

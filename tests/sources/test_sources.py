@@ -152,6 +152,13 @@ def test_content_counts_not_names():
     assert sniff("x.batch", transport=memory).format == "mmididx"
 
 
+def test_batches_in_a_file_of_another_ending_are_refused(tmp_path, capsys):
+    arguments = ["--seq-len", "2", "--batch-size", "1"]
+    assert main(["convert", str(TOKENS / "data.idx"), str(tmp_path / "x.txt"), *arguments]) == 2
+    assert capsys.readouterr().err.startswith("error: DST: ")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_several_is_not_guessed():
     memory = MemoryTransport()
     for name in ("f/a.batch", "f/b.batch"):

@@ -497,6 +497,17 @@ def test_unfinished_uploads_are_listed_to_the_last_page():
     ]
 
 
+def test_a_link_that_leads_to_nothing_is_no_missing_file(tmp_path):
+    (tmp_path / "labels.bin").symlink_to("/nowhere/labels.bin")
+    transport = open_transport(tmp_path, engine="fsspec")
+    with pytest.raises(
+        TransportError, match=r"labels\.bin: .*symbolic link to '/nowhere/labels\.bin', where nothing is"
+    ):
+        transport.size("labels.bin")
+    with pytest.raises(NotFoundError):
+        transport.size("acts000000.bin")
+
+
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
     """To open a pipe that nobody writes to, or reads from, waits for ever; the other engines of this machine refuse it, too."""
     os.mkfifo(tmp_path / "pipe")

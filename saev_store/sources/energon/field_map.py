@@ -13,7 +13,7 @@ from typing import Literal, NoReturn, cast
 import numpy as np
 
 from saev_store.documents import parse_json
-from saev_store.errors import DocumentError, MissingDependencyError, SaevStoreError, brief
+from saev_store.errors import ArgumentError, DocumentError, MissingDependencyError, SaevStoreError, brief
 from saev_store.problems import Problem
 from saev_store.sources.energon._yaml import as_list, as_mapping
 from saev_store.sources.pixels import FORMATS, opened
@@ -45,13 +45,13 @@ class FieldPath:
         """The path that `text` describes.
 
         Raises:
-            DocumentError: it is written in another way.
+            ArgumentError: it is written in another way.
         """
         options: list[tuple[str, tuple[str, ...]]] = []
         for option in text.split(","):
             match = _OPTION.fullmatch(option.strip())
             if match is None:
-                raise DocumentError(
+                raise ArgumentError(
                     f"{brief(text)} is no path; write for example 'jpg,png' or 'json[caption]'", where=where
                 )
             options.append((match[1], tuple(match[2][1:-1].split("][")) if match[2] else ()))
@@ -67,7 +67,10 @@ def parse_field_map(value: object, *, where: str) -> dict[str, FieldPath]:
     mapping = as_mapping(value)
     if mapping is None or not all(isinstance(path, str) for path in mapping.values()):
         raise DocumentError(f"field_map is {brief(value)}; it must map fields to parts", where=where)
-    return {name: FieldPath.parse(path, where=where) for name, path in cast("dict[str, str]", mapping).items()}
+    try:
+        return {name: FieldPath.parse(path, where=where) for name, path in cast("dict[str, str]", mapping).items()}
+    except ArgumentError as error:
+        raise DocumentError(error.message, where=where) from None
 
 
 def resolve(path: FieldPath, parts: Mapping[str, bytes], *, where: str, images: Images = "rgb8") -> object:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self, SupportsIndex
 
 import numpy.typing as npt
 
+from saev_store.core.arguments import check_flag
 from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
 from saev_store.sources._files import describe_digest
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
@@ -295,7 +296,7 @@ class EnergonDataset(Source[RawSample]):
         """Report what is wrong: every row of the index against the tars' sizes; `deep` reads the headers of all tars."""
         from saev_store.sources.energon.check import validate
 
-        return validate(self, deep=deep, progress=progress)
+        return validate(self, deep=check_flag(deep, name="deep"), progress=progress)
 
     def close(self) -> None:
         """Release the database, maps and connections; later reads open them again."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
+from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import CorruptShardError, MissingDependencyError, SaevStoreError
 from saev_store.problems import Problem
@@ -219,6 +220,7 @@ class BatchFileReader(Source[TokenArray]):
 
         A file of n batches counts as n times batch_size examples.
         """
+        deep = check_flag(deep, name="deep")
         started, problems, checked = time.perf_counter(), list(self.problems), 0
         try:
             now, _ = self._read_header()

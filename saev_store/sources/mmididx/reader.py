@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_count
+from saev_store.core.arguments import check_count, check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SaevStoreError, SelectionError, brief
 from saev_store.problems import Problem
@@ -272,6 +272,7 @@ class IndexedDataset(Source[TokenArray]):
 
         Opening has checked every number of the index; `deep` reads every byte of `.bin`.
         """
+        deep = check_flag(deep, name="deep")
         started, problems, checked = time.perf_counter(), list(self.problems), 0
         lost = ((0, self._n),) if self._n else ()
         for path, nbytes in self._sized_files():

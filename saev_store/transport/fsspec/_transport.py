@@ -103,7 +103,11 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         """The size of a file; `once` after a failure, where a server that is busy was waited for before."""
         with self.client.errors("look at it", self.where(below)):
             self.client.requests.add("size")
-            info = cast("Mapping[str, object]", self.client.ask("info", self.key(below), once=once))
+            try:
+                info = cast("Mapping[str, object]", self.client.ask("info", self.key(below), once=once))
+            except FileNotFoundError:
+                self._check_link(below)
+                raise
         size = info.get("size")
         if info.get("type") == "directory":
             raise TransportError("this is a folder, but a file is needed", where=self.where(below))
@@ -182,6 +186,14 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             return
         if not stat.S_ISDIR(mode):
             check_regular(mode, where=self.where(below))
+
+    def _check_link(self, below: str) -> None:
+        """Refuse a link of this machine that leads to nothing: the file is lost, which is not to have none."""
+        full = self.key(below)
+        if len(self.client.protocols) == 1 and _HERE.issuperset(self.client.protocols) and os.path.islink(full):
+            raise TransportError(
+                f"it is a symbolic link to {os.readlink(full)!r}, where nothing is", where=self.where(below)
+            )
 
     async def _requested(
         self, below: str, starts: list[int], ends: list[int], where: str, fs: FileSystem
