@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
+from dataclasses import fields
+from functools import cached_property, partial
 from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType, NoneType
 from typing import TYPE_CHECKING, cast
 
@@ -16,13 +17,15 @@ import numpy as np
 import xxhash
 
 from saev_store.errors import ArgumentError, kind_of
-from saev_store.record._modules_digest import modules_digest
+from saev_store.record._modules_digest import items_of, modules_digest, settings_of
 from saev_store.record._weights_digest import add_value, weights_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     import torch
+
+    from saev_store.record._adapters import Adapter
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 #: Hooks of these packages only look at what modules put out.
@@ -62,8 +65,8 @@ def hooks_of(model: torch.nn.Module) -> dict[str, list[str]]:
                 text = f"{kind.strip('_').removesuffix('s')} {_name(hook)} {digest}"
                 found.setdefault(path or "the model", []).append(text)
     for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
-        for attribute, value in sorted(vars(module).items()):
-            if _is_put_in(attribute, value):
+        for attribute, value in settings_of(module):
+            if _is_put_in(value):
                 said = _Description(known)
                 said.add(value)
                 text = f"{attribute} {_name(value)} {said.digest.hexdigest()}"
@@ -71,16 +74,43 @@ def hooks_of(model: torch.nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _is_put_in(attribute: str, value: object) -> bool:
-    """Whether a public attribute of a module is a function, or an object that is called like one, of no library."""
+def _is_put_in(value: object, above: tuple[int, ...] = ()) -> bool:
+    """Whether an attribute of a module is a function, or an object that is called like one, of no library, or holds such."""
     import torch
 
+    if (items := items_of(value)) is not None:
+        return id(value) not in above and any(_is_put_in(item, (*above, id(value))) for item in items)
     return (
         callable(value)
-        and not attribute.startswith("_")
         and not isinstance(value, (type, torch.nn.Module, torch.Tensor, BuiltinFunctionType, np.ufunc))
         and _package(value) not in _BY_NAME | _PLACING
     )
+
+
+def adapter_digest(adapter: Adapter) -> str | None:
+    """What a subclass of ours adds to an adapter, its methods and the values of its fields; None for an adapter of ours.
+
+    Raises:
+        ArgumentError: what a method computes with cannot be told.
+    """
+    kinds = [kind for kind in type(adapter).__mro__ if _package(kind) not in {"saev_store", "abc", "builtins"}]
+    if not kinds:
+        return None
+    base = next(kind for kind in type(adapter).__mro__ if kind not in kinds)
+    described = {field.name for field in fields(cast("type[Adapter]", base))}
+    said = _Description([adapter, *adapter.model.modules()])
+    said.add({name: value for name, value in vars(adapter).items() if name not in described})
+    for kind in kinds:
+        members = {name: value for name, value in vars(kind).items() if name == "__post_init__" or not _is_made(name)}
+        said.add(members)
+    return said.told(
+        type(adapter), where="adapter", remedy="Let its fields be numbers, texts, tensors and functions alone."
+    )
+
+
+def _is_made(name: str) -> bool:
+    """Whether Python makes a member of this name in each class."""
+    return name.startswith("__") or name == "_abc_impl"
 
 
 def function_digest(function: object, known: Collection[object] = (), *, where: str, remedy: str) -> str:
@@ -101,13 +131,7 @@ def function_digest(function: object, known: Collection[object] = (), *, where: 
     """
     said = _Description(known)
     said.add(function)
-    if said.unknown:
-        raise ArgumentError(
-            f"{_name(function)} has {said.unknown}, whose settings cannot be told; they are part of a recording's identity",
-            where=where,
-            remedy=remedy,
-        )
-    return said.digest.hexdigest()
+    return said.told(function, where=where, remedy=remedy)
 
 
 class _Description:
@@ -151,6 +175,20 @@ class _Description:
             else:
                 self._add_object(value)
 
+    def told(self, owner: object, *, where: str, remedy: str) -> str:
+        """The digest, in hexadecimal digits.
+
+        Raises:
+            ArgumentError: there is an object of which nothing is known.
+        """
+        if self.unknown:
+            raise ArgumentError(
+                f"{_name(owner)} has {self.unknown}, whose settings cannot be told; they are part of a recording's identity",
+                where=where,
+                remedy=remedy,
+            )
+        return self.digest.hexdigest()
+
     def _add_module(self, module: torch.nn.Module) -> None:
         self._seen.update(map(id, module.modules()))
         self._say(f"{weights_digest(module)} {modules_digest(module)}")
@@ -167,6 +205,8 @@ class _Description:
             self._add_function(value)
         elif isinstance(value, MethodType):
             self._add_all((value.__func__, value.__self__))
+        elif isinstance(value, (property, cached_property)):
+            self.add(value.fget if isinstance(value, property) else value.func)
         elif isinstance(value, partial):
             self._add_all((value.func, value.args, value.keywords))
         elif isinstance(value, CodeType):

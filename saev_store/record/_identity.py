@@ -11,16 +11,17 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, cast
 
 from saev_store.record._adapters import parameter_of
-from saev_store.record._functions_digest import hooks_of
+from saev_store.record._functions_digest import adapter_digest, hooks_of
 from saev_store.record._modules_digest import modules_digest
 from saev_store.record._settings import LIBRARIES
 from saev_store.record._weights_digest import tensor_classes, weights_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
+    from saev_store.record._adapters import Adapter
     from saev_store.record._recorder import Recorder
 
 #: Packages that compute.
@@ -33,6 +34,10 @@ _IDLE = {
     "device", "n_devices", "model_name", "tokenizer_name", "init_mode", "init_weights", "seed", "default_prepend_bos",
     "tokenizer_prepends_bos",
 }  # fmt: skip
+
+
+#: Fields of adapters that decide how the model is called, and which tokens are recorded.
+_CALL = ("keywords", "batch_axis", "patch_px", "n_special", "cls_first", "patchify")
 
 
 def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> dict[str, object]:
@@ -60,6 +65,7 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
             "blocks": [names[id(adapter.blocks[depth])] for depth in recorder.depths],
             "hook_points": {name: f"{point.side} of {point.path or 'the block'}" for name, point in points.items()},
         },
+        "call": describe_call(adapter),
         "computation": {
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "autocast": autocast_dtypes(model),
@@ -69,6 +75,15 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
         "source": dict(identity),
         "packages": {name: found for name in packages if (found := _version(name)) is not None},
     }
+
+
+def describe_call(adapter: Adapter) -> dict[str, object]:
+    """How an adapter calls its model, and which tokens it takes: fields that no other part of the metadata tells."""
+    own = adapter_digest(adapter)
+    chosen: dict[str, object] = {name: getattr(adapter, name) for name in _CALL if hasattr(adapter, name)}
+    if "patch_px" in chosen:
+        chosen["patch_px"] = list(cast("Sequence[int]", chosen["patch_px"]))
+    return chosen if own is None else {**chosen, "class": type(adapter).__qualname__, "digest": own}
 
 
 def autocast_dtypes(model: torch.nn.Module) -> dict[str, str]:

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import is_dataclass
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from saev_store.record._settings import private_settings
+from saev_store.record._settings import KNOWN, private_settings
 from saev_store.record._weights_digest import is_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import torch
 
 #: Attributes of modules that no vector depends on, or that change while a model runs.
@@ -24,37 +26,96 @@ _IDLE_ATTRIBUTES = {
     "training", "gradient_checkpointing", "name_or_path", "loss_type", "model_tags",
     # Of bitsandbytes, set by the first batch.
     "compute_dtype", "compute_type_is_set",
+    # Of transformers, accelerate and peft: where weights are, and what was warned of.
+    "hf_device_map", "warnings_issued", "base_model_name_or_path",
 }  # fmt: skip
+#: What is told by its name.
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 
 
 def modules_digest(model: torch.nn.Module) -> str:
     """SHA-256 over what modules are made of beside their weights: a model with another epsilon or activation has another one.
 
-    These are the names and classes of all modules and their public attributes that are plain values or named functions, such as
-    `eps`, the `top_k` of a router or a `forward` of its own; of modules of no library also the private ones that `forward` reads.
-    Caches have no part in it, since they change while a model runs.
+    These are the names and classes of all modules and their public attributes, such as `eps`, the `top_k` of a router, the `scaling`
+    of an adapter or a `forward` of its own, as far as `_said` tells them; of modules of no library also the private ones that
+    `forward` reads. Caches have no part in it, since they change while a model runs.
     """
     lines: list[str] = []
     for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
         lines.append(f"{path} {type(module).__qualname__}")
-        settings = private_settings(module)
-        for name, value in sorted(vars(module).items()):
-            is_private = name.startswith("_") and name not in settings
-            if is_private or name.endswith("_hooks") or name in _IDLE_ATTRIBUTES or is_cache(name):
-                continue
-            if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
-                lines.append(f"{path} {name} {_qualname(value)}")
-            elif _is_plain(value):
-                lines.append(f"{path} {name} {value!r}")
+        for name, value in settings_of(module):
+            text = _said(value)
+            if text is not None:
+                lines.append(f"{path} {name} {text}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def settings_of(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    """The attributes of a module that may decide what it computes, by name: the public ones, and private ones that it reads."""
+    private = private_settings(module)
+    for name, value in sorted(vars(module).items()):
+        is_private = name.startswith("_") and name not in private
+        is_kept = is_cache(name) and not callable(value)
+        if not (is_private or name.endswith("_hooks") or name in _IDLE_ATTRIBUTES or is_kept):
+            yield name, value
+
+
+def items_of(value: object) -> Iterable[object] | None:
+    """What a container holds, or a partial function is made of; None for anything else."""
+    if isinstance(value, partial):
+        found = cast("partial[object]", value)
+        return found.func, found.args, found.keywords
+    if isinstance(value, Mapping):
+        return [part for pair in cast("Mapping[object, object]", value).items() for part in pair]
+    return cast("Iterable[object]", value) if isinstance(value, (tuple, list, AbstractSet)) else None
+
+
+def _said(value: object, above: tuple[int, ...] = ()) -> str | None:
+    """A setting as text, the same in all processes; None for what is told elsewhere, such as tensors and modules, and other objects.
+
+    Told are plain values, functions and classes by their names, and containers and dataclasses of these.
+
+    Args:
+        value: What is told.
+        above: Identities of the containers that it is in, one of which it may be.
+    """
+    import torch
+
+    if _is_plain(value):
+        return repr(value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, (*FUNCTIONS, type)):
+        return _qualname(value)
+    if id(value) in above:
+        return "again"
+    above = (*above, id(value))
+    if isinstance(value, AbstractSet):
+        return f"set {sorted(_told(item, above) for item in cast('Iterable[object]', value))}"
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[object, object]", value).items()
+        return f"dict {sorted((_told(key, above), _told(item, above)) for key, item in pairs)}"
+    if (items := items_of(value)) is not None:
+        return f"{type(value).__name__} {[_told(item, above) for item in items]}"
+    # Those of a library say on which device or in which folder something is; its version tells the rest.
+    if is_dataclass(value) and type(value).__module__.partition(".")[0] not in KNOWN:
+        fields = {name: item for name, item in vars(value).items() if name not in _IDLE_ATTRIBUTES}
+        return f"{type(value).__qualname__} {_told(fields, above)}"
+    return None
+
+
+def _told(value: object, above: tuple[int, ...]) -> str:
+    """A part of a setting as text; of objects of which nothing is told the class."""
+    text = _said(value, above)
+    return type(value).__qualname__ if text is None else text
+
+
 def _qualname(function: object) -> str:
-    """The name of a function; of a bound or partial one, which may have none, that of what it calls."""
+    """The name of a function or class; of a bound one, which may have none, that of what it calls."""
     while not hasattr(function, "__qualname__"):
         inner: object = getattr(function, "func", None) or getattr(function, "__func__", None)
         if inner is None:
-            return type(function).__qualname__
+            return str(getattr(function, "__name__", type(function).__qualname__))
         function = inner
     return str(getattr(function, "__qualname__", ""))
 

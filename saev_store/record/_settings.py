@@ -18,7 +18,8 @@ LIBRARIES = {
     "bitsandbytes": "bitsandbytes", "torchao": "torchao", "optimum": "optimum-quanto", "gptqmodel": "gptqmodel",
     "compressed_tensors": "compressed-tensors", "hqq": "hqq", "awq": "autoawq",
 }  # fmt: skip
-_KNOWN = {"torch", "transformers", *LIBRARIES}
+#: All of these libraries, by their packages.
+KNOWN = {"torch", "transformers", *LIBRARIES}
 
 
 def private_settings(module: torch.nn.Module) -> set[str]:
@@ -57,7 +58,7 @@ def _own_functions(module: torch.nn.Module, name: str) -> Iterator[FunctionType]
                 break
             value = inner
         while isinstance(value, FunctionType):
-            if value.__module__.partition(".")[0] not in _KNOWN:
+            if value.__module__.partition(".")[0] not in KNOWN:
                 yield value
             value = getattr(value, "__wrapped__", None)
 
