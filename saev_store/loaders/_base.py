@@ -354,7 +354,7 @@ class Loader(ABC):
         """Continue where `state_dict` was taken: the next iteration begins with the batch that came after it.
 
         An iteration under way is ended. The state may come from another number of ranks, as long as ranks times batch
-        size is the same.
+        size is the same, and the ranks divide `n_partitions` of a shuffled loader.
 
         Raises:
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -89,8 +90,12 @@ def _text(model: torch.nn.Module) -> TextAdapter:
             remedy="Pass the encoder alone, model.get_encoder(), or make a TextAdapter with a call of your own.",
         )
     blocks = find_blocks(decoder, _config_int(decoder, "num_hidden_layers"))
-    embedding = cast("Callable[[], object]", decoder.get_input_embeddings)()
-    size: object = getattr(embedding, "num_embeddings", None)
+    size: object = None
+    with contextlib.suppress(
+        AttributeError, NotImplementedError
+    ):  # of models that make vectors of characters or sounds
+        embedding = cast("Callable[[], object]", decoder.get_input_embeddings)()
+        size = getattr(embedding, "num_embeddings", None)
     longest: object = getattr(_config(decoder), "max_position_embeddings", None)
     return TextAdapter(
         model=decoder,
@@ -99,7 +104,9 @@ def _text(model: torch.nn.Module) -> TextAdapter:
         points=hook_points_of(type(blocks[0]).__name__),
         keywords=True,
         vocabulary_size=size if isinstance(size, int) else None,
-        max_tokens=longest if isinstance(longest, int) else None,
+        max_tokens=longest
+        if isinstance(longest, int) and longest > 0
+        else None,  # XLNet says -1 where there is no limit
         **_names(decoder, model),
     )
 

@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from saev_store.errors import ArgumentError, brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy.typing as npt
     import torch
+
+    from saev_store.record._recorder import Recorder
 
 
 def check_blocks(model: torch.nn.Module, blocks: object) -> None:
@@ -87,3 +92,51 @@ def check_loaded(model: torch.nn.Module) -> None:
                 where="model",
                 remedy="Load the weights, and keep them in memory rather than offloaded to a disk.",
             )
+
+
+def check_padding(recorder: Recorder, ids: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Compare the vectors of a row with those that it has with other padding: some models take a mask and ignore it.
+
+    Args:
+        recorder: Is called twice, with one row.
+        ids: Token ids (batch, tokens).
+        mask: Of the same shape: 1 for tokens, 0 for padding, which is on the right.
+
+    Returns:
+        Whether there was a row to compare, with padding and two different tokens.
+
+    Raises:
+        ArgumentError: the vectors differ by more than rounding.
+    """
+    import torch
+
+    is_token = _array(mask) != 0
+    rows = np.flatnonzero(is_token.any(axis=1) & ~is_token.all(axis=1))
+    if not len(rows):
+        return False
+    row, given, hidden = int(rows[0]), _array(ids)[rows[0]], ~is_token[rows[0]]
+    others = given[~hidden & (given != given[-1])]
+    if not len(others):
+        return False
+    changed = np.where(hidden, others[-1], given)
+    calls = [recorder(text[None], mask[row : row + 1])[0, :, ~hidden] for text in (given, changed)]
+    acts, found = (_array(call.double()) for call in calls)
+    norms, off_by = np.linalg.norm(acts, axis=2), np.linalg.norm(found - acts, axis=2)
+    model = recorder.adapter.model
+    kind = next(model.parameters()).device.type
+    is_rounded = calls[0].dtype.itemsize < 4 or torch.get_float32_matmul_precision() != "highest"
+    is_rounded |= torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Experts get other tokens beside these, so products of matrices may be rounded in another way.
+    if (off_by > (0.05 if is_rounded else 1e-5) * norms).any():
+        raise ArgumentError(
+            f"the vectors of a text change with the padding behind it, by up to {np.nanmax(off_by / norms):.2g} of their length: "
+            f"{type(model).__name__} does not hide what the mask says is padding",
+            where="model",
+            remedy="Record without padding: Texts(…, batch_size=1).",
+        )
+    return True
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The numbers of a tensor, whose stub does not say of which type they are."""
+    return tensor.cpu().numpy()

@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import xxhash
@@ -128,8 +128,9 @@ class _InMemory(Documents):
 class _OfSource(Documents):
     """The samples of a source of token ids; each is a document, and is read when it is needed."""
 
-    def __init__(self, source: Source[npt.NDArray[np.generic]]) -> None:
+    def __init__(self, source: Source[npt.NDArray[np.generic]], digest: Literal["sampled", "full"]) -> None:
         self._source = source
+        self._digest: Literal["sampled", "full"] = digest
         self.starts = _starts_of(_lengths_of(source))
 
     def tokens(self, first: int, last: int) -> IntArray:
@@ -140,10 +141,12 @@ class _OfSource(Documents):
         return np.concatenate(parts)[skip : skip + last - first].astype(np.int64)
 
     def describe(self) -> dict[str, object]:
-        return recorded_from(self._source, by_token=True)
+        return recorded_from(self._source, by_token=True, digest=self._digest)
 
 
-def as_documents(value: object, tokenizer: Tokenizer | None, *, text_key: str | int) -> Documents:
+def as_documents(
+    value: object, tokenizer: Tokenizer | None, *, text_key: str | int, digest: Literal["sampled", "full"] = "sampled"
+) -> Documents:
     """Documents of what a caller has.
 
     Args:
@@ -151,6 +154,7 @@ def as_documents(value: object, tokenizer: Tokenizer | None, *, text_key: str | 
             ids, as a data set with a length and numbered samples or as any iterable.
         tokenizer: For texts.
         text_key: Key of the text in samples with several parts, see `saev_store.sources.texts.text_of`.
+        digest: How much of the files of a source of token ids its description has; other tokens are all in memory.
 
     Raises:
         ArgumentError: it is none of these, or there is no token in it.
@@ -161,7 +165,7 @@ def as_documents(value: object, tokenizer: Tokenizer | None, *, text_key: str | 
         ids = (_ids(found, tokenizer, where) for found, where in _texts_of(source, text_key))
         documents: Documents = _InMemory(ids, recorded_from(source, by_token=True))
     elif source is not None:
-        documents = _OfSource(cast("Source[npt.NDArray[np.generic]]", source))
+        documents = _OfSource(cast("Source[npt.NDArray[np.generic]]", source), digest)
     elif isinstance(value, Iterable):
         each = enumerate(cast("Iterable[object]", value))
         ids = (_ids(found, tokenizer, f"documents[{number}]") for number, found in each)

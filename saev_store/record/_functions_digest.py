@@ -99,6 +99,8 @@ def adapter_digest(adapter: Adapter) -> str | None:
     base = next(kind for kind in type(adapter).__mro__ if kind not in kinds)
     described = {field.name for field in fields(cast("type[Adapter]", base))}
     said = _Description([adapter, *adapter.model.modules()])
+    # What a cached property has computed once follows from the rest.
+    described |= {name for kind in kinds for name, value in vars(kind).items() if isinstance(value, cached_property)}
     said.add({name: value for name, value in vars(adapter).items() if name not in described})
     for kind in kinds:
         members = {name: value for name, value in vars(kind).items() if name == "__post_init__" or not _is_made(name)}
@@ -147,7 +149,9 @@ class _Description:
 
     def __init__(self, known: Collection[object]) -> None:
         self.digest, self.unknown = xxhash.xxh3_128(), ""
-        self._seen = {id(value) for value in known}
+        #: By identity: what was described, which is kept, and as which one; an object that is gone may share its identity.
+        self._seen: dict[int, tuple[object, int]] = {}
+        self._see(known)
 
     def add(self, value: object) -> None:
         """Add a value and what it is made of."""
@@ -162,9 +166,9 @@ class _Description:
         ):
             self._say(f"{_module(value)} {_name(value)}")
         elif id(value) in self._seen:
-            self._say("again")
+            self._say(f"again {self._seen[id(value)][1]}")
         else:
-            self._seen.add(id(value))
+            self._see([value])
             self._say(type(value).__qualname__)
             if isinstance(value, (torch.Tensor, np.ndarray)):
                 add_value(self.digest, "tensor", cast("object", value))
@@ -190,8 +194,12 @@ class _Description:
         return self.digest.hexdigest()
 
     def _add_module(self, module: torch.nn.Module) -> None:
-        self._seen.update(map(id, module.modules()))
+        self._see(module.modules())
         self._say(f"{weights_digest(module)} {modules_digest(module)}")
+
+    def _see(self, values: Iterable[object]) -> None:
+        for value in values:
+            self._seen.setdefault(id(value), (value, len(self._seen)))
 
     def _add_container(self, values: Iterable[object]) -> None:
         if isinstance(values, Mapping):
@@ -205,6 +213,8 @@ class _Description:
             self._add_function(value)
         elif isinstance(value, MethodType):
             self._add_all((value.__func__, value.__self__))
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.add(cast("MethodType", value).__func__)
         elif isinstance(value, (property, cached_property)):
             self.add(value.fget if isinstance(value, property) else value.func)
         elif isinstance(value, partial):

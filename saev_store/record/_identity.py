@@ -47,6 +47,8 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
         recorder: Has the model, where it will run.
         identity: What the source adds: the size of batches, for example.
     """
+    import torch
+
     adapter, parameter = recorder.adapter, parameter_of(recorder.adapter.model)
     model = adapter.model
     names = {id(module): name for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())}
@@ -54,6 +56,7 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
     classes = {type(module) for module in model.modules()} | tensor_classes(model)
     libraries = {kind.__module__.partition(".")[0] for kind in classes}
+    precision = torch.get_float32_matmul_precision()
     packages = [*_PACKAGES, *(name for library, name in LIBRARIES.items() if library in libraries)]
     return {
         "model": {
@@ -71,6 +74,7 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
             "autocast": autocast_dtypes(model),
             "attention": getattr(config, "_attn_implementation", None),
             "device": parameter.device.type,
+            **({} if precision == "highest" else {"float32_matmul_precision": precision}),
         },
         "source": dict(identity),
         "packages": {name: found for name in packages if (found := _version(name)) is not None},

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -81,10 +82,10 @@ def _said(value: object, above: tuple[int, ...] = ()) -> str | None:
     """
     import torch
 
+    if isinstance(value, (torch.dtype, enum.Enum)):
+        return str(value)
     if _is_plain(value):
         return repr(value)
-    if isinstance(value, torch.dtype):
-        return str(value)
     if isinstance(value, (*FUNCTIONS, type)):
         return _qualname(value)
     if id(value) in above:

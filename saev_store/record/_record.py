@@ -171,6 +171,8 @@ def record(
         MissingDependencyError: torch is not installed.
     """
     check_policies(recheck, on_overflow)
+    if on_report is not None and not callable(on_report):  # callers may not check types
+        raise ArgumentError(f"{brief(on_report)} cannot be called", where="on_report")
     of_ranks = this_part(part)
     recorder = prepare(
         model, source, layers, hook_points=hook_points, device=this_device(device) if part == "auto" else device
@@ -203,6 +205,7 @@ def record(
             storage_options=storage_options,
             recheck=recheck,
             saturate=on_overflow == "saturate",
+            rounds=dtype is not None or protocol not in {None, "3.0"},
             before=report,
             on_report=on_report,
         )
@@ -311,18 +314,19 @@ def fill(
     storage_options: Mapping[str, object] | None = None,
     recheck: Recheck = "exact",
     saturate: bool = False,
+    rounds: bool = True,
     before: RecordingReport = NOTHING_RECORDED,
     on_report: Callable[[RecordingReport], object] | None = None,
 ) -> RecordingReport:
     """Append the missing examples to `writer`; arguments as of `record`, `saturate` as `writer` was made.
 
-    The report counts `before` in, what other writers of the same call have recorded.
+    Without `rounds` vectors of a wider dtype than the store's are refused, if a store can hold that. The report counts `before` in, what other writers of the same call have recorded.
 
     A thread reads the source, another one appends, and this one runs the model, see `Pipeline`: `N_ALIVE` batches are alive at
     most, `N_WITH_VECTORS` of them with their vectors. So memory is bounded by `pipeline_nbytes`.
 
     Raises:
-        ArgumentError: the source has another number of examples than the metadata.
+        ArgumentError: the source has another number of examples than the metadata, or vectors would be rounded unasked.
         ResumeError: the model gives other vectors than those that are there.
     """
     kept, (first, end) = writer.next_example, writer.example_range
@@ -341,6 +345,8 @@ def fill(
         nonlocal n_appended
         with closing_in_thread(source.assemble(map(_arrived, computed), start)) as examples:
             for recorded in examples:
+                if not rounds:
+                    _check_width(recorded.acts.dtype, cast("StoredDtype", writer.layout.dtype))
                 n = min(end - recorded.first, len(recorded.acts))
                 n_kept = min(max(kept - recorded.first, 0), n)
                 if recheck != "off":
@@ -375,6 +381,21 @@ def _arrived(item: tuple[Batch, HostCopy]) -> tuple[Batch, torch.Tensor]:
     """A batch with its vectors in the memory of the CPU."""
     batch, copy = item
     return batch, copy.result()
+
+
+def _check_width(computed: torch.dtype, stored: StoredDtype) -> None:
+    """Refuse to round what the model computes in more bits than its parameters have, where nobody has asked for that.
+
+    Raises:
+        ArgumentError: a store can hold the numbers as they are.
+    """
+    name = cast("StoredDtype", str(computed).removeprefix("torch."))
+    if name in ITEMSIZES and ITEMSIZES[name] > ITEMSIZES[stored]:
+        raise ArgumentError(
+            f"the model's parameters are {stored}, but these vectors are {name}, and would be rounded",
+            where="dtype",
+            remedy=f'Pass dtype="{name}" to keep them, or dtype="{stored}" to round them.',
+        )
 
 
 def _computed_dtype(adapter: Adapter) -> StoredDtype:

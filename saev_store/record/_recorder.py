@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ArgumentError, SaevStoreError, brief, kind_of
 from saev_store.record._adapt import adapt
-from saev_store.record._adapters import VisionAdapter, parameter_of, resolve_layers
-from saev_store.record._checks import check_loaded, check_not_compiled
+from saev_store.record._adapters import TextAdapter, VisionAdapter, parameter_of, resolve_layers
+from saev_store.record._checks import check_loaded, check_not_compiled, check_padding
 from saev_store.record._host_copy import HostCopy, pinned
 from saev_store.record._pipeline import closing_in_thread
 
@@ -90,6 +90,7 @@ class Recorder:
         self._batch: _Captured | None = None
         self._stream: torch.cuda.Stream | None = None
         self._axes_are_known = False
+        self._padding_is_hidden = False
 
     def __enter__(self) -> Self:
         if self._handles:
@@ -171,6 +172,9 @@ class Recorder:
         if captured.out is None or silent:
             raise ArgumentError(f"{', '.join(silent)} did not run in the forward pass", where="layers")
         self._axes_are_known = True
+        if len(tensors) == 2 and not self._padding_is_hidden and isinstance(self.adapter, TextAdapter):
+            self._padding_is_hidden = True  # to the two calls of the check
+            self._padding_is_hidden = check_padding(self, *tensors)
         return self._to_host(captured.out)
 
     def staged(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -320,12 +324,14 @@ def _as_tensor(value: object) -> torch.Tensor:
 
 def _checked_points(hook_points: Sequence[str]) -> tuple[str, ...]:
     """The hook points; `ArgumentError` for none, for one twice, and for what is no list of names."""
-    if isinstance(hook_points, str) or not hook_points:
+    if isinstance(hook_points, str) or not isinstance(cast("object", hook_points), Iterable) or not hook_points:
         raise ArgumentError(
             f"hook_points is {brief(hook_points)}; it must be a list of at least one name", where="hook_points"
         )
     names = tuple(hook_points)
     for at, name in enumerate(names):
+        if not isinstance(cast("object", name), str):
+            raise ArgumentError(f"{brief(name)} is no name of a hook point", where="hook_points")
         if name in names[:at]:
             raise ArgumentError(f"{brief(name)} is named twice", where="hook_points", remedy="Name it once.")
     return names

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from saev_store.core.arguments import check_flag
+from saev_store.core.arguments import check_choice, check_flag
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import TextAdapter
 from saev_store.record._documents import Tokenizer, as_documents
@@ -54,6 +54,8 @@ class Texts(ExampleSource):
         example_tokens: With a stream: tokens of an example; `context` by default.
         text_key: Key of the text in the objects of a JSONL file; the column of a data set; the field or the part of an Energon
             sample. An integer is a place in pairs such as (text, label).
+        digest: What the digest of an open source of token ids covers, which is part of the identity: `"sampled"` its index and
+            some pieces of its data, so changes of a large file may be missed; `"full"` reads every byte before recording begins.
 
     Raises:
         ArgumentError: an argument breaks a rule, or there is no token.
@@ -77,7 +79,9 @@ class Texts(ExampleSource):
         batch_size: int = 8,
         example_tokens: int | None = None,
         text_key: str | int = "text",
+        digest: Literal["sampled", "full"] = "sampled",
     ) -> None:
+        check_choice(digest, ("sampled", "full"), name="digest")
         if layout not in get_args(TextLayout):
             raise ArgumentError(f"layout is {brief(layout)}; it must be 'window' or 'stream'", where="layout")
         self.pack = check_flag(pack, name="pack")
@@ -90,7 +94,7 @@ class Texts(ExampleSource):
         self.example_tokens = self.context if example_tokens is None else _positive(example_tokens, "example_tokens")
         self.batch_size = check_batch_size(batch_size)
         self.bos = _bos(bos, self.tokenizer)
-        self.documents = as_documents(documents, self.tokenizer, text_key=text_key)
+        self.documents = as_documents(documents, self.tokenizer, text_key=text_key, digest=digest)
         starts = self.documents.starts
         self._rows = cut_evenly(int(starts[-1]), self.context) if self.pack else cut_documents(starts, self.context)
 

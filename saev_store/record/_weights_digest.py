@@ -62,13 +62,16 @@ def _kept_tensors(model: torch.nn.Module) -> dict[str, object]:
     }
 
 
-def _holds_tensors(value: object) -> bool:
+def _holds_tensors(value: object, above: tuple[int, ...] = ()) -> bool:
     import torch
 
+    if id(value) in above:  # a container that holds itself
+        return False
+    inner = (*above, id(value))
     if isinstance(value, Mapping):
-        return any(_holds_tensors(item) for item in cast("Mapping[object, object]", value).values())
+        return any(_holds_tensors(item, inner) for item in cast("Mapping[object, object]", value).values())
     if isinstance(value, (tuple, list)):
-        return any(_holds_tensors(item) for item in cast("Iterable[object]", value))
+        return any(_holds_tensors(item, inner) for item in cast("Iterable[object]", value))
     return isinstance(value, (torch.Tensor, np.ndarray))
 
 

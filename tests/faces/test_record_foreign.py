@@ -187,6 +187,7 @@ def test_vision_transformers_of_timm(n_prefix: int, *, has_cls: bool) -> None:
     check_points(model, model.blocks, n_prefix, int(has_cls))
 
 
+@pytest.mark.usefixtures("padding_is_known")
 @pytest.mark.parametrize("kind", ["HookedTransformer", "TransformerBridge"])
 def test_models_of_transformer_lens(kind: str) -> None:
     model = lens(kind, model_name="gpt2-small", original_architecture="GPT2LMHeadModel")

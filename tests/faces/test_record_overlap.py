@@ -96,6 +96,7 @@ class Counted:
             self._alive[kind] -= 1
 
 
+@pytest.mark.usefixtures("padding_is_known")
 @pytest.mark.parametrize("kind", SOURCES)
 def test_no_more_batches_are_alive_than_is_said(
     models: dict[str, torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -86,6 +86,7 @@ def ran(kind: str, root: Path, read: Read | None = None, **options: object) -> l
     return inputs
 
 
+@pytest.mark.usefixtures("padding_is_known")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_in_the_middle_computes_the_batches_of_its_examples_and_no_others(kind: str, tmp_path: Path) -> None:
     whole, batches = ran(kind, tmp_path / "whole"), examples_of_batches(kind)

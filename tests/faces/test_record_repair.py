@@ -117,6 +117,7 @@ def flip(file: Path, at: int) -> None:
 # -- what is repaired --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("padding_is_known")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deleted_shard_comes_back_and_no_other_file_is_touched(recorded, copied, kind: str) -> None:
     path, model = copied(kind), model_of(kind)
@@ -264,6 +265,7 @@ def other_bits(kind: str, monkeypatch: pytest.MonkeyPatch, by: float) -> torch.n
     return model
 
 
+@pytest.mark.usefixtures("padding_is_known")
 @pytest.mark.parametrize(("lost", "neighbour"), [((4, 6), 11), ((0, 5), 3), (range(6), 18)])
 def test_other_vectors_are_refused_before_anything_is_replaced(
     copied, monkeypatch: pytest.MonkeyPatch, lost: tuple[int, ...], neighbour: int

@@ -382,6 +382,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.usefixtures("padding_is_known")
 @pytest.mark.parametrize("layout", ["window", "stream"])
 @pytest.mark.parametrize("n_there", [1, 2, 5, 7])
 def test_an_interrupted_recording_goes_on_to_the_same_bytes(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -294,6 +295,11 @@ def memmaps(
         (sub / "config.json").write_text(json.dumps(document | config))
 
 
+def saved_as(path: Path, make: Callable[[Any], object]) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save(make(torch), path)
+
+
 def saved(path: Path, values: object) -> None:
     torch = pytest.importorskip("torch")
     torch.save(torch.tensor(values), path)
@@ -374,6 +380,11 @@ def _cut(name: str) -> Callable[[Path], object]:
         (lambda folder: saved(folder / "tokens.pt", [[i] for i in range(22)]), CorruptShardError, r"shape \(22, 1\), for 22 vectors"),
         (lambda folder: saved(folder / "tokens.pt", list(range(23))), DocumentError, "no tensor of integers, one for each token"),
         (lambda folder: saved(folder / "tokens.pt", [0.5] * 22), DocumentError, "no tensor of integers"),
+        (lambda folder: saved_as(folder / "tokens.pt", lambda torch: torch.arange(22).to_sparse()), DocumentError, "no tensor of integers"),
+        (lambda folder: saved_as(folder / "tokens.pt", lambda torch: torch.arange(22, device="meta")), DocumentError, "no tensor of integers"),
+        (lambda folder: saved_as(folder / "tokens.pt", lambda torch: torch.arange(22) * 1j), DocumentError, "no tensor of integers"),
+        (lambda folder: saved_as(folder / "tokens.pt", lambda torch: torch.arange(22).to_sparse()[None]), DocumentError, "no tensor of integers"),
+        (lambda folder: saved_as(folder / "tokens.pt", lambda torch: torch.ones(22, dtype=torch.bool)), DocumentError, "no tensor of integers"),
         (lambda folder: (folder / "tokens.pt").write_bytes(b"no"), DocumentError, "weights_only=True"),
         (lambda folder: (folder / "tokens.pt").write_bytes(bytes(1 << 20)), CorruptShardError, "too many for 22 tokens"),
         (lambda folder: saved(folder / "sequence_ranges.pt", [0, 5, 21]), CorruptShardError, "does not end with 22"),

@@ -14,7 +14,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,6 @@ from saev_store.sources.caches._cache import Cache, Wanted, check_context, entri
 from saev_store.sources.caches._stream import check_starts, stream_arguments, stream_blocks
 from saev_store.transport import Entry, Transport
 from saev_store.writer.importing import Block, stored_dtype
-
-if TYPE_CHECKING:
-    import torch
 
 _CONFIG, _TOKENS, _RANGES = "config.json", "tokens.pt", "sequence_ranges.pt"
 _MAX_JSON_BYTES = 1 << 20
@@ -231,13 +228,13 @@ class MemmapCache(Cache):
             raise DocumentError(
                 f"torch does not load it with weights_only=True: {brief(str(error))}", where=where
             ) from None
-        if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.numel() > most:
-            raise DocumentError("it is no tensor of integers, one for each token", where=where)
-        return _int64(found)
-
-
-def _int64(tensor: torch.Tensor) -> IntArray:
-    return tensor.numpy().astype(np.int64)
+        kinds = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+        try:
+            if isinstance(found, torch.Tensor) and found.dtype in kinds and found.numel() <= most:
+                return found.resolve_neg().numpy().astype(np.int64)
+        except (TypeError, RuntimeError):  # sparse, nested, without numbers
+            pass
+        raise DocumentError("it is no tensor of integers, one for each token", where=where)
 
 
 def _count(document: Mapping[str, object], key: str, where: str) -> int:
