@@ -9,11 +9,11 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
-from saev_store.errors import ArgumentError, SaevStoreWarning, TransportError, brief
+from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, TransportError, brief
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -88,7 +88,8 @@ def serve(app: Starlette, listening: socket.socket) -> None:
     # Transfers that Ctrl-C cuts are expected: uvicorn would log each with a traceback.
     log = logging.getLogger("uvicorn.error")
 
-    def is_serving(_record: logging.LogRecord) -> bool:
+    def is_serving(record: logging.LogRecord) -> bool:
+        _shorten(record)
         return not server.should_exit
 
     log.addFilter(is_serving)
@@ -99,6 +100,15 @@ def serve(app: Starlette, listening: socket.socket) -> None:
     finally:
         log.removeFilter(is_serving)
         listening.close()
+
+
+def _shorten(record: logging.LogRecord) -> None:
+    """Make one line of an answer that a store has broken off, such as by a shard that was cut meanwhile."""
+    error = record.exc_info[1] if record.exc_info else None
+    while isinstance(error, BaseExceptionGroup):  # of the task of a response
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    if isinstance(error, SaevStoreError):
+        record.msg, record.args, record.exc_info = f"an answer was broken off: {error}", (), None
 
 
 def serve_in_thread(app: Starlette, listening: socket.socket) -> Callable[[], None]:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -531,6 +532,26 @@ def test_ctrl_c_in_transfers_is_quiet(tmp_path: Path):
     assert (process.returncode, out, err) == (0, "", "")
 
 
+def test_a_shard_that_is_cut_in_a_transfer_is_one_line(tmp_path: Path):
+    plain = plain_store(Layout(4, (2,), 1024, False, 4096, 4))
+    store = plain.write(tmp_path)
+    with serving(store, "--chunks", "4,1,1024,4096") as (address, process):
+        parts = urlsplit(address)
+        client = socket.create_connection((parts.hostname, parts.port))
+        client.sendall(b"GET /activations/c/0/0/0/0 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(100)
+        os.truncate(store / "acts000000.bin", 1 << 20)
+        while client.recv(1 << 20):  # until the server breaks off
+            pass
+        client.close()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=HANG_S)
+    assert (process.returncode, out) == (0, "")
+    assert re.fullmatch(
+        r"ERROR: +an answer was broken off: \S+acts000000\.bin: the file has 1,048,576 bytes but .*\n", err
+    ), err
+
+
 def test_json_is_one_line(folder):
     with serving(folder, "--json") as (line, _):
         assert list(json.loads(line)) == ["url"]
@@ -542,7 +563,7 @@ def test_a_port_that_is_taken(folder, capsys: pytest.CaptureFixture[str]):
         assert main(["serve", str(folder), "--port", str(port)]) == 2
         assert f"port {port}" in capsys.readouterr().err
     for host, port in (("127.0.0.1", 70000), ("no-such-host.invalid", 0), ("192.0.2.1", 0)):
-        with pytest.raises(ArgumentError, match=r"port|listen"):
+        with pytest.raises(ArgumentError, match=r"port|listen|no address of this machine"):
             listen(host, port)
 
 
