@@ -9,15 +9,16 @@ import enum
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import xxhash
 
 from saev_store.record._settings import KNOWN, private_settings
-from saev_store.record._weights_digest import is_cache
+from saev_store.record._weights_digest import add_value, is_cache
 
 if TYPE_CHECKING:
     import torch
@@ -100,13 +101,19 @@ def _said(value: object, above: tuple[int, ...] = ()) -> str | None:
         return f"{type(value).__name__} {[_told(item, above) for item in items]}"
     # Those of a library say on which device or in which folder something is; its version tells the rest.
     if is_dataclass(value) and type(value).__module__.partition(".")[0] not in KNOWN:
-        fields = {name: item for name, item in vars(value).items() if name not in _IDLE_ATTRIBUTES}
-        return f"{type(value).__qualname__} {_told(fields, above)}"
+        names = [field.name for field in fields(value) if field.name not in _IDLE_ATTRIBUTES]
+        return f"{type(value).__qualname__} {[(name, _told(getattr(value, name, None), above)) for name in names]}"
     return None
 
 
 def _told(value: object, above: tuple[int, ...]) -> str:
-    """A part of a setting as text; of objects of which nothing is told the class."""
+    """A part of a setting as text: of a tensor its digest, of objects of which nothing is told the class."""
+    import torch
+
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        digest = xxhash.xxh3_128()
+        add_value(digest, "a setting", cast("object", value))
+        return digest.hexdigest()
     text = _said(value, above)
     return type(value).__qualname__ if text is None else text
 

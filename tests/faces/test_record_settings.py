@@ -30,6 +30,11 @@ class Settings:
     device: str = "cpu"
 
 
+@dataclass(slots=True)
+class Slotted:
+    scale: float
+
+
 class Kind(enum.Enum):
     SINE = "sine"
     COSINE = "cosine"
@@ -44,8 +49,8 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         setting, y = self.setting, self.linear(x)
-        while isinstance(setting, (dict, set, list, tuple, Settings)):
-            setting = setting.scale if isinstance(setting, Settings) else [*setting.values()][0] if isinstance(setting, dict) else [*setting][0]  # fmt: skip  # noqa: RUF015
+        while isinstance(setting, (dict, set, list, tuple, Settings, Slotted)):
+            setting = setting.scale if isinstance(setting, (Settings, Slotted)) else [*setting.values()][0] if isinstance(setting, dict) else [*setting][0]  # fmt: skip  # noqa: RUF015
         if isinstance(setting, Kind):
             return x + (y.sin() if setting is Kind.SINE else y.cos())
         if isinstance(setting, torch.dtype):
@@ -103,8 +108,11 @@ def cyclic(scale: float) -> dict[str, object]:
         (Kind.SINE, Kind.COSINE),
         ([Kind.SINE], [Kind.COSINE]),
         (cyclic(1.0), cyclic(2.0)),
+        (partial(torch.mul, other=torch.ones(8)), partial(torch.mul, other=torch.zeros(8))),
+        (Settings(torch.ones(8)), Settings(torch.zeros(8))),
+        (Slotted(1.0), Slotted(2.0)),
     ],
-    ids=map(str, range(15)),
+    ids=map(str, range(18)),
 )
 def test_models_of_other_settings_have_folders_of_their_own(tmp_path: Path, one: object, other: object) -> None:
     first, second = recorded(one, tmp_path), recorded(other, tmp_path)
