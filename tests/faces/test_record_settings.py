@@ -50,7 +50,10 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         setting, y = self.setting, self.linear(x)
         while isinstance(setting, (dict, set, list, tuple, Settings, Slotted)):
-            setting = setting.scale if isinstance(setting, (Settings, Slotted)) else [*setting.values()][0] if isinstance(setting, dict) else [*setting][0]  # fmt: skip  # noqa: RUF015
+            if isinstance(setting, (Settings, Slotted)):
+                setting = setting.scale
+            else:
+                setting = next(iter(setting.values() if isinstance(setting, dict) else setting))
         if isinstance(setting, Kind):
             return x + (y.sin() if setting is Kind.SINE else y.cos())
         if isinstance(setting, torch.dtype):
