@@ -384,13 +384,13 @@ def _arrived(item: tuple[Batch, HostCopy]) -> tuple[Batch, torch.Tensor]:
 
 
 def _check_width(computed: torch.dtype, stored: StoredDtype) -> None:
-    """Refuse to round what the model computes in more bits than its parameters have, where nobody has asked for that.
+    """Refuse to round what the model computes in another dtype than its parameters have, where nobody has asked for that.
 
     Raises:
         ArgumentError: a store can hold the numbers as they are.
     """
     name = cast("StoredDtype", str(computed).removeprefix("torch."))
-    if name in ITEMSIZES and ITEMSIZES[name] > ITEMSIZES[stored]:
+    if name in ITEMSIZES and stored not in {name, "float32"}:
         raise ArgumentError(
             f"the model's parameters are {stored}, but these vectors are {name}, and would be rounded",
             where="dtype",

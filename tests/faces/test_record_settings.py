@@ -16,6 +16,7 @@ from tiny_models import VOCABULARY, tiny_language
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
 from saev_store.record import Recorder, TextAdapter, Texts, record
+from saev_store.record._record import _check_width
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -337,6 +338,17 @@ def test_a_model_that_computes_in_more_bits_is_not_rounded_unasked(tmp_path: Pat
     np.testing.assert_array_equal(kept[0, 0], truth)
     rounded = record(model, source, tmp_path / "a", dtype="float16", **options)
     np.testing.assert_array_equal(rounded[0, 0], truth.half().float())
+
+
+@pytest.mark.parametrize("computed", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_which_dtypes_are_rounded_unasked(computed: str, stored: str) -> None:
+    """Each of two 16-bit dtypes has numbers that the other has not; no store holds float64."""
+    if computed == stored or stored == "float32" or computed == "float64":
+        _check_width(getattr(torch, computed), stored)
+    else:
+        with pytest.raises(ArgumentError, match=f"parameters are {stored}, but these vectors are {computed}"):
+            _check_width(getattr(torch, computed), stored)
 
 
 # -- what models do not say --------------------------------------------------------------------------------------------
