@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from saev_store import ShardStore
 from saev_store.errors import ArgumentError
 from saev_store.record import Recorder, TextAdapter, Texts, record
 from saev_store.record._record import _check_width
+from saev_store.sources import open_source
+from saev_store.sources.mmididx import IndexedDatasetBuilder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -29,6 +32,13 @@ IDS = np.random.default_rng(2).integers(3, VOCABULARY, (4, 6))
 class Settings:
     scale: float
     device: str = "cpu"
+
+
+class Keyed(dict):
+    """A dict whose first key is the setting."""
+
+    def values(self) -> object:
+        return self.keys()
 
 
 @dataclass(slots=True)
@@ -115,8 +125,9 @@ def cyclic(scale: float) -> dict[str, object]:
         (partial(torch.mul, other=torch.ones(8)), partial(torch.mul, other=torch.zeros(8))),
         (Settings(torch.ones(8)), Settings(torch.zeros(8))),
         (Slotted(1.0), Slotted(2.0)),
+        (Keyed({1.0: 0}), Keyed({2.0: 0})),
     ],
-    ids=map(str, range(18)),
+    ids=map(str, range(19)),
 )
 def test_models_of_other_settings_have_folders_of_their_own(tmp_path: Path, one: object, other: object) -> None:
     first, second = recorded(one, tmp_path), recorded(other, tmp_path)
@@ -178,6 +189,20 @@ class OfSegment(TextAdapter):
         self.model(input_ids=ids, attention_mask=mask, token_type_ids=self.like(ids, self.made))
 
 
+class OfOne(OfSegment):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "segment", 1 - self.segment)
+
+
+class OfOther(OfSegment):
+    """The same instance attributes as of `OfOne`, and other ones computed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "segment", self.segment + 1)
+
+
 class OfTwo(OfSegment):
     @property
     def number(self) -> object:
@@ -210,6 +235,42 @@ def test_what_a_subclass_of_an_adapter_adds_is_part_of_the_identity(tmp_path: Pa
     with pytest.raises(ArgumentError, match="OfSegment has .*lock.* whose settings cannot be told") as refused:
         of_bert(OfSegment, tmp_path, segment=threading.Lock())
     assert refused.value.where == "adapter"
+
+
+def test_what_a_subclass_makes_of_its_fields_is_part_of_the_identity(tmp_path: Path) -> None:
+    one, other = of_bert(OfOne, tmp_path), of_bert(OfOther, tmp_path)
+    assert one.name != other.name
+
+
+def test_a_function_is_told_whatever_its_name(tmp_path: Path) -> None:
+    """Attributes whose names speak of a cache hold what a model has computed, unless they are called."""
+    names = set()
+    for factor in (1.0, 2.0):
+        model = Model(1.0)
+        model.cached_scale, model.cache = times(factor), [factor]
+        adapter = TextAdapter(model=model, blocks=model.blocks, d_model=8, family="tiny", vocabulary_size=VOCABULARY)
+        options = {"layers": (1,), "ckpt": "tiny", "progress": False}
+        names.add(record(adapter, Texts(IDS, context=6), tmp_path / str(factor), **options).name)
+    assert len(names) == 2
+
+
+def test_tokens_between_the_pieces_of_a_sampled_digest(tmp_path: Path) -> None:
+    """Only a full digest sees each byte of a large file."""
+    with IndexedDatasetBuilder(tmp_path / "t", dtype="uint16") as builder:
+        for _ in range(3):
+            builder.add_document(np.zeros(1 << 19, np.uint16))
+    names = {"sampled": set(), "full": set()}
+    for changed in (0, 1):
+        data = np.fromfile(tmp_path / "t.bin", np.uint16)
+        data[40_000:40_100] = changed  # between the second piece and the third
+        data.tofile(tmp_path / "t.bin")
+        for scope, found in names.items():
+            with open_source(tmp_path / "t.idx") as source:
+                said = Texts(source, context=1024, digest=scope).describe()
+            found.add(json.dumps(said))
+    assert {scope: len(found) for scope, found in names.items()} == {"sampled": 1, "full": 2}
+    with pytest.raises(ArgumentError, match="digest is 'half'; it must be 'sampled' or 'full'"):
+        Texts(IDS, context=6, digest="half")
 
 
 def test_how_an_adapter_calls_its_model_is_part_of_the_identity(tmp_path: Path) -> None:
@@ -344,7 +405,7 @@ def test_a_model_that_computes_in_more_bits_is_not_rounded_unasked(tmp_path: Pat
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_which_dtypes_are_rounded_unasked(computed: str, stored: str) -> None:
     """Each of two 16-bit dtypes has numbers that the other has not; no store holds float64."""
-    if computed == stored or stored == "float32" or computed == "float64":
+    if stored in {computed, "float32"} or computed == "float64":
         _check_width(getattr(torch, computed), stored)
     else:
         with pytest.raises(ArgumentError, match=f"parameters are {stored}, but these vectors are {computed}"):
