@@ -41,6 +41,7 @@ from saev_store.transport import MmapTransport, open_transport
 if TYPE_CHECKING:
     from saev_store.sources.convert import Tokenizer
     from saev_store.sources.mmididx import IndexedDataset
+    from saev_store.store.store import ShardStore
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NOT_LISTED = (
@@ -286,7 +287,7 @@ def export(
                 from saev_store.export import array_names
 
                 specs = {name: store.to_tensorstore_spec(name, base=template) for name in array_names(store)}
-                _write_text(out, json.dumps(specs, indent=1))
+                _write_specs(store, out, json.dumps(specs, indent=1))
             case "icechunk":
                 from saev_store.export import without_icechunk_logs
 
@@ -300,12 +301,15 @@ def export(
     emit_json({"out": out, "format": format}) if as_json else emit(out)
 
 
-def _write_text(path: str, text: str) -> None:
+def _write_specs(store: ShardStore, path: str, text: str) -> None:
     """Write a local file, which an earlier one of that name makes room for when it is whole.
 
     Raises:
         AccessError: the system refuses it, or there is no such folder.
+        ArgumentError: it would be in the folder of a store.
     """
+    from saev_store.export.targets import refuse_stores_file
+
     folder, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise AccessError(
@@ -313,7 +317,9 @@ def _write_text(path: str, text: str) -> None:
             where=path,
             remedy="Name a file in a local folder that exists.",
         )
-    MmapTransport(folder).put(name, text.encode())
+    there = MmapTransport(folder)
+    refuse_stores_file(store, there, name, url=path, where="OUT")
+    there.put(name, text.encode())
 
 
 def clean(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-import posixpath
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
@@ -22,9 +22,11 @@ import numpy as np
 from saev_store._runtime.optional import need
 from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.layout import IntArray
-from saev_store.errors import AccessError, ArgumentError, NotFoundError, SaevStoreError, StoreExistsError
+from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError
 from saev_store.export._references import ArrayReferences, References, references, warn_if_many
-from saev_store.transport import Entry, Lists, Transport, Writes, open_transport
+from saev_store.export.targets import open_file, open_folder
+from saev_store.sources.address import Url
+from saev_store.transport import Entry, Lists, Writes
 from saev_store.transport.local.write import TEMP_PREFIX
 from saev_store.zarr import Chunks
 
@@ -45,7 +47,7 @@ _DTYPES = {"float32": "<f4", "float16": "<f2", "bool": "|b1", "uint8": "|u1", "i
 
 def write_kerchunk(
     store: ShardStore,
-    path: str,
+    path: Url,
     *,
     format: Format = "json",
     chunks: Chunks = "auto",
@@ -57,7 +59,8 @@ def write_kerchunk(
 
     Args:
         store: The opened store.
-        path: The JSON document, or the folder of Parquet files (new, or an earlier export, complete or not); any fsspec URL.
+        path: The JSON document (a file of that name is replaced, if it is not in the folder of a store), or the folder of
+            Parquet files (new, or an earlier export, complete or not); any fsspec URL.
         format: One JSON document, relocated by its template `u`; or Parquet, for very many references.
         chunks: As in `saev_store.zarr.open_view`; `"auto"` as for remote stores.
         base: Address of the store's folder for readers; default: its address here. With `""` Parquet files contain only the
@@ -67,7 +70,9 @@ def write_kerchunk(
         storage_options: For writing to `path`.
 
     Raises:
-        ArgumentError: `chunks` is not a legal shape, the store holds bfloat16, or it has no address for other processes.
+        AccessError: the storage of `path` cannot be written.
+        ArgumentError: `chunks` is not a legal shape, the store holds bfloat16, it has no address for other processes, or
+            `path` is no address, or names a file in the folder of a store.
         CorruptShardError: shards are missing or short.
         MissingDependencyError: `"parquet"` without fastparquet.
         StoreExistsError: the folder contains other files.
@@ -87,23 +92,18 @@ def write_kerchunk(
             where="dtype",
             remedy="Export to Icechunk or as a TensorStore spec, or copy the store as float32.",
         )
-    found = references(store, chunks=chunks, base=base)
     if format == "json":
+        target, name = open_file(store, path, storage_options)
+        found = references(store, chunks=chunks, base=base)
         warn_if_many(found, what="a JSON document")
-        folder, name = posixpath.split(path.rstrip("/"))
         # Readers would take braces in the template's value for a template.
         templates = templates and "{{" not in found.base
-        _writable(folder or ".", storage_options).put(name, b"".join(_json_pieces(found, templates=templates)))
+        target.put(name, b"".join(_json_pieces(found, templates=templates)))
     else:
+        folder = open_folder(path, storage_options)
+        found = references(store, chunks=chunks, base=base)
         warn_if_many(found, what="a set of Parquet files")
-        _write_parquet(found, path, storage_options)
-
-
-def _writable(folder: str, storage_options: Mapping[str, object] | None) -> Writes:
-    transport: Transport = open_transport(folder, storage_options)
-    if not isinstance(transport, Writes):
-        raise AccessError("this storage cannot be written", where=transport.url)
-    return transport
+        _write_parquet(found, os.fspath(path), folder)
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -176,11 +176,10 @@ def _inline(data: bytes) -> str:
 # -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
-def _write_parquet(found: References, path: str, storage_options: Mapping[str, object] | None) -> None:
+def _write_parquet(found: References, path: str, target: Writes) -> None:
     """The layout of fsspec's `LazyReferenceMapper`: `<array>/refs.<n>.parq` of equally many rows, and `.zmetadata` last."""
     if "{" in path or "}" in path:  # fsspec's reader fills in what is between them
         raise ArgumentError(f"{path!r} has braces, which readers of references take for a pattern", where="path")
-    target = _writable(path, storage_options)
     lock = f"{TEMP_PREFIX}lock"
     with target.lock(lock):
         try:

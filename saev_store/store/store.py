@@ -351,7 +351,7 @@ class ShardStore(TextReading, Importing, Viewing):
         from saev_store.export import write_kerchunk
 
         write_kerchunk(
-            self, os.fspath(path), format=format, chunks=chunks, base=base, templates=templates,
+            self, path, format=format, chunks=chunks, base=base, templates=templates,
             storage_options=storage_options,
         )  # fmt: skip
 

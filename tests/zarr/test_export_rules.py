@@ -30,6 +30,7 @@ from saev_store.errors import (
 from saev_store.export import (
     _references,
     kerchunk,
+    targets,
     tensorstore_spec,
     to_virtual_dataset,
     write_icechunk,
@@ -189,7 +190,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
         given.append((url, options))
         return SimpleNamespace(url=url)
 
-    monkeypatch.setattr(kerchunk, "open_transport", opened)
+    monkeypatch.setattr(targets, "open_transport", opened)
     error = refused(lambda: write_kerchunk(store, "https://host/a/r.json", storage_options={"x": 1}))
     assert (type(error), error.where, error.message) == (
         AccessError,
@@ -201,7 +202,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
         refused(lambda: write_kerchunk(store, "https://host/b", format="parquet", storage_options={"y": 2}))
         assert given[1:] == [("https://host/b", {"y": 2})]
     monkeypatch.setattr(
-        kerchunk, "open_transport", lambda url, _: open_transport(tmp_path / "out" if url == "." else url)
+        targets, "open_transport", lambda url, _: open_transport(tmp_path / "out" if url == "." else url)
     )
     write_kerchunk(store, "r.json")
     assert (tmp_path / "out" / "r.json").exists()

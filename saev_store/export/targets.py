@@ -1,0 +1,114 @@
+"""The file that an export is written to: where an address leads, and that no file of a store is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from saev_store.errors import AccessError, ArgumentError, SaevStoreError
+from saev_store.names import METADATA_NAME, SHARDS_NAME
+from saev_store.sources.address import Url, split_address
+from saev_store.transport import Transport, Writes, open_transport
+
+if TYPE_CHECKING:
+    from saev_store.store.store import ShardStore
+
+
+def open_folder(url: Url, storage_options: Mapping[str, object] | None) -> Writes:
+    """A folder that an export is written to.
+
+    Args:
+        url: A path or any fsspec URL.
+        storage_options: Options of its file system.
+
+    Raises:
+        AccessError: the storage cannot be written.
+        ArgumentError: `url` is no address, or the options are none of its file system.
+    """
+    with _naming_path():
+        return _writable(open_transport(url, storage_options))
+
+
+def open_file(store: ShardStore, url: Url, storage_options: Mapping[str, object] | None) -> tuple[Writes, str]:
+    """The folder of a file that an export is written to, and the file's name.
+
+    Args:
+        store: The store that is exported.
+        url: The file: a path or any fsspec URL.
+        storage_options: Options of its file system.
+
+    Raises:
+        AccessError: the storage cannot be written.
+        ArgumentError: `url` names no file, or one in the folder of a store.
+    """
+    with _naming_path():
+        folder, name = split_address(url)
+        transport = open_transport(folder, storage_options)
+    target = _writable(transport)
+    refuse_stores_file(store, transport, name, url=url)
+    return target, name
+
+
+def refuse_stores_file(store: ShardStore, folder: Transport, name: str, *, url: Url, where: str = "path") -> None:
+    """Refuse a file in the folder of the exported store, or of another one: writing it could replace a shard or a document.
+
+    Args:
+        store: The store that is exported.
+        folder: The folder of the file.
+        name: The file's name.
+        url: Its address as the caller gave it.
+        where: The argument that has the address.
+
+    Raises:
+        ArgumentError: the file is there, by whatever path or link.
+    """
+    if _is_below(store.transport, folder, name) or _is_store(folder):
+        raise ArgumentError(
+            f"{os.fspath(url)!r} is in the folder of a store, whose files no export replaces",
+            where=where,
+            remedy="Name a file outside the store's folder.",
+        )
+
+
+def _writable(transport: Transport) -> Writes:
+    if not isinstance(transport, Writes):
+        raise AccessError("this storage cannot be written", where=transport.url)
+    return transport
+
+
+def _is_below(store: Transport, folder: Transport, name: str) -> bool:
+    """Whether a file is in the folder of a store or below it; links of a file system are followed."""
+    if store.local_path is None or folder.local_path is None:
+        return f"{folder.url.rstrip('/')}/".startswith(f"{store.url.rstrip('/')}/")
+    places = (Path(folder.local_path).resolve(), Path(folder.local_path, name).resolve().parent)
+    return any(_is_same(above, store.local_path) for place in places for above in (place, *place.parents))
+
+
+def _is_same(folder: Path, other: str) -> bool:
+    with contextlib.suppress(OSError):  # a folder that does not exist yet
+        return os.path.samefile(folder, other)
+    return False
+
+
+def _is_store(folder: Transport) -> bool:
+    """Whether a folder has the documents of a store; False too where it cannot be read."""
+    try:
+        for name in (METADATA_NAME, SHARDS_NAME):
+            folder.size(name)
+    except SaevStoreError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _naming_path() -> Generator[None]:
+    """A block whose errors of an address name the argument `path`."""
+    try:
+        yield
+    except ArgumentError as error:
+        if error.where == "url":
+            error.where = "path"
+        raise
