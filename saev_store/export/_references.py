@@ -47,6 +47,7 @@ class ArrayReferences:
         files: Names of the files, relative to the store.
         locate: Maps numbers of chunks, in C order, to (numbers of files, first bytes).
         inline: Chunks that are exported as bytes, by number.
+        head: Values before the first chunk, which complete the last chunk of an array that this one continues.
     """
 
     name: str
@@ -58,6 +59,12 @@ class ArrayReferences:
     files: Sequence[str]
     locate: Callable[[IntArray], tuple[IntArray, IntArray]] = field(repr=False)
     inline: Mapping[int, bytes] = field(repr=False)
+    head: bytes = field(default=b"", repr=False)
+
+    @property
+    def n_in_head(self) -> int:
+        """Examples in `head`."""
+        return len(self.head) * self.chunk[0] // self.chunk_nbytes
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -93,6 +100,7 @@ def references(
     base: str | None = None,
     inline: bool = True,
     token_rows: Mapping[str, int] | None = None,
+    n_before: int = 0,
 ) -> References:
     """The content of an export of a store.
 
@@ -100,8 +108,9 @@ def references(
         store: An opened store without damage.
         chunks: As in `ShardStore.as_zarr`.
         base: Address of the store's folder for readers; default: its address here.
-        token_rows: Examples in a chunk of each token array, by the name of its variable; default: about 1 MiB.
         inline: Whether a chunk that ends after its file may be given as bytes. If not, chunks are chosen so that none does.
+        token_rows: Examples in a chunk of each token array, by the name of its variable; default: about 1 MiB.
+        n_before: Examples in the arrays that these continue. Chunks of token arrays begin where a chunk of theirs ends.
 
     Raises:
         ArgumentError: `chunks` is not a legal shape, more than 32 MiB would have to be copied, a chunk of that shape would
@@ -112,12 +121,13 @@ def references(
     store.validate(progress=False).raise_if_bad()
     address = usable_base(store, base)
     shape = chunk_shape(layout, chunks, max_gap_bytes=_MAX_GAP_BYTES)
-    if not inline and (n_last := layout.examples_in(layout.n_shards - 1)) % shape[0]:
+    rows = next((n for n in shape[:1] if isinstance(n, int)), 0)  # pyright: ignore[reportUnnecessaryIsInstance]  # `ChunkGrid` checks
+    if not inline and rows > 0 and (n_last := layout.examples_in(layout.n_shards - 1)) % rows:
         common = n_last if layout.n_shards == 1 else math.gcd(n_last, layout.examples_per_shard)
-        whole = max(n for n in divisors(common) if n <= shape[0])
+        whole = max(n for n in divisors(common) if n <= rows)
         if chunks != "auto":
             raise ArgumentError(
-                f"chunks of {shape[0]} examples do not divide the last shard, which has {n_last}",
+                f"chunks of {rows} examples do not divide the last shard, which has {n_last}",
                 where="chunks",
                 remedy=f"Take {whole} examples.",
             )
@@ -125,7 +135,10 @@ def references(
     grid = ChunkGrid(layout, shape)
     tokens = token_variables(store.token_arrays.described())
     arrays = [_activations(store, grid)]
-    arrays += [_tokens(store, name, tokens[name], (token_rows or {}).get(name), inline=inline) for name in tokens]
+    arrays += [
+        _tokens(store, name, tokens[name], (token_rows or {}).get(name), n_before=n_before, inline=inline)
+        for name in tokens
+    ]
     attributes = attributes_of(store.metadata, url=address)
     return References(address, tuple(arrays), coordinates(layout, labelled=bool(tokens)), attributes)
 
@@ -186,24 +199,30 @@ def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:
     )
 
 
-def _tokens(store: ShardStore, name: str, array: TokenArray, rows: int | None, *, inline: bool) -> ArrayReferences:
+def _tokens(
+    store: ShardStore, name: str, array: TokenArray, rows: int | None, *, n_before: int, inline: bool
+) -> ArrayReferences:
     layout, path = store.layout, array.file_name
-    rows = rows or max(1, min(layout.n_examples, _TOKEN_CHUNK_BYTES // array.example_nbytes(layout)))
+    example_nbytes = array.example_nbytes(layout)
+    rows = rows or max(1, min(layout.n_examples, _TOKEN_CHUNK_BYTES // example_nbytes))
     if not inline:
         rows = max(n for n in divisors(layout.n_examples) if n <= rows)
-    nbytes = rows * array.example_nbytes(layout)
+    nbytes = rows * example_nbytes
+    n_in_head = min(-n_before % rows, layout.n_examples)
+    n_examples, start = layout.n_examples - n_in_head, n_in_head * example_nbytes
 
     def locate(numbers: IntArray) -> tuple[IntArray, IntArray]:
-        row = np.unravel_index(numbers, (-(-layout.n_examples // rows), 1))[0]
-        return np.zeros_like(numbers), row.astype(np.int64) * nbytes
+        row = np.unravel_index(numbers, (-(-n_examples // rows), 1))[0]
+        return np.zeros_like(numbers), start + row.astype(np.int64) * nbytes
 
     short: dict[int, bytes] = {}
-    if layout.n_examples % rows:
-        last = layout.n_examples // rows
-        short[last] = _padded(store, path, last * nbytes, array.nbytes(layout), nbytes, where=name)
+    if n_examples % rows:
+        last = n_examples // rows
+        short[last] = _padded(store, path, start + last * nbytes, array.nbytes(layout), nbytes, where=name)
+    head = bytes(store.transport.get_ranges(path, starts=[0], ends=[start])[0]) if n_in_head else b""
     n_content = layout.content_tokens_per_example
-    shape, chunk = (layout.n_examples, n_content), (rows, n_content)
-    return ArrayReferences(name, array.dtype, shape, chunk, TOKEN_DIMS, nbytes, [path], locate, short)
+    shape, chunk = (n_examples, n_content), (rows, n_content)
+    return ArrayReferences(name, array.dtype, shape, chunk, TOKEN_DIMS, nbytes, [path], locate, short, head)
 
 
 def _padded(store: ShardStore, path: str, start: int, end: int, nbytes: int, *, where: str) -> bytes:

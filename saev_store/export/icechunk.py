@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 from urllib.parse import quote, urlsplit
@@ -65,7 +65,7 @@ def write_icechunk(
         base: As in `write_kerchunk`.
         container: How Icechunk reads the shards; default: by the scheme of `base`.
         append: Append the examples to a repository that this function created. It needs the same layers, tokens, model,
-            dtype and token arrays, and examples in whole chunks so far.
+            dtype and token arrays, and examples in whole chunks of `activations` so far.
 
     Raises:
         ArgumentError: `chunks` is not a legal shape, the store does not fit the repository, or Icechunk cannot read `base` or
@@ -132,9 +132,12 @@ def _write_to(
         tip = opened.lookup_branch(_BRANCH)
         before = _Appended.read(opened.readonly_session(snapshot_id=tip), where)
         before.check(store, usable_base(store, base), where)
-    found = references(
-        store, chunks=before.chunk if before else chunks, base=base, token_rows=before.token_rows if before else None
-    )
+    if before:
+        found = references(
+            store, chunks=before.chunk, base=base, token_rows=before.token_rows, n_before=before.n_examples
+        )
+    else:
+        found = references(store, chunks=chunks, base=base)
     warn_if_many(found, what="manifests")
     container = container or _container(found.base)
     config = icechunk.Repository.fetch_config(storage) if exists else None
@@ -298,13 +301,12 @@ class _Appended:
         other = [f"{name}: {a!r} in the repository, {b!r} here" for name, (a, b) in pairs.items() if a != b]
         if other:
             raise ArgumentError(f"the store does not continue the repository; {'; '.join(other)}", where=where)
-        for rows in (self.chunk[0], *self.token_rows.values()):
-            if self.n_examples % rows:
-                raise ArgumentError(
-                    f"the repository ends within a chunk: {self.n_examples} examples in chunks of {rows}",
-                    where=where,
-                    remedy="Create it with chunks of one example.",
-                )
+        if self.n_examples % self.chunk[0]:
+            raise ArgumentError(
+                f"the repository ends within a chunk: {self.n_examples} examples in chunks of {self.chunk[0]}",
+                where=where,
+                remedy="Create it with chunks of one example.",
+            )
         if any((part["content_hash"], part["url"]) == (here["content_hash"], url) for part in _parts(self.attributes)):
             raise ArgumentError(f"{url} is already in the repository", where=where)
 
@@ -321,17 +323,25 @@ def _write(found: References, target: icechunk.IcechunkStore, before: _Appended 
     import zarr
     from virtualizarr.writers.icechunk import virtual_dataset_to_icechunk
 
-    dataset, first = virtual_dataset(found), 0
     if before:
-        first = before.n_examples
-        dataset = dataset.drop_vars(list(found.coordinates))
-        virtual_dataset_to_icechunk(dataset, target, append_dim="example")
+        for array in found.arrays:  # which may differ in length: some examples of token arrays complete a chunk
+            if array.head:
+                end = before.n_examples + array.n_in_head
+                values = np.frombuffer(array.head, numpy_dtype(array.data_type)).reshape(-1, *array.shape[1:])
+                opened = zarr.open_array(target, path=array.name, mode="r+")  # pyright: ignore[reportUnknownMemberType]  # a partial type
+                opened.resize((end, *array.shape[1:]))
+                opened[before.n_examples : end] = values
+            if array.n_chunks:
+                dataset = virtual_dataset(replace(found, arrays=(array,), coordinates={}))
+                virtual_dataset_to_icechunk(dataset, target, append_dim="example")
         parts = [*_parts(before.attributes), *_parts(found.attributes)]
+        n_examples = before.n_examples + cast("int", found.attributes["n_examples"])
         group = zarr.open_group(target, mode="r+")  # pyright: ignore[reportUnknownMemberType]  # a partial type
-        group.attrs.update({"parts": parts, "n_examples": first + cast("int", found.attributes["n_examples"])})  # pyright: ignore[reportCallIssue, reportArgumentType]  # JSON
+        group.attrs.update({"parts": parts, "n_examples": n_examples})  # pyright: ignore[reportCallIssue, reportArgumentType]  # JSON
     else:
-        virtual_dataset_to_icechunk(dataset, target)
+        virtual_dataset_to_icechunk(virtual_dataset(found), target)
     for array in found.arrays:
+        first = before.n_examples + array.n_in_head if before else 0
         for number, data in array.inline.items():
             # A short chunk is copied into the repository.
             starts = [int(at) * n for at, n in zip(np.unravel_index(number, array.counts), array.chunk, strict=True)]

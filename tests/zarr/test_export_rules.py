@@ -446,18 +446,6 @@ def test_other_layers_do_not_continue_a_repository(tmp_path: Path):
     )
 
 
-def test_token_arrays_end_within_a_chunk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("icechunk")
-    pytest.importorskip("virtualizarr")
-    monkeypatch.setattr(_references, "_TOKEN_CHUNK_BYTES", 8)
-    _, first = made(tmp_path / "a", ckpt="one")
-    _, second = made(tmp_path / "b", ckpt="one", seed=1)
-    write_icechunk(first, str(tmp_path / "r"), chunks=(1, 3, 5, 8))
-    error = refused(lambda: write_icechunk(second, str(tmp_path / "r"), append=True))
-    assert error.message == "the repository ends within a chunk: 7 examples in chunks of 2"
-    assert error.remedy == "Create it with chunks of one example."
-
-
 def test_what_is_appended_has_the_chunks_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("icechunk")
     pytest.importorskip("virtualizarr")

@@ -24,7 +24,7 @@ from zarr.core.sync import sync
 from saev_store import ShardStore
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError
-from saev_store.export import array_names
+from saev_store.export import _references, array_names
 from saev_store.transport import MemoryTransport
 from saev_store.zarr import _keys
 from saev_store.zarr.documents import token_variables
@@ -196,8 +196,6 @@ def truth_of(made: TokenStore, path: Path) -> str:
 def test_exports_have_them_without_us(format, tmp_path, monkeypatch):
     for library in NEEDS.get(format, []):
         pytest.importorskip(library)
-    from saev_store.export import _references
-
     jobs = []
     for number, (dtype, nbytes) in enumerate([("float32", 1 << 20), ("float16", 1 << 20), ("float16", 100)]):
         monkeypatch.setattr(_references, "_TOKEN_CHUNK_BYTES", nbytes)  # several chunks, and a short one
@@ -249,6 +247,25 @@ def test_icechunk_appends_them(tmp_path):
         other = ShardStore.open(token_store(tmp_path, seed=3, n=8, arrays=arrays, dtype=dtype).path)
         with pytest.raises(ArgumentError, match=message):
             other.to_icechunk(tmp_path / "repository", append=True)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 130, 1])
+def test_icechunk_appends_them_wherever_their_chunks_end(tmp_path, monkeypatch: pytest.MonkeyPatch, nbytes: int):
+    """Chunks of token arrays hold many examples, although those of the vectors hold one."""
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    from test_virtual import opened
+
+    monkeypatch.setattr(_references, "_TOKEN_CHUNK_BYTES", nbytes)
+    parts = [token_store(tmp_path, seed=seed, n=n, cut=True) for seed, n in enumerate((23, 9, 1, 7, 24, 2))]
+    for count, part in enumerate(parts, 1):
+        store = ShardStore.open(part.path)
+        store.to_icechunk(tmp_path / "repository", chunks=(1, *store.shape[1:]), append=count > 1)
+        found = opened(tmp_path / "repository")
+        same(found.activations.values, np.concatenate([ShardStore.open(one.path)[:] for one in parts[:count]]))
+        for name, shown in SHOWN.items():
+            same(found[shown].values, np.concatenate([one.arrays[name] for one in parts[:count]]))
+        assert (found.attrs["n_examples"], found.sizes["example"]) == (len(found.activations),) * 2
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
