@@ -134,6 +134,14 @@ def test_virtualizarr_reads_kerchunk_documents_without_templates(tmp_path: Path)
     assert ranges(found.activations.data) == plain.dense.tobytes()
 
 
+@pytest.mark.parametrize("chunks", [*((n, 2, 4, 8) for n in (0, -1, -7, True, 2**70, "3", 1.5, None)), (), (3,)])
+def test_a_chunk_of_an_illegal_length_is_refused_as_such(tmp_path: Path, chunks: tuple):
+    _, store = made(tmp_path / "a", "cut")
+    with pytest.raises(ArgumentError) as caught:
+        store.to_virtual_dataset(chunks=chunks)
+    assert caught.value.where == "chunks"
+
+
 # -- appending to an Icechunk repository -------------------------------------------------------------------------------
 
 
