@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
-import shutil
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, cast
 from urllib.parse import quote, urlsplit
 
@@ -21,14 +16,22 @@ from saev_store.core.dtypes import numpy_dtype
 from saev_store.errors import (
     ArgumentError,
     NotFoundError,
-    SaevStoreError,
     StoreExistsError,
-    TransportError,
     WriterConflictError,
 )
 from saev_store.export._references import References, references, usable_base, warn_if_many
+from saev_store.export._repository import (
+    BRANCH,
+    check_icechunk_types,
+    container_of,
+    create_whole,
+    is_begun,
+    our_errors,
+    storage_of,
+    taken,
+)
 from saev_store.export.virtual import virtual_dataset
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport.checks import os_errors
 from saev_store.zarr import Chunks
 from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, token_variables
 
@@ -37,7 +40,6 @@ if TYPE_CHECKING:
 
     from saev_store.store.store import ShardStore
 
-_BRANCH = "main"
 _NOTHING, _CREATE = "there is no repository to append to", "Create it without append first."
 #: Attributes of stores that continue each other.
 _SAME = ("family", "ckpt", "content_tokens_per_example", "cls_token", "d_model", "hook_points")
@@ -68,7 +70,8 @@ def write_icechunk(
             dtype and token arrays, and examples in whole chunks of `activations` so far.
 
     Raises:
-        ArgumentError: `chunks` is not a legal shape, the store does not fit the repository, or Icechunk cannot read `base` or
+        AccessError: the folder cannot be written or read.
+        ArgumentError: `chunks` is not a legal shape, an argument is of another type, the store does not fit the repository, or Icechunk cannot read `base` or
             write to `target`.
         CorruptShardError: shards are missing or short.
         MissingDependencyError: icechunk or virtualizarr is not installed.
@@ -88,16 +91,20 @@ def write_icechunk(
             where="base",
             remedy="Name the store by another path, such as a symbolic link.",
         )
+    check_icechunk_types(target, container)
     where, is_new = str(target), False
     if isinstance(target, str) and urlsplit(target).scheme in ("", "file"):
-        # Icechunk creates the folder that it looks for a repository in.
+        # Icechunk creates the folder that it looks for a repository in, and panics where it cannot read it.
         folder = target.removeprefix("file://")
         is_new = not os.path.isdir(folder)
         if is_new and os.path.lexists(folder):
             raise StoreExistsError("a file has that name", where=where, remedy="Name a new folder.")
+        if not is_new:
+            with os_errors(where, "list"):
+                os.scandir(folder).close()
     if is_new and append:
         raise NotFoundError(_NOTHING, where=where, remedy=_CREATE)
-    with _our_errors(where):
+    with our_errors(where):
         return _write_to(
             store, target, where, is_new=is_new, chunks=chunks, base=base, container=container, append=append
         )
@@ -117,10 +124,10 @@ def _write_to(
     """What `write_icechunk` does once its arguments are checked; Icechunk's errors are as they are."""
     import icechunk
 
-    storage = _storage(target) if isinstance(target, str) else target
+    storage = storage_of(target) if isinstance(target, str) else target
     exists = not is_new and icechunk.Repository.exists(storage)
-    is_begun = exists and not append and _is_begun(icechunk.Repository.open(storage))
-    if exists and not append and not is_begun:
+    begun = exists and not append and is_begun(icechunk.Repository.open(storage))
+    if exists and not append and not begun:
         raise StoreExistsError(
             "the repository already exists", where=where, remedy="Name a new folder, or append to it."
         )
@@ -129,7 +136,7 @@ def _write_to(
     before, tip = None, None
     if append:
         opened = icechunk.Repository.open(storage)
-        tip = opened.lookup_branch(_BRANCH)
+        tip = opened.lookup_branch(BRANCH)
         before = _Appended.read(opened.readonly_session(snapshot_id=tip), where)
         before.check(store, usable_base(store, base), where)
     if before:
@@ -139,12 +146,12 @@ def _write_to(
     else:
         found = references(store, chunks=chunks, base=base)
     warn_if_many(found, what="manifests")
-    container = container or _container(found.base)
+    container = container or container_of(found.base)
     config = icechunk.Repository.fetch_config(storage) if exists else None
     config = config or icechunk.RepositoryConfig.default()
     config.set_virtual_chunk_container(container)
     if not exists and isinstance(target, str) and urlsplit(target).scheme in ("", "file"):
-        _create_whole(target.removeprefix("file://"), config, where)
+        create_whole(target.removeprefix("file://"), config, where)
         exists = True
     create = icechunk.Repository.open if exists else icechunk.Repository.create
     try:
@@ -152,8 +159,8 @@ def _write_to(
     except icechunk.IcechunkError as error:
         if "clean prefix" not in str(error):  # a bucket has no folder that could be created aside
             raise
-        raise _taken(storage, where) from error
-    session = repository.writable_session(_BRANCH)
+        raise taken(storage, where) from error
+    session = repository.writable_session(BRANCH)
     conflict = WriterConflictError(
         "another process has written to the repository meanwhile", where=where, remedy="Call again with append=True."
     )
@@ -165,76 +172,6 @@ def _write_to(
         return session.commit(f"References to the shards of {found.base}")
     except icechunk.ConflictError as error:
         raise conflict from error
-
-
-def _create_whole(folder: str, config: icechunk.RepositoryConfig, where: str) -> None:
-    """Create an empty repository on a disk: under another name first, for what is left of one cannot be created again.
-
-    Raises:
-        StoreExistsError: the folder contains something.
-    """
-    import icechunk
-
-    parent, name = os.path.split(os.path.abspath(folder))
-    aside = f"{parent}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-    try:
-        os.makedirs(parent, exist_ok=True)
-        icechunk.Repository.create(icechunk.local_filesystem_storage(aside), config=config).save_config()
-        os.rename(aside, f"{parent}/{name}")
-    except OSError as error:
-        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
-            raise
-        raise _taken(icechunk.local_filesystem_storage(f"{parent}/{name}"), where) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _taken(storage: icechunk.Storage, where: str) -> SaevStoreError:
-    """The error for a folder that is not empty: another process has created the repository, or the files are something else."""
-    import icechunk
-
-    if icechunk.Repository.exists(storage):
-        return WriterConflictError(
-            "another process has created the repository meanwhile",
-            where=where,
-            remedy="Append to it, or name a new folder.",
-        )
-    return StoreExistsError(
-        "the folder contains files that are no repository, perhaps of a creation that was interrupted",
-        where=where,
-        remedy="Name a new or empty folder.",
-    )
-
-
-@contextmanager
-def _our_errors(where: str) -> Generator[None]:
-    """A block in which Icechunk's errors become ours."""
-    import icechunk
-
-    try:
-        yield
-    except SaevStoreError:
-        raise
-    except (icechunk.IcechunkError, OSError) as error:
-        text = str(error).strip().partition("\n")[0]
-        raise TransportError(
-            f"Icechunk could not write: {text}", where=where, remedy="Remove the cause, and call again."
-        ) from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, which is no `Exception`
-            raise
-        raise TransportError(
-            f"Icechunk failed: {error}", where=where, remedy="Remove the cause, and call again."
-        ) from error
-
-
-def _is_begun(repository: icechunk.Repository) -> bool:
-    """Whether nothing was committed to a repository since it was created: an export was interrupted, or somebody made it for one."""
-    import icechunk
-
-    with suppress(icechunk.IcechunkError):  # it has no such branch
-        return sum(1 for _ in islice(repository.ancestry(branch=_BRANCH), 2)) == 1
-    return False
 
 
 def without_icechunk_logs() -> None:
@@ -352,43 +289,3 @@ def _write(found: References, target: icechunk.IcechunkStore, before: _Appended 
             there = (slice(first + starts[0], first + ends[0]), *there[1:])
             opened = zarr.open_array(target, path=array.name, mode="r+")  # pyright: ignore[reportUnknownMemberType]  # a partial type
             opened[there] = values[here]
-
-
-def _container(base: str) -> icechunk.VirtualChunkContainer:
-    """A container that allows reading below the store's folder, with credentials of the environment."""
-    import icechunk
-
-    prefix, parts = f"{base}/", urlsplit(base)
-    match parts.scheme:
-        case "file":
-            return icechunk.VirtualChunkContainer(prefix, icechunk.local_filesystem_store(parts.path))
-        case "s3":
-            return icechunk.VirtualChunkContainer(prefix, icechunk.s3_store())
-        case "gs" | "gcs":
-            return icechunk.VirtualChunkContainer(prefix, icechunk.gcs_store())
-        case "http" | "https":
-            return icechunk.VirtualChunkContainer(prefix, icechunk.http_store())
-        case _:
-            raise ArgumentError(
-                f"Icechunk has no reader for {base!r}",
-                where="base",
-                remedy="Pass a VirtualChunkContainer as `container`.",
-            )
-
-
-def _storage(target: str) -> icechunk.Storage:
-    import icechunk
-
-    parts = urlsplit(target)
-    path = parts.path.strip("/")
-    match parts.scheme:
-        case "" | "file":
-            return icechunk.local_filesystem_storage(target.removeprefix("file://"))
-        case "s3":
-            return icechunk.s3_storage(bucket=parts.netloc, prefix=path, from_env=True)
-        case "gs" | "gcs":
-            return icechunk.gcs_storage(bucket=parts.netloc, prefix=path, from_env=True)
-        case _:
-            raise ArgumentError(
-                f"Icechunk cannot write to {target!r}", where="target", remedy="Pass an icechunk.Storage of your own."
-            )

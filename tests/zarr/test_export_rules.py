@@ -344,7 +344,7 @@ class Told(Exception):
 
 def test_the_service_of_an_address(monkeypatch: pytest.MonkeyPatch):
     icechunk = pytest.importorskip("icechunk")
-    from saev_store.export.icechunk import _container, _storage
+    from saev_store.export._repository import container_of, storage_of
 
     def telling(name: str) -> Callable[..., object]:
         return lambda *given, **options: (name, given, options)
@@ -361,7 +361,7 @@ def test_the_service_of_an_address(monkeypatch: pytest.MonkeyPatch):
         ("http://host/a", ("http_store", (), {})),
         ("https://host/a", ("http_store", (), {})),
     ):
-        assert _container(base) == ("VirtualChunkContainer", (f"{base}/", store), {})
+        assert container_of(base) == ("VirtualChunkContainer", (f"{base}/", store), {})
     for target, expected in (
         ("/a/b", ("local_filesystem_storage", ("/a/b",), {})),
         ("file:///a/b", ("local_filesystem_storage", ("/a/b",), {})),
@@ -369,10 +369,10 @@ def test_the_service_of_an_address(monkeypatch: pytest.MonkeyPatch):
         ("gs://lab/a", ("gcs_storage", (), {"bucket": "lab", "prefix": "a", "from_env": True})),
         ("gcs://lab/a", ("gcs_storage", (), {"bucket": "lab", "prefix": "a", "from_env": True})),
     ):
-        assert _storage(target) == expected
-    error = refused(lambda: _container("az://a/b"))
+        assert storage_of(target) == expected
+    error = refused(lambda: container_of("az://a/b"))
     assert (error.where, error.remedy) == ("base", "Pass a VirtualChunkContainer as `container`.")
-    error = refused(lambda: _storage("az://a/b"))
+    error = refused(lambda: storage_of("az://a/b"))
     assert (error.where, error.remedy) == ("target", "Pass an icechunk.Storage of your own.")
 
 

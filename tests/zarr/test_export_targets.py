@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,8 +14,9 @@ from dense_stores import plain_store
 from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.core.layout import Layout
-from saev_store.errors import ArgumentError, SaevStoreError
+from saev_store.errors import AccessError, ArgumentError, SaevStoreError
 from saev_store.export import write_kerchunk
+from saev_store.export._repository import _sentence
 from saev_store.transport import Lists, Writes, open_transport
 
 LAYOUT = Layout(7, (2, 5), 3, True, 8, 3)
@@ -140,3 +142,64 @@ def test_what_names_no_folder_is_refused_as_such(store: ShardStore, path: Any) -
     with pytest.raises(ArgumentError) as caught:
         store.to_kerchunk(path, format="parquet")
     assert caught.value.where == "path"
+
+
+def icechunk_needed() -> None:
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+
+
+@pytest.mark.parametrize("target", [5, None, b"x", "", "a\0b", ["x"]])
+def test_what_names_no_repository_is_refused_as_such(store: ShardStore, target: Any) -> None:
+    icechunk_needed()
+    with pytest.raises(ArgumentError) as caught:
+        store.to_icechunk(target)
+    assert caught.value.where == "target"
+
+
+@pytest.mark.parametrize("container", [5, "s3://lab", {}])
+def test_what_is_no_container_is_refused_as_such(store: ShardStore, tmp_path: Path, container: Any) -> None:
+    icechunk_needed()
+    with pytest.raises(ArgumentError) as caught:
+        store.to_icechunk(tmp_path / "r", container=container)
+    assert caught.value.where == "container"
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a place that nobody can write to")
+def test_a_repository_where_nothing_can_be_written(store: ShardStore, capfd: pytest.CaptureFixture[str]) -> None:
+    """Icechunk would panic, and print where."""
+    icechunk_needed()
+    assert main(["export", store.url, "/proc/saev-store/r", "--format", "icechunk"]) == 1
+    printed = capfd.readouterr().err
+    assert printed == "error: /proc/saev-store/r: could not write: No such file or directory (ENOENT)\n"
+
+
+@pytest.mark.parametrize("call", ["mkdir", "scandir"])
+def test_a_folder_that_the_system_refuses(
+    store: ShardStore, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    icechunk_needed()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "denied")
+
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(AccessError) as caught:
+        store.to_icechunk(tmp_path / ("new" if call == "mkdir" else "there"))
+    assert "Permission denied (EACCES)" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("  x object store error: No space left\n  | at y", "object store error: No space left"),
+        (
+            'failed to create: ICError { kind: Other("No such file (os error 2)"), context: SpanTrace [{ target: "x" }] }',
+            'failed to create: Other("No such file (os error 2)")',
+        ),
+    ],
+)
+def test_what_icechunk_says_is_one_sentence(text: str, sentence: str) -> None:
+    assert _sentence(RuntimeError(text)) == sentence

@@ -244,14 +244,14 @@ def test_of_two_processes_that_create_a_repository_one_is_told(tmp_path: Path, m
         ShardStore.open(plain_store(Layout(6, (2, 5), 3, True, 8, 6), seed=seed).write(tmp_path / name))
         for seed, name in ((1, "a"), (2, "b"))
     )
-    repository, plainly = tmp_path / "repository", icechunk_export._create_whole
+    repository, plainly = tmp_path / "repository", icechunk_export.create_whole
 
     def meanwhile(*args):
-        monkeypatch.setattr(icechunk_export, "_create_whole", plainly)
+        monkeypatch.setattr(icechunk_export, "create_whole", plainly)
         other.to_icechunk(repository)
         plainly(*args)
 
-    monkeypatch.setattr(icechunk_export, "_create_whole", meanwhile)
+    monkeypatch.setattr(icechunk_export, "create_whole", meanwhile)
     with pytest.raises(WriterConflictError, match="has created the repository meanwhile"):
         first.to_icechunk(repository)
     np.testing.assert_array_equal(opened(repository).activations.values, other[:])
