@@ -202,7 +202,8 @@ def convert(
                 progress=progress,
             )  # fmt: skip
             done, titles = {"url": dst, "documents": n}, "converting"
-    say_done("converted", titles, at=dst, as_json=as_json)
+    nothing = "all of it was there" if n else "the source has no samples"
+    say_done("converted", titles, at=dst, as_json=as_json, nothing=nothing)
     emit_json(done) if as_json else emit(f"{dst}: {n:,} {'batches' if 'batches' in done else 'documents'}")
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Generator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from saev_store.errors import AccessError, ArgumentError, SaevStoreError
 from saev_store.names import METADATA_NAME, SHARDS_NAME
-from saev_store.sources.address import Url, split_address
+from saev_store.sources.address import Url, full_url, is_within, split_address
 from saev_store.transport import Transport, Writes, open_transport
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def refuse_stores_file(store: ShardStore, folder: Transport, name: str, *, url: 
     Raises:
         ArgumentError: the file is there, by whatever path or link.
     """
-    if _is_below(store.transport, folder, name) or _is_store(folder):
+    if is_within(full_url(folder, name), store.url) or _is_store(folder):
         raise ArgumentError(
             f"{os.fspath(url)!r} is in the folder of a store, whose files no export replaces",
             where=where,
@@ -77,20 +76,6 @@ def _writable(transport: Transport) -> Writes:
     if not isinstance(transport, Writes):
         raise AccessError("this storage cannot be written", where=transport.url)
     return transport
-
-
-def _is_below(store: Transport, folder: Transport, name: str) -> bool:
-    """Whether a file is in the folder of a store or below it; links of a file system are followed."""
-    if store.local_path is None or folder.local_path is None:
-        return f"{folder.url.rstrip('/')}/".startswith(f"{store.url.rstrip('/')}/")
-    places = (Path(folder.local_path).resolve(), Path(folder.local_path, name).resolve().parent)
-    return any(_is_same(above, store.local_path) for place in places for above in (place, *place.parents))
-
-
-def _is_same(folder: Path, other: str) -> bool:
-    with contextlib.suppress(OSError):  # a folder that does not exist yet
-        return os.path.samefile(folder, other)
-    return False
 
 
 def _is_store(folder: Transport) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import cast
 
 from saev_store.errors import ArgumentError, brief
@@ -87,6 +89,26 @@ def address_below(folder: str, path: str) -> str:
     head, question, query = links[at].partition("?") if "://" in links[at] else (links[at], "", "")
     links[at] = f"{head}{'' if head.endswith('/') else '/'}{path}{question}{query}"
     return "::".join(links)
+
+
+def is_within(url: str, folder: str) -> bool:
+    """Whether an address of a transport is another one, or is below it. Links of a file system are followed.
+
+    >>> is_within("s3://lab/a/x.idx", "s3://lab/a"), is_within("s3://lab/ab", "s3://lab/a")
+    (True, False)
+    """
+    if not (url.startswith("/") and folder.startswith("/")):
+        return f"{url.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")
+    above, name = os.path.split(url)
+    # What is replaced may be a link, and what it leads to.
+    places = (Path(os.path.realpath(above), name), Path(os.path.realpath(url)))
+    return any(_is_same(each, folder) for place in places for each in (place, *place.parents))
+
+
+def _is_same(path: Path, other: str) -> bool:
+    with contextlib.suppress(OSError):  # one of them does not exist
+        return os.path.samefile(path, other)
+    return False
 
 
 def _links(url: str) -> list[str]:

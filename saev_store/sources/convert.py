@@ -15,9 +15,10 @@ import numpy.typing as npt
 import xxhash
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_count
+from saev_store.core.arguments import check_count, check_flag
 from saev_store.errors import ArgumentError, CorruptShardError
 from saev_store.sources._convert_cluster import documents_on_cluster, samples_on_cluster
+from saev_store.sources._own_files import refuse_own_files
 from saev_store.sources._records import RecordsOf
 from saev_store.sources._source import Source, steps
 from saev_store.sources._token_ids import TokenIds, Tokenizer, add_document
@@ -71,7 +72,7 @@ def documents_to_batches(
         seed: Seed of the order of records.
         end_token: Append this token to every document; to a record that is filled by its document, nothing is appended.
         pad_token: Make one record of each document: its first `seq_len` tokens, or filled up with this token.
-        overwrite: Replace a file of that name.
+        overwrite: Replace a file of that name, if it is none of the source's.
         storage_options: As in `open_source`.
         engine: As in `open_source`.
         transport: As in `open_source`.
@@ -84,7 +85,8 @@ def documents_to_batches(
         The number of batches.
 
     Raises:
-        ArgumentError: the tokens are no integers from 0 to 2^32 - 1, or a number is out of range.
+        ArgumentError: the tokens are no integers from 0 to 2^32 - 1, a number is out of range, or a file of the source
+            would be replaced.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
         CorruptShardError: the file that was read back differs from the source.
         IncompleteStoreError: a cluster has begun another conversion to this file.
@@ -92,6 +94,8 @@ def documents_to_batches(
         TransportError: no scheduler answers, or the workers that had a part died, one after the other.
     """
     seq_len = check_count(seq_len, name="seq_len", most=MAX_U32)
+    if check_flag(overwrite, name="overwrite"):
+        refuse_own_files(source, output_path, storage_options, engine=engine, transport=transport, is_mmididx=False)
     if source.dtype.kind not in "iu":
         raise ArgumentError(f"the documents are of {source.dtype.name}; token ids are integers", where="source")
     end_token = None if end_token is None else check_count(end_token, name="end_token", least=0, most=MAX_U32)
@@ -206,7 +210,7 @@ def samples_to_documents(
         dtype: Type of a token in the new data set.
         end_token: Append this token to every document.
         encoding: Encoding of the texts, where `part` is a name; parts in a path are UTF-8.
-        overwrite: As in `IndexedDatasetBuilder`.
+        overwrite: As in `IndexedDatasetBuilder`; files of the source are not replaced.
         storage_options: As in `IndexedDatasetBuilder`.
         engine: As in `IndexedDatasetBuilder`.
         transport: As in `IndexedDatasetBuilder`.
@@ -221,7 +225,8 @@ def samples_to_documents(
     Raises:
         SelectionError: a sample has no such part.
         DocumentError: a text is not in `encoding`, or there is none at that path.
-        ArgumentError: a sample is not token ids, or not ones that `dtype` holds. Nothing is published in these cases.
+        ArgumentError: a sample is not token ids, or not ones that `dtype` holds, or a file of the source would be replaced.
+            Nothing is published in these cases.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
         CorruptShardError: the data set that was read back differs from the source.
         IncompleteStoreError: a cluster has begun another conversion to this file.
@@ -229,6 +234,8 @@ def samples_to_documents(
         TransportError: no scheduler answers, or the workers that had a part died, one after the other.
     """
     end_token = None if end_token is None else check_count(end_token, name="end_token", least=0)
+    if check_flag(overwrite, name="overwrite"):
+        refuse_own_files(source, output_path, storage_options, engine=engine, transport=transport, is_mmididx=True)
     ids = TokenIds(source, tokenizer, part, encoding, end_token)
     if client is not None:
         samples_on_cluster(

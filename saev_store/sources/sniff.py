@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -123,6 +124,8 @@ def find_source(
     except TransportError as error:
         if error.transient:
             raise
+        if there.local_path is not None and not os.path.isdir(os.path.join(there.local_path, name)):  # such as a pipe
+            raise DocumentError(error.message, where=where, remedy="Name a file or a folder.") from error
         folder = True
     if folder:
         raise DocumentError("the folder holds no data set of a known format", where=where)

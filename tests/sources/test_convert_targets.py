@@ -1,0 +1,116 @@
+"""What a conversion writes to: never a file of its source. And what it says of samples of which there are none."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from saev_store.cli import main
+from saev_store.errors import ArgumentError, DocumentError
+from saev_store.sources import open_source
+from saev_store.sources.convert import documents_to_batches, samples_to_documents
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.llmbatch import BatchFileReader, write_batch_file
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    with tarfile.open(folder / "s.tar", "w") as tar:
+        for number in range(4):
+            info = tarfile.TarInfo(f"d{number}.txt")
+            info.size = 5
+            tar.addfile(info, io.BytesIO(b"hello"))
+    prepare(folder, split="1,0,0", progress=False)
+    return folder
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    with IndexedDatasetBuilder(tmp_path / "d.idx") as builder:
+        for _ in range(4):
+            builder.add_document(np.arange(6))
+    return tmp_path / "d.idx"
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["s.tar.idx", "s.tar", ".nv-meta/split.yaml", ".nv-meta/.info.json", "s.idx"])
+def test_texts_do_not_replace_a_file_of_their_data_set(
+    texts: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (texts / "s.bin").write_bytes(b"mine")  # beside an index that is new
+    (texts.parent / "link").symlink_to(texts)
+    before = files(texts)
+    for folder in (texts, texts.parent / "link"):
+        out = folder / name if name.endswith("idx") else folder / f"{name}.idx"
+        out.with_suffix(".bin").write_bytes(b"") if not name.endswith("idx") else None
+        before = files(texts)
+        command = ["convert", str(texts), str(out), "--tokenizer", "bytes", "--overwrite", "--no-progress"]
+        assert main(command) == 2
+        assert "a file of the data set that is converted. Name another file." in capsys.readouterr().err
+        assert files(texts) == before
+
+
+@pytest.mark.parametrize("name", ["d.idx", "d.bin", "link.bin", "../{}/d.bin"])
+def test_documents_are_not_replaced_by_their_batches(documents: Path, name: str) -> None:
+    (documents.parent / "link.bin").symlink_to(documents.with_suffix(".bin"))
+    before = files(documents.parent)
+    with IndexedDataset(documents) as source, pytest.raises(ArgumentError) as caught:
+        to = documents.parent / name.format(documents.parent.name)
+        documents_to_batches(source, to, seq_len=3, batch_size=2, overwrite=True, progress=False)
+    assert (caught.value.where, caught.value.remedy) == ("output_path", "Name another file.")
+    assert files(documents.parent) == before
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.idx"])
+def test_batches_are_not_replaced_by_their_documents(tmp_path: Path, name: str) -> None:
+    write_batch_file(tmp_path / "x.batch", np.arange(16, dtype="u4").reshape(4, 4), batch_size=2, seed=1)
+    os.rename(tmp_path / "x.batch", tmp_path / name)
+    before = files(tmp_path)
+    with (
+        BatchFileReader(tmp_path / name) as source,
+        pytest.raises(ArgumentError, match=f"would replace {name}, a file of the data set"),
+    ):
+        samples_to_documents(source, tmp_path / "x", overwrite=True, progress=False)
+    assert files(tmp_path) == before
+
+
+def test_other_files_are_replaced(texts: Path, documents: Path, tmp_path: Path) -> None:
+    options = {"seq_len": 3, "batch_size": 2, "progress": False, "overwrite": True}
+    for _ in range(2):
+        with IndexedDataset(documents) as source:
+            assert documents_to_batches(source, tmp_path / "d.batch", **options) == 4
+        command = ["convert", str(texts), str(tmp_path / "t.idx"), "--tokenizer", "bytes", "--overwrite"]
+        assert main([*command, "--no-progress"]) == 0
+    assert len(IndexedDataset(tmp_path / "t.idx")) == 4
+
+
+def test_an_empty_split_is_told(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["convert", str(texts), str(tmp_path / "v.idx"), "--tokenizer", "bytes", "--split", "val"]
+    assert main([*command, "--no-progress"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path}/v.idx: 0 documents\n"
+    assert printed.err == f"converted nothing: the source has no samples, at {tmp_path}/v.idx\n"
+    assert len(IndexedDataset(tmp_path / "v.idx")) == 0
+
+
+@pytest.mark.parametrize("name", ["f.idx", "f.batch", "f"])
+def test_a_pipe_is_no_folder(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DocumentError) as caught:
+        open_source(tmp_path / name)
+    assert caught.value.message == "this is a named pipe, but a regular file is needed"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").touch()
+    with pytest.raises(DocumentError, match="the folder holds no data set of a known format"):
+        open_source(tmp_path / "folder")
