@@ -32,9 +32,7 @@ Run: TypeAlias = tuple[int, list[memoryview]]
 
 #: What to do, by the number of the error.
 _REMEDIES = {
-    **dict.fromkeys(
-        (errno.ENOSPC, errno.EDQUOT), "Free space (or raise the quota) and resume: everything written so far is kept."
-    ),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space, or raise the quota, and call again."),
     errno.EFBIG: "The file system, or `ulimit -f`, holds no file of that length. Choose a smaller max_tokens_per_shard, or "
     "write with pad=False.",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit on open files (`ulimit -n`)."),
