@@ -106,6 +106,12 @@ def copy(
     for name, limit in (("--max-mb-per-s", max_mb_per_s), ("--max-requests-per-s", max_requests_per_s)):
         if limit is not None and not limit > 0:
             raise ArgumentError(f"the limit is {limit}; it must be more than 0", where=name)
+    if on_overflow != "raise" and dtype is None:
+        raise ArgumentError(
+            "a copy in the dtype of its source has no numbers that overflow",
+            where="on_overflow",
+            remedy="Pass dtype=…, or leave it out.",
+        )
     target = storage_options(dst_options, dst_option, name="--dst-storage-options")
     check_destination(dst, target, where="DST", options_name="--dst-storage-options")
     url = copy_store(

@@ -132,7 +132,7 @@ def check_padding(recorder: Recorder, ids: torch.Tensor, mask: torch.Tensor) -> 
             f"the vectors of a text change with the padding behind it, by up to {np.nanmax(off_by / norms):.2g} of their length: "
             f"{type(model).__name__} does not hide what the mask says is padding",
             where="model",
-            remedy="Record without padding: Texts(…, batch_size=1).",
+            remedy="Record without padding, by batch_size=1.",
         )
     return True
 

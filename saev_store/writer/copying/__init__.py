@@ -140,12 +140,6 @@ def copy_store(
         raise ArgumentError(
             f"on_overflow is {brief(on_overflow)}; it must be one of {get_args(OverflowPolicy)}", where="on_overflow"
         )
-    if on_overflow != "raise" and dtype is None:
-        raise ArgumentError(
-            "a copy in the dtype of its source has no numbers that overflow",
-            where="on_overflow",
-            remedy="Pass dtype=…, or leave it out.",
-        )
     if max_mb_per_s is not None:
         max_mb_per_s = check_number(max_mb_per_s, name="max_mb_per_s")
     if max_requests_per_s is not None:
