@@ -121,8 +121,9 @@ def references(
     store.validate(progress=False).raise_if_bad()
     address = usable_base(store, base)
     shape = chunk_shape(layout, chunks, max_gap_bytes=_MAX_GAP_BYTES)
-    rows = next((n for n in shape[:1] if isinstance(n, int)), 0)  # pyright: ignore[reportUnnecessaryIsInstance]  # `ChunkGrid` checks
-    if not inline and rows > 0 and (n_last := layout.examples_in(layout.n_shards - 1)) % rows:
+    n_last, rows = layout.examples_in(layout.n_shards - 1), shape[0] if shape else 0
+    # What is no length at all is refused by `ChunkGrid`.
+    if not inline and rows in range(1, layout.n_examples + 1) and n_last % rows:
         common = n_last if layout.n_shards == 1 else math.gcd(n_last, layout.examples_per_shard)
         whole = max(n for n in divisors(common) if n <= rows)
         if chunks != "auto":

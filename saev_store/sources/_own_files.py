@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from saev_store.errors import ArgumentError, SaevStoreError
+from saev_store.errors import ArgumentError
 from saev_store.sources._source import Source
 from saev_store.sources.address import Url, full_url, is_within, locate
 from saev_store.sources.mmididx.reader import file_names
+from saev_store.store.opening import exists
 from saev_store.transport import Engine, Transport
 
 
@@ -37,7 +38,7 @@ def refuse_own_files(
     there, name = locate(output_path, storage_options, engine=engine, transport=transport)
     for path in file_names(name) if is_mmididx else (name,):
         is_own = any(is_within(full_url(there, path), url) for url in _urls_of(source))
-        if is_own and _exists(there, path):
+        if is_own and exists(there, path):
             raise ArgumentError(
                 f"{os.fspath(output_path)!r} would replace {path}, a file of the data set that is converted",
                 where="output_path",
@@ -49,11 +50,3 @@ def _urls_of(source: Source[object]) -> Sequence[str]:
     """The addresses of a source's files, or of their folder."""
     prefix = source.url.removesuffix(".idx")
     return (source.url,) if prefix == source.url else (source.url, f"{prefix}.bin")
-
-
-def _exists(transport: Transport, path: str) -> bool:
-    try:
-        transport.size(path)
-    except SaevStoreError:
-        return False
-    return True

@@ -90,8 +90,12 @@ def test_texts_inside_json(tmp_path: Path) -> None:
     n = samples_to_documents(source, tmp_path / "a", ids, part="none,detail.json[caption]")
     with IndexedDataset(tmp_path / "a") as documents:
         assert [tokens.tolist() for tokens in documents] == [ids(f"c{i}") for i in range(n)]
-    for wrong in ("detail.json[i]", "detail.json[none]", "detail.json["):
-        with pytest.raises((DocumentError, ValueError)):
+    for wrong, error in (
+        ("detail.json[i]", DocumentError),
+        ("detail.json[none]", DocumentError),
+        ("detail.json[", ArgumentError),
+    ):
+        with pytest.raises(error):
             samples_to_documents(source, tmp_path / "b", ids, part=wrong)
     assert {path.name for path in tmp_path.iterdir()} == {"a.idx", "a.bin"}
 
