@@ -196,7 +196,9 @@ class OfOne(OfSegment):
 
 
 class OfOther(OfSegment):
-    """The same instance attributes as of `OfOne`, and other ones computed."""
+    """Has the attributes and the name of `OfOne`, and computes them in another way."""
+
+    __qualname__ = "OfOne"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,6 +241,9 @@ def test_what_a_subclass_of_an_adapter_adds_is_part_of_the_identity(tmp_path: Pa
 
 def test_what_a_subclass_makes_of_its_fields_is_part_of_the_identity(tmp_path: Path) -> None:
     one, other = of_bert(OfOne, tmp_path), of_bert(OfOther, tmp_path)
+    calls = [store.metadata.data["recording"]["call"] for store in (one, other)]
+    assert calls[0]["class"] == calls[1]["class"]
+    assert calls[0]["digest"] != calls[1]["digest"]
     assert one.name != other.name
 
 
