@@ -43,12 +43,12 @@ from saev_store.problems import Problem
 from saev_store.store.card import card_html, card_rows, card_text
 from saev_store.store.identity import recorded_files, recording_identity
 from saev_store.store.token_arrays import TokenArrays
-from saev_store.transport import Engine, MemoryTransport, Transport, open_transport
+from saev_store.transport import Engine, LocalTransport, MemoryTransport, Transport, open_transport
 
 if TYPE_CHECKING:
     from distributed import Client
 
-    from saev_store.validation import Report
+    from saev_store.validation import Report, Survey
     from saev_store.writer import RepairWriter
 
 _SHOWN = 8
@@ -240,7 +240,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     Raises:
         NotFoundError, IncompleteStoreError, DocumentError, CorruptShardError: see `ShardStore.open`.
     """
-    from saev_store.validation import check_dirname, quick_checks
+    from saev_store.validation import check_dirname, check_survey, survey_store
 
     name = transport.url.rstrip("/").rsplit("/", 1)[-1]
     try:
@@ -261,7 +261,10 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     if not transport.is_local:
         problems = (*metadata.problems, *index.problems, *check_dirname(metadata, name))
         return Opened(transport, name, metadata, index, problems, damaged_ok=damaged_ok)
-    problems = tuple(quick_checks(transport, metadata, index, dirname=name))
+    seen = survey_store(transport, metadata, index)
+    if isinstance(transport, LocalTransport):
+        _expect(transport, seen, raw)
+    problems = tuple(check_survey(seen, metadata, index, dirname=name))
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors and not damaged_ok:
         raise _refusal(transport.url, errors, {array.file_name for array in metadata.recordable})
@@ -272,6 +275,21 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
         has_labels=None if errors else exists(transport, LABELS_NAME),
         readable=_readable(metadata.layout, errors),
     )  # fmt: skip
+
+
+def _expect(transport: LocalTransport, seen: Survey, raw: bytes) -> None:
+    """Only the files that were there when the store was opened are read: those of another one may have other layers and labels.
+
+    Raises:
+        CorruptShardError: another store has taken the place of this one meanwhile.
+    """
+    if transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES) != raw:
+        raise CorruptShardError(
+            "the store was replaced while it was being opened", where=transport.url, remedy="Open it again."
+        )
+    for name, found in seen.found.items():
+        if found.size is not None and found.modified_ns is not None and name.endswith(".bin"):
+            transport.expect(name, size=found.size, modified_ns=found.modified_ns)
 
 
 def open_in_memory(opened: Opened) -> Opened:

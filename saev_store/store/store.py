@@ -21,7 +21,7 @@ from saev_store.store.reader import FloatArray, NumberArray, Reader
 from saev_store.store.selection import Selection, chosen_rows, prepared
 from saev_store.store.text import TextReading
 from saev_store.store.viewing import Viewing
-from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport import Engine, MmapTransport, Transport, open_transport
 
 if TYPE_CHECKING:
     import dask.array
@@ -426,9 +426,9 @@ class ShardStore(TextReading, Importing, Viewing):
 
     def unmapped(self) -> ShardStore:
         """The same store, whose local files are read instead of mapped: a file that is cut while it is read gives an error."""
-        if self.transport.name != "mmap":
+        if not isinstance(self.transport, MmapTransport):
             return self
-        return ShardStore(replace(self._opened, transport=open_transport(self.url, engine="pread")))
+        return ShardStore(replace(self._opened, transport=self.transport.unmapped()))
 
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""

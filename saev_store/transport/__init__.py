@@ -23,7 +23,7 @@ from saev_store.transport.base import (
 )
 from saev_store.transport.limit import LimitTransport, Rate
 from saev_store.transport.local.mapped import MmapTransport
-from saev_store.transport.local.transport import PreadTransport
+from saev_store.transport.local.transport import LocalTransport, PreadTransport
 from saev_store.transport.memory import MemoryTransport
 from saev_store.transport.open import Engine, open_transport
 
@@ -38,6 +38,7 @@ __all__ = [
     "Entry",
     "LimitTransport",
     "Lists",
+    "LocalTransport",
     "MemoryTransport",
     "MmapTransport",
     "Moves",

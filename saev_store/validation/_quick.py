@@ -35,12 +35,14 @@ class Found(NamedTuple):
         state: Whether it is a readable file.
         why: Explanation of any state but `"file"`.
         link: Target of a symbolic link, else "".
+        modified_ns: When the content was last changed, in nanoseconds since 1970; None for files elsewhere.
     """
 
     size: int | None
     state: State = "file"
     why: str = ""
     link: str = ""
+    modified_ns: int | None = None
 
 
 MISSING = Found(None, "missing", "it is not there; was it purged, or not copied?")
@@ -118,7 +120,7 @@ def _look(path: str, is_link: bool) -> Found:
     is_ours = status.st_uid == _EUID and status.st_mode & stat.S_IRUSR
     if not is_ours and not os.access(path, os.R_OK):
         return Found(None, "unreadable", "its permissions do not allow reading it", link)
-    return Found(status.st_size, link=link)
+    return Found(status.st_size, link=link, modified_ns=status.st_mtime_ns)
 
 
 def _listed(transport: Transport, entry: Entry) -> Found:

@@ -584,11 +584,12 @@ def test_files_replaced_while_they_are_read_are_not_described(tmp_path: Path, mo
     plain = plain_store(tmp_path)
     real = _compute.work_on
 
-    def replace_then_work(*args):
+    def work_then_replace(*args):
+        found = real(*args)
         os.utime(plain.shard(0), ns=(7, 7))
-        return real(*args)
+        return found
 
-    monkeypatch.setattr(_compute, "work_on", replace_then_work)
+    monkeypatch.setattr(_compute, "work_on", work_then_replace)
     ShardStore.open(plain.path).stats()
     assert not (plain.path / "stats.json").exists()
 

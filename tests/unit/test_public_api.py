@@ -83,15 +83,15 @@ PUBLIC = {
         ShuffledDataLoader ShuffledPairConfig ShuffledPairDataLoader tensors
     """,
     "saev_store.transport": """
-        Awaits Buffer CleansUploads CopiesWithin Counters Engine Entry FREE LimitTransport Lists MemoryTransport
+        Awaits Buffer CleansUploads CopiesWithin Counters Engine Entry FREE LimitTransport Lists LocalTransport MemoryTransport
         MmapTransport Moves PreadTransport Rate ReadCost Sink Transport UnfinishedUpload Writes open_transport
     """,
     "saev_store.transport.obstore": """
         part_bytes
     """,
     "saev_store.validation": """
-        Promised Report check_dirname local_folder merge_ranges problem_to_dict promised_digests quick_checks
-        validate
+        Promised Report Survey check_dirname check_survey local_folder merge_ranges problem_to_dict promised_digests
+        quick_checks survey_store validate
     """,
     "saev_store.view": """
         Budget LOCAL Pages REMOTE Sae View Viewed application open_pages read_sae run

@@ -89,6 +89,8 @@ class LocalTransport:
 
     def __init__(self, root: str | os.PathLike[str], *, requests: RequestCounter | None = None) -> None:
         self.url = self.local_path = local_root(root)
+        #: What files were when their store was opened.
+        self._expected: dict[str, tuple[int, int]] = {}
         #: Which file each name meant when a range of it was first read.
         self._pins: dict[str, Identity] = {}
         #: The shard of each folder that was pinned last.
@@ -107,7 +109,18 @@ class LocalTransport:
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.url,))
+        return (type(self), (self.url,), {"_expected": self._expected} if self._expected else None)
+
+    def unmapped(self) -> PreadTransport:
+        """Reads the same files without maps."""
+        made = PreadTransport(self.url)
+        for path, (size, modified_ns) in self._expected.items():
+            made.expect(path, size=size, modified_ns=modified_ns)
+        return made
+
+    def expect(self, path: str, *, size: int, modified_ns: int) -> None:
+        """Refuse another file of this name when it is first read, here and wherever this transport is unpickled."""
+        self._expected[path] = size, modified_ns
 
     def at(self, path: str) -> Self:
         """The same engine, one folder deeper."""
@@ -175,6 +188,7 @@ class LocalTransport:
         file = DESCRIPTORS.open(where)
         if path not in self._pins:
             self._check_latest(path)
+            self._check_expected(path, file)
         pinned = self._pins.setdefault(path, file.identity)
         if pinned != file.identity:
             raise CorruptShardError(
@@ -184,6 +198,20 @@ class LocalTransport:
                 remedy="Open it again to read the new one.",
             )
         return file
+
+    def _check_expected(self, path: str, file: OpenFile) -> None:
+        """Refuse another file in the place of the one that was there when the store was opened."""
+        expected = self._expected.get(path)
+        if expected is None:
+            return
+        status = os.fstat(file.fd)  # the descriptor may be older, and the file changed since
+        if (status.st_size, status.st_mtime_ns) != expected:
+            raise CorruptShardError(
+                "another file has taken the place of the one that was there when the store was opened, or it was changed: it had "
+                f"{expected[0]:,} bytes and has {status.st_size:,} bytes",
+                where=self._where(path),
+                remedy="Open the store again to read the new one.",
+            )
 
     def _check_latest(self, path: str) -> None:
         """Before a file of a store is read for the first time: what was looked at last is still there, so all are of one recording.
@@ -240,7 +268,7 @@ class LocalTransport:
 
     def close(self) -> None:
         """Close the descriptors of files below the root; using the transport again reopens them."""
-        self._pins, self._latest, self._arrays = {}, {}, {}
+        self._expected, self._pins, self._latest, self._arrays = {}, {}, {}, {}
         DESCRIPTORS.forget(self.url)
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -321,8 +349,9 @@ class LocalTransport:
     def _changed(self, path: str) -> None:
         """Drop what is known of a file, or of all files in a folder: this transport has changed them."""
         DESCRIPTORS.forget(self._where(path))
-        for pinned in [name for name in self._pins if name == path or name.startswith(f"{path}/")]:
-            del self._pins[pinned]
+        for known in (self._pins, self._expected):
+            for name in [name for name in known if name == path or name.startswith(f"{path}/")]:
+                del known[name]
 
 
 class PreadTransport(LocalTransport):

@@ -1,0 +1,155 @@
+"""The address of an opened store leads to another recording before anything was read: an error, never vectors of the other one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import cloudpickle
+import dask.array
+import numpy as np
+import pytest
+import zarr
+from plain_stores import Plain, plain_store
+
+from saev_store import ShardStore
+from saev_store.errors import CorruptShardError
+from saev_store.transport import LocalTransport
+
+MESSAGE = "another file has taken the place of the one that was there when the store was opened"
+
+#: Ways to the first bytes of a store.
+WAYS: dict[str, Callable[[ShardStore], object]] = {
+    "all": lambda store: store[...],
+    "vector": lambda store: store[0, 0, 0],
+    "lists": lambda store: store[[5, 0], :, [1, 2]],
+    "pickled": lambda store: pickle.loads(pickle.dumps(store))[3],
+    "selection": lambda store: pickle.loads(pickle.dumps(store.sel(layer=2)))[:],
+    "unmapped": lambda store: store.unmapped()[3],
+    "labels": lambda store: store.labels,
+    "zarr": lambda store: zarr.open_array(store.as_zarr(), path="activations", mode="r")[0],
+    "statistics": lambda store: store.stats(save=False),
+    "xarray": lambda store: store.as_xarray()["activations"].to_numpy(),
+    "xarray of labels": lambda store: store.as_xarray()["labels"].to_numpy(),
+    "dask": lambda store: store.as_dask().compute(scheduler="sync"),
+    "block of dask": lambda store: store.as_dask().blocks[0].compute(scheduler="sync"),
+}
+
+
+def point(link: Path, target: Path) -> None:
+    """Publish another recording under an address, as `ln -sfn` does."""
+    new = link.with_name("new")
+    new.symlink_to(target)
+    os.replace(new, link)
+
+
+def two_recordings(folder: Path) -> tuple[Path, Plain, Plain]:
+    """An address that leads to the first of two recordings that differ in their layers and vectors, but not in sizes."""
+    old = plain_store(folder / "old", labels=True)
+    new = plain_store(folder / "new_root", labels=True, layers=(2, 6, 12), seed=1)
+    link = folder / "current"
+    point(link, old.path)
+    return link, old, new
+
+
+def open_quietly(link: Path, engine: str) -> ShardStore:
+    with pytest.warns(UserWarning, match="folder is named 'current'"):
+        return ShardStore.open(link, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_other_recording_is_refused(tmp_path: Path, way: str, engine: str) -> None:
+    link, old, new = two_recordings(tmp_path)
+    store = open_quietly(link, engine)
+    point(link, new.path)
+    with pytest.raises(CorruptShardError, match=MESSAGE):
+        WAYS[way](store)
+    assert np.array_equal(open_quietly(link, engine)[...], new.acts)
+    point(link, old.path)
+    assert np.array_equal(store[...], old.acts)  # which is what the open store is of
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_tasks_that_were_named_after_a_recording_read_no_other(tmp_path: Path, engine: str) -> None:
+    """In another process, whose scheduler keeps results by name."""
+    link, old, new = two_recordings(tmp_path)
+    store = open_quietly(link, engine)
+    graphs = {
+        "dask": store.as_dask(chunks=(3, -1, -1, -1)),
+        "from_array": dask.array.from_array(store),
+        "zarr": dask.array.from_array(zarr.open_array(store.as_zarr(), path="activations", mode="r")),
+        "xarray": store.as_xarray(chunks={})["activations"].data,
+        "labels": store.as_xarray(chunks={})["labels"].data,
+    }
+    sent = {name: cloudpickle.dumps(dict(array.__dask_graph__())) for name, array in graphs.items()}
+    point(link, new.path)
+    for name, array in graphs.items():
+        with pytest.raises(CorruptShardError, match=MESSAGE):
+            dask.get(cloudpickle.loads(sent[name]), list(dask.core.flatten(array.__dask_keys__())))
+    point(link, old.path)
+    for name, array in graphs.items():
+        found = dask.get(cloudpickle.loads(sent[name]), list(dask.core.flatten(array.__dask_keys__())))
+        expected = old.labels if name == "labels" else old.acts
+        assert np.array_equal(np.concatenate([np.asarray(part).reshape(-1) for part in found]), expected.reshape(-1))
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_store_that_is_replaced_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Between its documents and a look at its shards."""
+    link, _, new = two_recordings(tmp_path)
+    real = LocalTransport.read
+
+    def read(self: LocalTransport, path: str, **options: int) -> bytes:
+        found = real(self, path, **options)
+        if path == "shards.json":
+            point(link, new.path)
+        return found
+
+    monkeypatch.setattr(LocalTransport, "read", read)
+    with pytest.raises(CorruptShardError, match="the store was replaced while it was being opened") as refused:
+        ShardStore.open(link, engine=engine)
+    assert (refused.value.where, refused.value.remedy) == (str(link), "Open it again.")
+    assert np.array_equal(open_quietly(link, engine)[...], new.acts)
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_the_same_files_by_other_ways_are_read(tmp_path: Path, engine: str) -> None:
+    """Copied with their times, linked once more, with other permissions."""
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path, engine=engine)
+    os.link(plain.shard(0), tmp_path / "another_name")
+    plain.shard(1).chmod(0o400)
+    copy, status = tmp_path / "copy", plain.shard(2).stat()
+    copy.write_bytes(plain.shard(2).read_bytes())
+    os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.replace(copy, plain.shard(2))
+    assert np.array_equal(store[...], plain.acts)
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_file_that_was_written_anew_in_place_is_refused_at_its_first_read(tmp_path: Path, engine: str) -> None:
+    """Also where another store holds a descriptor of it."""
+    plain = plain_store(tmp_path)
+    first, second = (ShardStore.open(plain.path, engine=engine) for _ in range(2))
+    assert np.array_equal(first[3], plain.acts[3])
+    status = plain.shard(1).stat()
+    plain.shard(1).write_bytes(bytes(status.st_size))
+    os.utime(plain.shard(1), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(CorruptShardError, match=MESSAGE) as refused:
+        second[3]
+    assert refused.value.where == str(plain.shard(1))
+    size = f"{status.st_size:,} bytes"
+    assert refused.value.message.endswith(f", or it was changed: it had {size} and has {size}")
+
+
+def test_a_closed_store_reads_what_is_there(tmp_path: Path) -> None:
+    plain = plain_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    store.close()
+    plain.shard(0).write_bytes(bytes(plain.shard_nbytes))
+    assert not store[0].any()
