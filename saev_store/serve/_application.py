@@ -152,10 +152,11 @@ class _Answers:
             await run_in_threadpool(self._check_ends, key, value, start, end)
             return Response(status_code=status, headers=headers)
         if end - start <= self._piece_bytes:
-            return Response(await run_in_threadpool(self._read, key, start, end), status_code=status, headers=headers)
+            body = await run_in_threadpool(self._read_of, etag, key, value, start, end)
+            return Response(body, status_code=status, headers=headers)
         # Once the headers are sent, damage can only break the connection: look for it before.
         await run_in_threadpool(self._check_ends, key, value, start, end)
-        return StreamingResponse(self._pieces(key, start, end), status_code=status, headers=headers)
+        return StreamingResponse(self._pieces(etag, key, value, start, end), status_code=status, headers=headers)
 
     def _etag(self, value: bytes | Extent) -> str:
         """The tag of a value: of a local file's size and times; of this run where the store is remote."""
@@ -176,6 +177,14 @@ class _Answers:
             raise CorruptShardError("the value has disappeared", where=key)
         return found.to_bytes()
 
+    def _read_of(self, etag: str, key: str, value: Extent, start: int, end: int) -> bytes:
+        """The bytes of the file that has this tag; an error if it was changed in place before they were read."""
+        found = self._read(key, start, end)
+        if self._etag(value) != etag:
+            where = f"{self._store.url}/{value.path}"
+            raise TransportError("the file was changed while it was sent", where=where, transient=True)
+        return found
+
     def _check_ends(self, key: str, value: Extent, start: int, end: int) -> None:
         """Read the first and last byte that have to be in the file; a `CorruptShardError` where they are not."""
         last = min(end, value.end - value.start)
@@ -183,9 +192,9 @@ class _Answers:
             self._read(key, start, start + 1)
             self._read(key, last - 1, last)
 
-    async def _pieces(self, key: str, start: int, end: int) -> AsyncIterator[bytes]:
+    async def _pieces(self, etag: str, key: str, value: Extent, start: int, end: int) -> AsyncIterator[bytes]:
         for at in range(start, end, self._piece_bytes):
-            yield await run_in_threadpool(self._read, key, at, min(at + self._piece_bytes, end))
+            yield await run_in_threadpool(self._read_of, etag, key, value, at, min(at + self._piece_bytes, end))
 
 
 def _without_paths(document: bytes | Extent | None) -> bytes | None:
