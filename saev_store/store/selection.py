@@ -131,7 +131,7 @@ class Selection:
                 f"tokens is {given.dtype} {given.shape}; it must be bool {shape}, a value for each content token",
                 where="tokens",
             )
-        if self.space.tokens.count < layout.content_tokens_per_example:
+        if self.space.tokens.start + self.space.tokens.count <= layout.n_special_tokens:
             raise SelectionError("special tokens alone are chosen", where="tokens", remedy="Choose tokens='content'.")
         kept = (self.kept & given).view(np.uint8)
         space = keeping(self.space, kept, _STAYS, xxh3_128(np.packbits(kept).data).digest())

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
+from token_stores import token_store
 
 torch = pytest.importorskip("torch")
 
@@ -192,6 +193,24 @@ def test_rows_that_are_not_there(plain: Plain, tmp_path: Path):
     bare = plain_store(tmp_path, cls=False)
     with pytest.raises(SelectionError):
         saev.IndexMap(saev.Metadata.load(bare.path), "special", 5)
+
+
+@pytest.mark.parametrize("tokens", ["content", "all", "special"])
+@pytest.mark.parametrize("layer", [5, "all"])
+def test_where_rows_of_a_store_with_a_mask_lie(tmp_path: Path, tokens: str, layer: int | str):
+    written = token_store(tmp_path)
+    rows = saev.IndexedDataset(saev.IndexedConfig(written.path, tokens=tokens, layer=layer))
+    assert len(rows.index_map) == len(rows) > 0
+    for number in range(len(rows)):
+        row, place = rows[number], rows.index_map.from_global(number)
+        assert (int(row["example_idx"]), int(row["token_idx"])) == (place.example_idx, place.content_token_idx)
+        vector = written.acts[place.example_idx, place.layer_idx_in_shard, place.token_idx_in_shard]
+        assert row["act"].numpy().tobytes() == vector.tobytes()
+    if tokens == "special":
+        assert len(saev.IndexMap(rows.md, tokens, layer)) == len(rows)
+    else:
+        with pytest.raises(SelectionError, match="the store has a mask, which hides tokens"):
+            saev.IndexMap(rows.md, tokens, layer)
 
 
 # -- loaders -----------------------------------------------------------------------------------------------------------

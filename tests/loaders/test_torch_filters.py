@@ -189,6 +189,23 @@ def test_special_tokens_stay(special: Path):
         make("ordered", special, layer=5, tokens="special", max_norm_multiple=2.0)
 
 
+def test_special_tokens_alone_have_no_tokens_to_leave_out(
+    special: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where an example has as many content tokens as special ones, and in a copy of the special tokens."""
+    acts = long_ones(cls=True)[:, :, :2]
+    store = write(tmp_path, acts, cls=True)
+    rows = ShardStore.open(store).sel(layer=5, tokens="special")
+    with pytest.raises(SelectionError, match="special tokens alone"):
+        rows.only(np.zeros((N, 1), bool))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for use_tmpdir, source in itertools.product((False, True), (store, special)):
+        with pytest.raises(SelectionError, match="special tokens alone"):
+            make("ordered", source, layer=5, tokens="special", max_norm_multiple=2.0, use_tmpdir=use_tmpdir)
+    assert len(ShardStore.open(store).sel(layer=5).only(np.zeros((N, 1), bool))) == N
+    assert len(ShardStore.open(store).sel(layer=5, tokens="content").only(np.zeros((N, 1), bool))) == 0
+
+
 def test_where_bos_is_the_special_token_content_stays(special: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert make("ordered", special, layer=5, remove_bos=True).n_samples == N * TOKENS
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # a copy of the content tokens alone

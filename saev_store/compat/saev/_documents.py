@@ -14,9 +14,10 @@ import numpy as np
 
 from saev_store import ShardStore, documents, new_metadata
 from saev_store.core.arguments import check_choice, check_count
-from saev_store.core.rows import Tokens, row_space
+from saev_store.core.rows import RowSpace, Tokens, row_space
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, StoreExistsError, UnsafeContentError, brief
 from saev_store.names import METADATA_NAME, WORK_FOLDER
+from saev_store.store.token_arrays import MASK
 from saev_store.transport import Writes, open_transport
 
 
@@ -222,14 +223,29 @@ class Index:
 class IndexMap:
     """Where the rows of a choice of layers and tokens lie.
 
+    Args:
+        md: The document.
+        tokens: As in the configs.
+        layer: As in the configs.
+        rows: The rows, where they are known. Of a store whose mask hides tokens the document alone does not tell them.
+
     Raises:
-        LayerNotFoundError, SelectionError: the store does not hold that.
+        LayerNotFoundError, SelectionError: the store does not hold that, or its mask hides tokens.
     """
 
-    def __init__(self, md: Metadata, tokens: Tokens, layer: int | Literal["all"]) -> None:
+    def __init__(
+        self, md: Metadata, tokens: Tokens, layer: int | Literal["all"], *, rows: RowSpace | None = None
+    ) -> None:
         self.md, self.tokens, self.layer = md, tokens, layer
         self.layer_idx_lookup = {label: position for position, label in enumerate(md.layers)}
-        self._rows = row_space(md.document.layout, layer=layer, tokens=tokens)
+        is_masked = any(array.name == MASK for array in md.document.token_arrays or ())
+        if rows is None and is_masked and tokens != "special":
+            raise SelectionError(
+                "the store has a mask, which hides tokens; the document does not tell which",
+                where="md",
+                remedy="Use the index_map of an IndexedDataset.",
+            )
+        self._rows = row_space(md.document.layout, layer=layer, tokens=tokens) if rows is None else rows
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -213,7 +213,7 @@ class IndexedDataset(torch.utils.data.Dataset[ours.ExampleBatch]):
         self._rows = ours.IndexedDataset(cfg.check(ours.IndexedConfig))
         self.md = Metadata.load(cfg.shards)
         self.d_model = self.md.d_model
-        self.index_map = IndexMap(self.md, cfg.tokens, cfg.layer)
+        self.index_map = IndexMap(self.md, cfg.tokens, cfg.layer, rows=self._rows.rows.space)
         self.labels_mmap = self._rows.store.labels
         self.transform = self._rows.transform
 
