@@ -43,6 +43,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
     """
 
     ExampleBatch = ExampleBatch
+    #: Lightning asks loaders with a `sampler` for it, where it validates, tests or predicts.
+    batch_sampler = None
 
     def __init__(
         self, cfg: AnyConfig, loader: Inner, copies: Copies | None, normalizer: Normalizer | None = None

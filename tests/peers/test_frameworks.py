@@ -24,7 +24,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore, new_metadata
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import OrderedConfig, OrderedDataLoader, ShuffledConfig, ShuffledDataLoader
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 RANK = Path(__file__).parents[1] / "helpers" / "framework_rank.py"
@@ -42,13 +42,13 @@ SCRIPTS = {
 SMALLER = {
     "8192": "8",
     "16_384": "32",
-    "% 100": "% 5",
-    "n_train_steps=100": "n_train_steps=5",
+    "% 100": "% {every}",
+    "n_train_steps=100": "n_train_steps={every}",
     "devices=8": "devices=2",
 }
-BATCH_SIZE, EVERY, KILLED_AT = 16, 5, 8
+BATCH_SIZE = 16
 #: Of whose 329 rows an epoch has 20 batches of two ranks, and 9 rows more, which two ranks cannot share equally.
-N_EXAMPLES, N_TOKENS = 47, 7
+N_EXAMPLES, N_TOKENS, N_BATCHES = 47, 7, 21
 
 
 def block(heading: str, language: str) -> str:
@@ -132,27 +132,76 @@ def once(rows: list[list[int]]) -> list[list[int]]:
     return [list(row) for row in dict.fromkeys(map(tuple, rows))]
 
 
+@pytest.mark.parametrize(("every", "killed_at"), [(5, 8), (21, 23)], ids=["within an epoch", "at the end of an epoch"])
 @pytest.mark.parametrize("heading", SCRIPTS)
-def test_a_script_trains_and_goes_on(heading: str, store: Path, expected: list[list[list[int]]], tmp_path: Path):
+def test_a_script_trains_and_goes_on(
+    heading: str, every: int, killed_at: int, store: Path, expected: list[list[list[int]]], tmp_path: Path
+):
     if find_spec(SCRIPTS[heading]) is None:
         pytest.skip(f"{SCRIPTS[heading]} is not installed")
     text = block("Plain DDP" if heading == "Slurm" else heading, "python").replace("/data/shards/941cc259", str(store))
     for old, new in SMALLER.items():
-        text = text.replace(old, new)
+        text = text.replace(old, new.format(every=every))
     (tmp_path / "train.py").write_text(text)
-    killed, first = run(heading, tmp_path, KILLED_AT)
+    killed, first = run(heading, tmp_path, killed_at)
     assert killed.returncode != 0
-    assert first == expected[:KILLED_AT], killed.stderr
+    assert [once(rows) for rows in first] == expected[:killed_at], killed.stderr
     done, rest = run(heading, tmp_path, 0)
     assert done.returncode == 0, done.stderr
     # Every row of an epoch comes once. Only in its last batch some come again, so that both ranks have batches of one size.
-    assert [once(rows) for rows in rest] == expected[EVERY:]
+    assert [once(rows) for rows in rest] == expected[every:]
     assert all(len(rows) == BATCH_SIZE for rows in rest)
+    # The last checkpoint is of the end: there is nothing more to do. A Lightning that went on from the end of an epoch trains one
+    # epoch too many after the last one, with a DataLoader of PyTorch as well.
+    if every == N_BATCHES and heading != "Lightning":
+        done, rest = run(heading, tmp_path, 0)
+        assert (done.returncode, rest) == (0, []), done.stderr
 
 
 def test_every_script_of_the_page_is_run():
     headings = re.findall(r"^## (.*)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
     assert headings == list(SCRIPTS)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["ordered", "shuffled"])
+def test_lightning_validates_tests_and_predicts(kind: str, store: Path):
+    lightning = pytest.importorskip("lightning")
+
+    class Seen(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rows = torch.nn.Linear(8, 8), dict.fromkeys(("validation", "test", "predict"), 0)
+
+        def training_step(self, batch: dict[str, torch.Tensor], _number: int) -> torch.Tensor:
+            return self.layer(batch["act"]).square().mean()
+
+        def validation_step(self, batch: dict[str, torch.Tensor], _number: int) -> None:
+            self.rows["validation"] += len(batch["act"])
+
+        def test_step(self, batch: dict[str, torch.Tensor], _number: int) -> None:  # noqa: PT019  # no fixture
+            self.rows["test"] += len(batch["act"])
+
+        def predict_step(self, batch: dict[str, torch.Tensor], _number: int) -> None:
+            self.rows["predict"] += len(batch["act"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def loader() -> OrderedDataLoader | ShuffledDataLoader:
+        if kind == "ordered":
+            return OrderedDataLoader(OrderedConfig(store, layer=5, batch_size=32))
+        return ShuffledDataLoader(ShuffledConfig(store, layer=5, batch_size=32))
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    model, trainer = (
+        Seen(),
+        lightning.Trainer(max_epochs=2, num_sanity_val_steps=0, enable_checkpointing=False, **quiet),
+    )
+    trainer.fit(model, loader(), loader())
+    trainer.test(model, loader(), verbose=False)
+    trainer.predict(model, loader())
+    assert model.rows == {"validation": 2 * 329, "test": 329, "predict": 329}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -247,18 +247,41 @@ def test_bytes_that_are_not_what_the_digests_say_are_not_copied(store, tmp_path)
         ShardStore.open(tmp_path / "to" / store.path.name)
 
 
-def test_digests_of_a_file_of_another_length_say_nothing_about_it(store, tmp_path):
-    """The file is read, and gets digests of its own."""
-    store.write_digests(256)
+UNUSABLE = {
+    "a shorter file": lambda document: document["files"].update(
+        {"acts000000.bin": {"nbytes": 100, "digests": ["0" * 32]}}
+    ),
+    "a longer file": lambda document: document["files"].update(
+        {"acts000001.bin": {"nbytes": 100_000, "digests": ["0" * 32] * 391}}
+    ),
+    "no shard": lambda document: document["files"].pop("acts000001.bin"),
+    "no file": lambda document: document["files"].clear(),
+    "blocks of another size": lambda document: document.update({"block_bytes": 2**40}),
+}
+
+
+@pytest.mark.parametrize("change", UNUSABLE)
+def test_what_the_digests_do_not_speak_of_is_not_copied(store, tmp_path, change):
+    """Digests that are made of what is there would call damaged vectors right."""
+    store.write_digests(1 << 20)
     path = store.path / "digests.json"
-    right = json.loads(path.read_text())
-    wrong = json.loads(path.read_text())
-    wrong["files"]["acts000000.bin"] = {"nbytes": 100, "digests": ["0" * 32]}
-    wrong["files"]["acts000001.bin"] = {"nbytes": 100_000, "digests": ["0" * 32] * 391}
-    path.write_text(json.dumps(wrong))
+    document = json.loads(path.read_text())
+    UNUSABLE[change](document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(CorruptShardError, match=r"digests\.json|block_bytes") as refused:
+        copy_store(store.path, tmp_path / "to")
+    assert refused.value.where == str(path)
+    assert not list((tmp_path / "to").glob("*"))
+    path.unlink()
     url = copy_store(store.path, tmp_path / "to")
-    assert json.loads((Path(url) / "digests.json").read_text()) == right
     assert np.array_equal(ShardStore.open(url)[...], store.acts)
+
+
+def test_a_link_to_digests_that_are_not_there(store, tmp_path):
+    (store.path / "digests.json").symlink_to("elsewhere")
+    with pytest.raises(CorruptShardError, match="it is a symbolic link to 'elsewhere', where nothing is"):
+        copy_store(store.path, tmp_path / "to")
+    assert not list((tmp_path / "to").glob("*"))
 
 
 def test_bytes_that_change_on_the_way_are_noticed(store, tmp_path, monkeypatch):

@@ -37,19 +37,30 @@ def damaged(source: Folder, name: str, block_idx: int) -> CorruptShardError:
     )
 
 
+def usable_digests(store: ShardStore) -> Promised:
+    """The digests of the source; of no file where it has no digests.json.
+
+    Raises:
+        CorruptShardError: they cannot be used, or do not speak of all large files: those of the copy would call damaged vectors
+            right.
+    """
+    promised = promised_digests(store.transport, store.layout, store.token_arrays.described(), must_read=True)
+    if problems := [problem for problem in promised.problems if problem.severity == "error"]:
+        raise CorruptShardError(
+            "; ".join(problem.message for problem in problems),
+            where=f"{store.url}/{DIGESTS_NAME}",
+            problems=problems,
+        )
+    return promised
+
+
 def promises(store: ShardStore) -> Promised | None:
     """The digests of the source, which its token arrays have; None where it has no digests.
 
     Raises:
-        CorruptShardError: a block of a token array is not what was promised, or the digests do not speak of all large files: those
-            of the copy would call damaged vectors right.
+        CorruptShardError: a block of a token array is not what was promised; and as `usable_digests`.
     """
-    arrays, source = store.token_arrays.described(), Folder(store.transport, "")
-    promised = promised_digests(store.transport, store.layout, arrays, must_read=True)
-    if problems := [problem for problem in promised.problems if problem.severity == "error"]:
-        raise CorruptShardError(
-            "; ".join(problem.message for problem in problems), where=source.where(DIGESTS_NAME), problems=problems
-        )
+    arrays, source, promised = store.token_arrays.described(), Folder(store.transport, ""), usable_digests(store)
     for array in arrays:
         if (digests := promised.files.get(array.file_name)) is not None:
             of_file = FileDigests(array.nbytes(store.layout), digests)

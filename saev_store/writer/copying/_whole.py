@@ -39,6 +39,7 @@ from saev_store.writer.copying._finished import (
     is_itself,
 )
 from saev_store.writer.copying._share import share
+from saev_store.writer.copying._source import usable_digests
 from saev_store.writer.folder import Folder
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def copy_whole(
         files = _files(store, pads=folder.writes.pads)
         if is_same:
             _check_room(folder, files)
+        usable_digests(store)
         _claim(folder, store)
         promised = load_digests(store.transport)
         copier = Copier(store, folder, promised)
