@@ -122,7 +122,8 @@ def convert(source: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> No
         return
     torch = sys.modules.get("torch") if source.dtype == np.float16 and out.dtype == FLOAT32 else None
     if torch is not None and source.flags.writeable and out.flags.c_contiguous and source.flags.c_contiguous:
-        torch.from_numpy(out).copy_(torch.from_numpy(source))
+        # Flat, because torch refuses negative strides, which an axis of one position may have.
+        torch.from_numpy(out.reshape(-1)).copy_(torch.from_numpy(source.reshape(-1)))
         return
     _copy_cast(source, out)
 

@@ -49,8 +49,6 @@ class Progression:
 
     def positions(self) -> IntArray:
         """All of them, int64; `ArgumentError` where there is no memory for so many."""
-        if self.count < 2:  # the step may be any integer, also one of more than 64 bits
-            return np.full(self.count, self.start, dtype=np.int64)
         try:
             return self.start + self.step * np.arange(self.count)
         except (MemoryError, ValueError) as error:  # NumPy's error for a length beyond its limit is a ValueError
@@ -265,7 +263,8 @@ def _axis(item: Item, n: int, name: str) -> Progression | IntArray:
             start, stop, step = item.indices(n)
         except (TypeError, ValueError) as error:
             raise SelectionError(f"{brief(item)} is not a slice of integers ({error})", where=name) from None
-        return Progression(start, step, len(range(start, stop, step)))
+        count = len(range(start, stop, step))
+        return Progression(start, step if count > 1 else 1, count)  # which may have more than 64 bits
     if isinstance(item, np.ndarray):
         return _checked(item, n, name)
     if not -n <= item < n:

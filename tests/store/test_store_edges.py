@@ -771,3 +771,20 @@ def test_what_a_store_takes_in_each_dtype_is_the_same_whichever_it_has(dtype: st
         name: {"vectors_nbytes": 7 * 3 * 5 * 8 * each, "token_arrays_nbytes": 112, "nbytes": 840 * each + 112}
         for name, each in (("float32", 4), ("bfloat16", 2), ("float16", 2))
     }
+
+
+@pytest.mark.parametrize(
+    "key",
+    [np.s_[:: 10**25], np.s_[:: 10**25, [0, 1]], np.s_[[0, 1], :, :: 10**25], np.s_[:: 10**25, [0, 1], [0, 2]], np.s_[:, :, :: -(10**25)]],
+    ids=str,
+)  # fmt: skip
+def test_steps_of_more_than_64_bits(tmp_path: Path, key: object):
+    plain = numbered_store(tmp_path)
+    store = ShardStore.open(plain.path)
+    assert np.array_equal(store[key], plain.acts[key])
+    assert store.estimate(key).bytes_wanted == plain.acts[key].nbytes
+    rows = store.sel(layer=5)
+    assert np.array_equal(rows[:: 10**25], rows[:1])
+    assert np.array_equal(
+        store.sel(layer=5, examples=slice(None, None, 10**25))[:], store.sel(layer=5, examples=[0])[:]
+    )
