@@ -225,11 +225,16 @@ def emit(text: str) -> None:
     except BrokenPipeError as error:
         raise PipeClosedError from error
     except OSError as error:
-        discard_output()
-        raise TransportError(f"it cannot be written: {error.strerror}", where="standard output") from error
+        raise unwritable(error) from error
     except UnicodeEncodeError:
         encoding = sys.stdout.encoding or "ascii"
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def unwritable(error: OSError) -> TransportError:
+    """What to raise where standard output takes no text; what is left of it is discarded."""
+    discard_output()
+    return TransportError(f"it cannot be written: {error.strerror}", where="standard output")
 
 
 def discard_output() -> None:
@@ -271,10 +276,10 @@ def emit_error(error: Exception, *, as_json: bool, seen: Sequence[str] = ()) -> 
 
 def error_to_dict(error: Exception) -> dict[str, object]:
     """An error as plain JSON types: `kind` is stable, `problems` lists all problems."""
-    if isinstance(error, UsageText):
-        return {"kind": "usage", "message": str(error)}
     if not isinstance(error, SaevStoreError):
-        return {"kind": "defect", "message": f"{type(error).__name__}: {error}"}
+        is_usage = isinstance(error, UsageText)
+        kind, message = ("usage", str(error)) if is_usage else ("defect", f"{type(error).__name__}: {error}")
+        return {"kind": kind, "message": message, "where": None, "remedy": None, "problems": []}
     return {
         "kind": error.kind,
         "message": error.message,

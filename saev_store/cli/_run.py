@@ -13,7 +13,7 @@ import typer
 
 from saev_store._runtime.progress import counting
 from saev_store._version import __version__
-from saev_store.cli._common import PipeClosedError, UsageText, discard_output, emit, emit_error
+from saev_store.cli._common import PipeClosedError, UsageText, discard_output, emit, emit_error, unwritable
 from saev_store.cli._help import Explained, explain
 from saev_store.cli._tables import is_drawn
 from saev_store.cli._wording import SubCommand, Wording, as_commands
@@ -166,6 +166,8 @@ def run(argv: list[str]) -> int:
         usage = _usage_text(error)
         if usage is not None:
             return fail(usage, USAGE)
+        if isinstance(error, OSError) and {"-h", "--help"} & {*argv}:  # the command line library prints help texts
+            return fail(unwritable(error), REFUSED)
         if type(error).__name__ == "Abort":  # the command line library converts Ctrl-C into this
             return interrupted()
         return fail(error, DEFECT)

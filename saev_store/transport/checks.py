@@ -250,7 +250,8 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
     text = os.strerror(code) if code else (str(error) or type(error).__name__)
     name = errno.errorcode.get(code, str(code)) if code else type(error).__name__
     message = f"could not {doing}: {text} ({name})"
-    if code in {errno.ENOENT, errno.ENOTDIR} or isinstance(error, FileNotFoundError):
+    # A link that leads to itself leads to no file.
+    if code in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP} or isinstance(error, FileNotFoundError):
         return NotFoundError(message, where=where)
     if code in {errno.EACCES, errno.EPERM, errno.EROFS} or isinstance(error, PermissionError):
         return AccessError(message, where=where, remedy="Check the permissions of the file and of its folders.")

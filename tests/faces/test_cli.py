@@ -592,11 +592,14 @@ def test_a_closed_pipe_of_a_help_text_is_quiet(arguments):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_output_that_cannot_be_written_is_no_defect(store):
-    text = f'"{sys.executable}" -m saev_store info "{store.path}" > /dev/full'
+@pytest.mark.parametrize("arguments", ['info "{}"', 'info "{}" --json', "--help", "info --help", "--version"])
+def test_output_that_cannot_be_written_is_no_defect(store, arguments):
+    text = f'"{sys.executable}" -m saev_store {arguments.format(store.path)} > /dev/full'
     result = subprocess.run(["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert result.returncode == 1
-    assert result.stderr.startswith("error: standard output: it cannot be written: No space left")
+    assert "standard output" in result.stderr
+    assert "it cannot be written: No space left" in result.stderr
+    assert result.stderr.count("\n") == 1 or "--json" in arguments
 
 
 @pytest.mark.parametrize("closed", ["1", "2", "1 2"])

@@ -11,6 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from plain_stores import Plain, plain_store, spans
 
@@ -618,6 +619,18 @@ def test_a_link_to_a_folder_or_to_itself_is_told_as_both(store: Plain, tmp_path:
     ]
     why = os.strerror(errno.ELOOP)
     assert report.problems[1].message == f"acts000001.bin cannot be read: its status cannot be read ({why})"
+
+
+def test_what_a_link_to_itself_has_hidden_is_repaired(store: Plain):
+    store.shard(1).unlink()
+    store.shard(1).symlink_to(store.shard(1))
+    opened = ShardStore.open(store.path, damaged_ok=True)
+    for deep in (False, True):
+        assert opened.validate(deep=deep, progress=False).lost == ((3, 6),)
+    with opened.repair() as writer:
+        for start, end in writer.missing:
+            writer.append(store.acts[start:end])
+    assert np.array_equal(ShardStore.open(store.path)[...], store.acts)
 
 
 @pytest.mark.parametrize("mine", [True, False])
