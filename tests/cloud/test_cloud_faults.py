@@ -232,6 +232,28 @@ def test_a_commit_that_failed_is_tried_again_with_the_same_bytes(s3_bucket, engi
             assert direct(s3_bucket).read("acts.bin") == truth
 
 
+def far(proxy, bucket, engine):
+    return open_transport(bucket.url, {**bucket.options, "endpoint_url": proxy.url}, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, "InternalError")])
+def test_a_size_is_asked_for_again_while_the_service_is_busy(s3_bucket, engine, status, code):
+    """The answer to HEAD has no body, so s3fs sees no code, and gives up after one more try."""
+    direct(s3_bucket).put("acts.bin", bytes(1000))
+    with Proxy(s3_endpoint(), [Fault(method="HEAD", status=status, code=code, times=5)]) as proxy:
+        assert far(proxy, s3_bucket, engine).size("acts.bin") == 1000
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_size_that_is_not_told_is_an_error_in_time(s3_bucket, engine, few_tries):
+    direct(s3_bucket).put("acts.bin", bytes(1000))
+    with Proxy(s3_endpoint(), [Fault(method="HEAD", status=503, code="SlowDown", times=-1)]) as proxy:
+        with pytest.raises(TransportError) as refused:
+            far(proxy, s3_bucket, engine).size("acts.bin")
+        assert refused.value.transient
+
+
 def said_of_a_bucket_elsewhere(url, options, engine):
     transport, said = open_transport(url, options, engine=engine), []
     for call in (

@@ -252,8 +252,19 @@ def test_where_an_error_comes_from_is_shown_on_demand(
 def test_wrong_usage_as_a_document(run) -> None:
     code, out, err = run("estimate", "--json")
     found = json.loads(err)
-    assert (code, out, {*found}, {*found["error"]}) == (2, "", {"error"}, {"kind", "message"})
-    assert found["error"]["kind"] == "usage"
+    assert (code, out, {*found}, {*found["error"]}) == (
+        2,
+        "",
+        {"error"},
+        {"kind", "message", "where", "remedy", "problems"},
+    )
+    assert {**found["error"], "message": ""} == {
+        "kind": "usage",
+        "message": "",
+        "where": None,
+        "remedy": None,
+        "problems": [],
+    }
     message, usage, hint = found["error"]["message"].splitlines()
     assert (message, hint) == ("Missing argument 'URL'.", "Try 'saev-store estimate --help'.")
     assert usage.startswith("Usage: saev-store estimate")

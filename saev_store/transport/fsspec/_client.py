@@ -194,7 +194,7 @@ class FsspecClient:
             self.fs().makedirs(key.rpartition("/")[0] or "/", exist_ok=True)
 
     def ask(self, operation: str, *arguments: object, nbytes: int = 0, once: bool = False, **options: object) -> object:
-        """What an operation of the file system gives; `once` asks a busy web server no second time.
+        """What an operation of the file system gives; `once` asks a busy server no second time.
 
         An asynchronous operation has the time-out for `nbytes` and is cancelled then: if it went on, it could change the object
         after another writer has. The others have no time-out.
@@ -203,21 +203,24 @@ class FsspecClient:
         if not self.is_async:
             return getattr(fs, operation)(*arguments, **options)
         begin = getattr(fs, f"_{operation}")
-        if once or self.protocols not in WEB or operation not in _WEB_READS:
+        is_web = self.protocols in WEB
+        # The file systems of object stores try reads again themselves, but for answers without a body, which have no code.
+        if once or operation not in (_WEB_READS if is_web else {"info"}):
             return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
-        if operation == "cat_file" and options.get("end") is not None and self.get is not None:
+        if is_web and operation == "cat_file" and options.get("end") is not None and self.get is not None:
             begin = partial(cat_document, fs)  # fsspec's reads all of an answer, whatever was asked for
 
         def is_busy(error: Exception) -> bool:
             """Whether it answered. A server that does not may be a mistaken address, so that is told at once."""
-            return (_status(error) is not None or type(error).__name__ == "ClientPayloadError") and self.passes(error)
+            name = type(error).__name__
+            has_answered = _status(error) is not None or name == "ClientPayloadError" if is_web else name == "OSError"
+            return has_answered and self.passes(error)
 
         def work() -> Awaitable[object]:
             """The operation; what has no body is soon there, or will never be."""
             begun = partial(begin, *arguments, **options)
-            return within(begun, READ_TIMEOUT_S) if operation == "info" else begun()
+            return within(begun, READ_TIMEOUT_S) if is_web and operation == "info" else begun()
 
-        # The file systems of object stores do this themselves.
         return self.run(lambda: again(work, is_busy), nbytes=nbytes)
 
     def passes(self, error: Exception) -> bool:

@@ -128,9 +128,11 @@ def place_of(url: str, options: Mapping[str, object]) -> Place:
     kind = _KINDS[scheme]
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise ArgumentError(
-            "this address carries more than a host and a path", where="url", remedy='Use engine="fsspec".'
+        is_served = not parts.fragment and ("@" in parts.netloc or "versionId=" in parts.query)
+        remedy = (
+            'Use engine="fsspec".' if is_served else "Use a name without '?' and '#', which end the path of an address."
         )
+        raise ArgumentError("this address carries more than a host and a path", where="url", remedy=remedy)
     if not parts.netloc:
         raise ArgumentError("this address names no bucket", where="url")
     rest = dict(options)
