@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -53,7 +53,11 @@ class Adapter(ABC):
             raise ArgumentError(f"{brief(self.model)} is no torch module", where="model")
         check_blocks(self.model, self.blocks)
         _check_positive(self.d_model, "d_model")
-        if not isinstance(self.points, Mapping) or not all(isinstance(p, HookPoint) for p in self.points.values()):
+        points = cast("object", self.points)
+        is_named = isinstance(points, Mapping) and all(
+            isinstance(name, str) for name in cast("Mapping[object, object]", points)
+        )
+        if not is_named or not all(isinstance(point, HookPoint) for point in self.points.values()):
             raise ArgumentError(
                 f"points is {brief(self.points)}; it must be a dict of names to HookPoint", where="points"
             )

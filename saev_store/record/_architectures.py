@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from saev_store.core.arguments import check_choice
+from saev_store.errors import ArgumentError, brief
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -28,12 +31,20 @@ class HookPoint:
         side: Whether the vectors are that module's `"output"` (of several the first one), or its `"input"`: its first argument, or
             that by the name `hidden_states`.
 
+    Raises:
+        ArgumentError: `path` is no text, or `side` neither of the two.
+
     >>> HookPoint("mlp", "output").path
     'mlp'
     """
 
     path: str
     side: Literal["input", "output"] = "output"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"path is {brief(self.path)}; it must be the path of a module, or ''", where="path")
+        check_choice(self.side, ["input", "output"], name="side")
 
 
 #: What every block has: the residual stream before and after it.

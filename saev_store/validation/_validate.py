@@ -111,7 +111,7 @@ def _read_everything(
     progress: bool | None,
 ) -> tuple[list[Problem], int]:
     layout = metadata.layout
-    digests = promised_digests(transport, layout, metadata.recordable)
+    digests = promised_digests(transport, layout, metadata.recordable, are_declared=metadata.declares_token_arrays)
     sizes = [
         (shard_idx, found.size)
         for shard_idx in range(index.n_listed)
@@ -139,6 +139,9 @@ def _read_everything(
         if found is not None and found.size == array.nbytes(layout):
             checked_bytes += array.nbytes(layout)
             problems += _check_token_array(transport, layout, array, digests)
+            if digests.files and array.file_name not in digests.files and not metadata.declares_token_arrays:
+                message = f"{array.file_name} has no entry in digests.json, so changed labels cannot be detected"
+                problems.append(Problem("digests_absent", message, where=DIGESTS_NAME, severity="info"))
         elif found is None and not metadata.declares_token_arrays and array.file_name in digests.files:
             message = (
                 "labels.bin is not there, but digests.json has its digests; vectors are readable, labels are lost. "
@@ -336,7 +339,12 @@ _COPY_DIGESTS = "Copy the file again; a store without one can be validated, but 
 
 
 def promised_digests(
-    transport: Transport, layout: Layout, arrays: Sequence[TokenArray] = (LABELS,), *, must_read: bool = False
+    transport: Transport,
+    layout: Layout,
+    arrays: Sequence[TokenArray] = (LABELS,),
+    *,
+    are_declared: bool = False,
+    must_read: bool = False,
 ) -> Promised:
     """The digests of a store. A missing document is an info; one that cannot be used is an error, because nothing was compared.
 
@@ -344,6 +352,7 @@ def promised_digests(
         transport: Rooted at the store's folder.
         layout: The store's geometry.
         arrays: Token arrays that may have digests.
+        are_declared: Whether all of them have to have some; else others may have written labels afterwards.
         must_read: Raise what reading the document fails with, instead of telling it: a store whose digests cannot be read just
             then is not one without digests.
 
@@ -388,7 +397,7 @@ def promised_digests(
         return _none_promised("digests_document", message, "error")
     expected = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
     expected |= {array.file_name: array.nbytes(layout) for array in arrays}
-    optional = {LABELS.file_name}
+    optional = set[str]() if are_declared else {LABELS.file_name}
     files: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
     for name, nbytes in expected.items():

@@ -250,6 +250,7 @@ def test_examples_and_tokens_that_are_exchanged(n_rows: int, *, batch_first: boo
         ({"d_model": 0}, "d_model is 0; it must be a positive integer"),
         ({"d_model": 32.0}, "d_model is 32.0"),
         ({"points": ["mlp"]}, "points is .*; it must be a dict of names to HookPoint"),
+        ({"points": {5: HookPoint("linear")}}, "points is .*; it must be a dict of names to HookPoint"),
         ({"points": {"mlp_out": "mlp"}}, "points is .*; it must be a dict of names to HookPoint"),
         ({"batch_axis": 2}, "batch_axis is 2; it must be 0 or 1"),
         ({"vocabulary_size": 0}, "vocabulary_size is 0"),
@@ -386,3 +387,18 @@ def test_packed_weights_are_no_dtype_of_computation() -> None:
         expected = model(torch.from_numpy(pixels).bfloat16(), output_hidden_states=True).hidden_states[1]
     with Recorder(adapt(model), (0,)) as recorder:
         assert torch.equal(recorder(pixels)[:, 0], expected)
+
+
+@pytest.mark.parametrize("side", ["inputs", "Input", "in", "", None, 0, ["input"]])
+def test_a_side_is_an_input_or_an_output(side: object) -> None:
+    """What was misspelled was recorded as the output."""
+    with pytest.raises(ArgumentError, match="it must be 'input' or 'output'") as refused:
+        HookPoint("mlp", side)
+    assert refused.value.where == "side"
+
+
+@pytest.mark.parametrize("path", [None, 0, ["mlp"]])
+def test_a_path_is_a_text(path: object) -> None:
+    with pytest.raises(ArgumentError, match="it must be the path of a module") as refused:
+        HookPoint(path)
+    assert refused.value.where == "path"

@@ -87,6 +87,17 @@ def test_a_tar_with_one_sample_more(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert kinds["corrupt_shard"].message == "the tar has more than the 1 samples of the index"
 
 
+@pytest.mark.parametrize("name", ["README", ".DS_Store", "__MACOSX__/x.txt", None])
+def test_a_tar_of_members_that_belong_to_no_sample(tmp_path: Path, name: str | None):
+    (tmp_path / "a.tar").write_bytes(tar_bytes(files(0, 2), format="ustar"))
+    (tmp_path / "b.tar").write_bytes(tar_bytes([] if name is None else [(name, b"abc")], format="ustar"))
+    for overwrite in (False, True):
+        prepare(tmp_path, split="1,0,0", progress=False, overwrite=overwrite)
+        assert problems(tmp_path) == []
+        with EnergonDataset(tmp_path) as dataset:
+            assert [sample.parts for sample in dataset] == [{"txt": b"0000"}, {"txt": b"0001"}]
+
+
 @pytest.mark.parametrize("some", [[], [("no_part", b"")]])
 def test_a_tar_of_one_sample_that_holds_none(some: Files, folder: Path):
     whole = (folder / "c.tar").read_bytes()

@@ -116,7 +116,8 @@ def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_
             if offsets is not None and not np.array_equal(found, offsets):
                 path = full_url(dataset.transport, idx_path(name))
                 raise CorruptShardError("it has other offsets than index.sqlite: one of them is stale", where=path)
-        if sizes and offsets is not None and nbytes > offsets[-1]:
+        # Members that belong to no sample are in no index: of a tar without samples it says nothing.
+        if sizes and n_samples and offsets is not None and nbytes > offsets[-1]:
             end = int(offsets[-1])
             (block,) = dataset.transport.get_ranges(name, starts=[end], ends=[min(end + BLOCK, nbytes)])
             if any(bytes(block)):

@@ -44,7 +44,8 @@ def usable_digests(store: ShardStore) -> Promised:
         CorruptShardError: they cannot be used, or do not speak of all large files: those of the copy would call damaged vectors
             right.
     """
-    promised = promised_digests(store.transport, store.layout, store.token_arrays.described(), must_read=True)
+    are_declared, arrays = store.metadata.declares_token_arrays, store.token_arrays.described()
+    promised = promised_digests(store.transport, store.layout, arrays, are_declared=are_declared, must_read=True)
     if problems := [problem for problem in promised.problems if problem.severity == "error"]:
         raise CorruptShardError(
             "; ".join(problem.message for problem in problems),
