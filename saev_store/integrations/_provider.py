@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
 from saev_store.torch import ExampleBatch
 
 T = TypeVar("T")
 
 
+@runtime_checkable
 class TensorLoader(Protocol):
     """What a provider needs of a loader of `saev_store.torch`."""
 
@@ -34,6 +35,18 @@ class TensorLoader(Protocol):
         ...
 
 
+def check_loader(loader: object, *, of_one_store: bool = False) -> None:
+    """Refuse what is no loader of `saev_store.torch`; with `of_one_store` also those of pairs.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if isinstance(loader, type) or not isinstance(loader, TensorLoader):
+        raise ArgumentError(f"loader is {brief(loader)}; it must be a loader of saev_store.torch", where="loader")
+    if of_one_store and not hasattr(loader, "layer_keys"):
+        raise ArgumentError(f"loader is {brief(loader)}; it must be of one store", where="loader")
+
+
 class Provider(Iterator[T], Generic[T]):
     """Batches of a loader without end: when an epoch is over, the next one begins, in another order.
 
@@ -46,9 +59,13 @@ class Provider(Iterator[T], Generic[T]):
 
     Attributes:
         loader: The loader.
+
+    Raises:
+        ArgumentError: `loader` is no loader of `saev_store.torch`.
     """
 
     def __init__(self, loader: TensorLoader, of: Callable[[ExampleBatch], T]) -> None:
+        check_loader(loader)
         self.loader, self._of = loader, of
         self._batches: Iterator[ExampleBatch] | None = None
 

@@ -12,7 +12,7 @@ import torch
 from saev_store.core.dtypes import read_dtype
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ArgumentError
-from saev_store.integrations._provider import Provider, rows_of
+from saev_store.integrations._provider import Provider, check_loader, rows_of
 from saev_store.torch import ExampleBatch, OrderedDataLoader, ShuffledDataLoader
 from saev_store.torch.batch import torch_dtype
 
@@ -47,6 +47,7 @@ class CrosslayerActivations(Provider[LayerBatches]):
     """
 
     def __init__(self, loader: ShuffledDataLoader | OrderedDataLoader, *, source: str, target: str) -> None:
+        check_loader(loader, of_one_store=True)
         keys = [(key, RESID_POST) if not isinstance(key, tuple) else key for key in loader.layer_keys]
         self._sources = {label: at for at, (label, point) in enumerate(keys) if point == source}
         self._targets = {label: at for at, (label, point) in enumerate(keys) if point == target}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from saev_store.core.layout import layer_name
-from saev_store.integrations._provider import Provider, rows_of
+from saev_store.integrations._provider import Provider, check_loader, rows_of
 from saev_store.torch import OrderedDataLoader, ShuffledConfig, ShuffledDataLoader
 
 
@@ -60,4 +60,5 @@ def activation_buffer(loader: ShuffledDataLoader | OrderedDataLoader) -> Activat
     ...     tuple(next(buffer).shape), buffer.config["layers"], buffer.config["out_batch_size"]
     ((8, 8), ['5'], 8)
     """
+    check_loader(loader, of_one_store=True)
     return ActivationBatches(loader)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from abc import ABCMeta
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Protocol, cast
 
 import torch
@@ -19,7 +21,7 @@ import torch
 from saev_store._runtime.optional import need
 from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Layers
-from saev_store.errors import ArgumentError, SelectionError
+from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.store.store import ShardStore
 from saev_store.torch.batch import tensor_of
 
@@ -78,8 +80,11 @@ class StoreTransfer:
         """A sample: `hidden_states` (tokens, layers, d_model) of the stored dtype, and `token_ids` int64 (tokens,); None if there is none.
 
         Raises:
+            ArgumentError: `file_idx` is no integer.
             CorruptShardError: a shard with its tokens is missing or short.
         """
+        if isinstance(file_idx, bool) or not isinstance(file_idx, Integral):
+            raise ArgumentError(f"file_idx is {brief(file_idx)}; it must be an integer", where="file_idx")
         store = self._opened()
         try:
             document = store.document(file_idx, layer=self._layers, dtype="stored")
@@ -147,7 +152,7 @@ class StoreBackend:
 def _layer(text: str) -> LayerKey:
     """A label, or label:hook_point."""
     label, colon, hook_point = text.partition(":")
-    if not label.isdecimal() or (colon and not hook_point):
+    if not re.fullmatch("-?[0-9]+", label) or (colon and not hook_point):
         raise ArgumentError(
             f"{text!r} is not a layer; it must be a label such as 5, or 5:mlp_out", where="--saev-store-layers"
         )

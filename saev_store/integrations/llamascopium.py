@@ -16,7 +16,7 @@ import torch
 
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError
-from saev_store.integrations._provider import Provider, rows_of
+from saev_store.integrations._provider import Provider, check_loader, rows_of
 from saev_store.integrations.saelens import by_hook, names_of
 from saev_store.torch import ExampleBatch, OrderedDataLoader, ShuffledDataLoader
 
@@ -89,6 +89,7 @@ def activation_stream(
     ...     {name: tuple(rows.shape) for name, rows in next(iter(stream)).items()}
     {'blocks.5.hook_resid_post': (8, 8), 'tokens': (8,), 'mask': (8,)}
     """
+    check_loader(loader, of_one_store=True)
     names = names_of(loader.layer_keys, hook_points)
     if len(names) > 1 and not loader.cfg.stack_layers:
         raise ArgumentError(

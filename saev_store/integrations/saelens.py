@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from saev_store.core.layout import LayerKey, transformer_lens_name
-from saev_store.errors import ArgumentError, NotFoundError
-from saev_store.integrations._provider import Provider, TensorLoader, rows_of
+from saev_store.errors import ArgumentError, NotFoundError, brief
+from saev_store.integrations._provider import Provider, TensorLoader, check_loader, rows_of
 from saev_store.store.store import ShardStore
 from saev_store.torch import ExampleBatch, OrderedDataLoader, ShuffledDataLoader
 from saev_store.torch.batch import tensor_of
@@ -31,6 +31,14 @@ T = TypeVar("T")
 
 #: The file in a checkpoint's folder that says which batch comes next.
 STATE_NAME = "saev_store_provider.json"
+
+
+def _state_path(checkpoint_path: Path | str) -> Path:
+    if not isinstance(checkpoint_path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(
+            f"checkpoint_path is {brief(checkpoint_path)}; it must be the path of a folder", where="checkpoint_path"
+        )
+    return Path(checkpoint_path, STATE_NAME)
 
 
 class SaelensProvider(Provider[T]):
@@ -51,7 +59,7 @@ class SaelensProvider(Provider[T]):
             NotFoundError, AccessError, TransportError: the system refuses to write there.
         """
         if checkpoint_path is not None:
-            new = Path(checkpoint_path, STATE_NAME + ".new")
+            new = _state_path(checkpoint_path).with_suffix(".json.new")
             with os_errors(str(new.with_suffix("")), "write"):
                 new.write_text(json.dumps(self.state_dict()), encoding="utf-8")
                 new.replace(new.with_suffix(""))
@@ -64,7 +72,7 @@ class SaelensProvider(Provider[T]):
             AccessError, TransportError: the system refuses to read it.
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
         """
-        path = Path(checkpoint_path, STATE_NAME)
+        path = _state_path(checkpoint_path)
         try:
             state = cast("object", json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -124,6 +132,7 @@ def multi_hook_data_provider(
     ...     {name: tuple(rows.shape) for name, rows in next(provider).items()}
     {'blocks.5.hook_resid_post': (8, 8), 'blocks.11.hook_resid_post': (8, 8)}
     """
+    check_loader(loader, of_one_store=True)
     return SaelensProvider(loader, partial(by_hook, names=names_of(loader.layer_keys, hook_names)))
 
 
@@ -135,8 +144,9 @@ def names_of(layer_keys: Sequence[LayerKey], names: Sequence[str] | None) -> tup
     """
     if names is None:
         return tuple(map(transformer_lens_name, layer_keys))
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ArgumentError(f"hook_names is {names!r}; it must be a list of texts", where="hook_names")
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+    if not is_list or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"hook_names is {brief(names)}; it must be a list of texts", where="hook_names")
     if len(set(names)) != len(names) or len(names) != len(layer_keys):
         raise ArgumentError(
             f"hook_names is {list(names)}; it must be a different name for each of the layers {list(layer_keys)}",
@@ -209,6 +219,12 @@ def use_store(activations: CachedStore, store: ShardStore, layer: LayerKey | Non
         LayerNotFoundError: the store does not have that layer.
         ArgumentError: no layer has the name of the hook, the sizes differ, the store's mask hides tokens, or it is a stream of documents.
     """
+    if not isinstance(store, ShardStore):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"store is {brief(store)}; it must be a ShardStore", where="store")
+    if not hasattr(activations, "hook_name"):
+        raise ArgumentError(
+            f"activations is {brief(activations)}; it must be an ActivationsStore of SAELens", where="activations"
+        )
     layout = store.layout
     if layer is None:
         named = {transformer_lens_name(key): key for key in layout.layer_keys}

@@ -34,7 +34,7 @@ from typing import Literal, get_args
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.errors import NotFoundError
+from saev_store.errors import AccessError, NotFoundError
 from saev_store.transport import MemoryTransport, Transport
 from saev_store.transport.checks import os_errors
 
@@ -154,7 +154,10 @@ def _content(transport: Transport, name: str) -> str:
 
 
 def _facts(transport: Transport, name: str) -> tuple[int, str | None, str]:
-    """Size and version of a file, and a digest of some of its bytes where it has no version; (-1, "missing", "") where there is none."""
+    """Size and version of a file, and a digest of some of its bytes where it has no version.
+
+    (-1, "missing", "") where there is none, and (-1, "denied", "") where a folder of this machine may not be looked into.
+    """
     from saev_store.validation import local_folder
 
     folder, where = local_folder(transport), f"{transport.url}/{name}"
@@ -179,3 +182,7 @@ def _facts(transport: Transport, name: str) -> tuple[int, str | None, str]:
             return size, None, sample.hexdigest()
     except NotFoundError:
         return -1, "missing", ""
+    except AccessError:
+        if folder is None:
+            raise
+        return -1, "denied", ""

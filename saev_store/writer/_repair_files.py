@@ -14,6 +14,7 @@ from saev_store._runtime.progress import Progress
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import (
+    AccessError,
     ArgumentError,
     CorruptShardError,
     DeadlineError,
@@ -107,7 +108,10 @@ def find_damage(
     suspects: dict[int, Ranges] = {}
     for shard_idx in range(layout.n_shards):
         used = layout.used_nbytes(shard_idx)
-        size = folder.size(shard_name(shard_idx)) or 0
+        try:
+            size = folder.size(shard_name(shard_idx)) or 0
+        except AccessError:  # of a folder that it links to
+            size = 0
         bad = [(size, used)] if size < used else []
         bad += told.get(shard_idx, [])
         if bad or deep:

@@ -15,6 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from token_stores import token_store
+
 from saev_store import ShardStore, new_metadata  # after the check that torch is there
 from saev_store.errors import (  # after the check that torch is there
     ArgumentError,
@@ -88,6 +90,18 @@ def test_a_transfer_is_pickled_before_and_after_it_was_used(store: Path):
         transfer.setup()
 
 
+@pytest.mark.parametrize("number", ["1", 1.5, None, True, [1]])
+def test_the_number_of_a_sample_is_an_integer(store: Path, number: object):
+    """None means that there is no such sample."""
+    with pytest.raises(ArgumentError, match="file_idx is .*; it must be an integer"):
+        StoreTransfer(str(store)).get_cached(number)
+
+
+def test_labels_may_be_negative(tmp_path: Path):
+    written = token_store(tmp_path, layers=(-2, -1), arrays={"token_ids": "int32", "document_ids": "int64"})
+    assert parsed(written.path, "--saev-store-layers", "-1")._opened().layers == (-2, -1)
+
+
 def test_what_a_store_cannot_do_is_an_error(store: Path, tmp_path: Path):
     with pytest.raises(ArgumentError, match="generated"):
         StoreTransfer(str(store)).get_generated({"hidden_states_path": "/tmp/hs"})
@@ -98,7 +112,7 @@ def test_what_a_store_cannot_do_is_an_error(store: Path, tmp_path: Path):
         StoreTransfer(str(tmp_path / "nix")).setup()
     with pytest.raises(LayerNotFoundError):
         StoreTransfer(str(store), layers=[(2, "mlp_out")]).setup()
-    for layer in ("x", "5:", "-2", ":mlp_out"):
+    for layer in ("x", "5:", "--2", "-", "5.0", "²", ":mlp_out"):
         with pytest.raises(ArgumentError, match="not a layer"):
             parsed(store, f"--saev-store-layers={layer}")
     metadata = new_metadata(

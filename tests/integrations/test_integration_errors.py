@@ -30,7 +30,12 @@ from saev_store.integrations.saelens import (  # after the check that torch is t
     names_of,
     use_store,
 )
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader  # after the check that torch is there
+from saev_store.torch import (  # after the check that torch is there
+    ShuffledConfig,
+    ShuffledDataLoader,
+    ShuffledPairConfig,
+    ShuffledPairDataLoader,
+)
 
 
 @pytest.fixture(scope="module")
@@ -290,3 +295,48 @@ def test_what_dictionary_learning_is_told_of_other_settings(path: Path):
     assert told["layers"] == ["11", "5"]
     assert told["scale"] == loader.scale != 1
     assert told["device"] == "cpu"
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "x", [1], ShuffledDataLoader], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        data_provider, multi_hook_data_provider, activation_buffer, activation_stream, layer_batches,
+        lambda loader: CrosslayerActivations(loader, source="a", target="b"),
+    ],
+    ids=["data_provider", "multi_hook_data_provider", "activation_buffer", "activation_stream", "layer_batches", "CrosslayerActivations"],
+)  # fmt: skip
+def test_what_is_no_loader(call: Callable[[object], object], wrong: object) -> None:
+    found = refused(lambda: call(wrong))
+    assert (type(found), found.where) == (ArgumentError, "loader")
+    assert found.message.endswith("; it must be a loader of saev_store.torch")
+
+
+def test_what_is_no_loader_of_one_store(path: Path) -> None:
+    loader = ShuffledPairDataLoader(
+        ShuffledPairConfig(shards_a=path, shards_b=path, layer_a=5, layer_b=5, batch_size=4)
+    )
+    for call in (multi_hook_data_provider, activation_buffer, activation_stream):
+        found = refused(lambda call=call: call(loader))
+        assert (type(found), found.where) == (ArgumentError, "loader")
+        assert found.message.endswith("; it must be of one store")
+
+
+@pytest.mark.parametrize("names", [5, {"a": 1}, [1, 2]], ids=str)
+def test_names_of_hooks_are_a_list_of_texts(path: Path, names: object) -> None:
+    loader = ShuffledDataLoader(ShuffledConfig(path, layer=(5, 11), batch_size=4, stack_layers=True))
+    found = refused(lambda: multi_hook_data_provider(loader, names))
+    assert (type(found), found.where) == (ArgumentError, "hook_names")
+
+
+@pytest.mark.parametrize("wrong", [5, 1.5, b"x"])
+def test_what_is_no_path_of_a_checkpoint(path: Path, wrong: object) -> None:
+    provider = data_provider(ShuffledDataLoader(ShuffledConfig(path, layer=5, batch_size=4)))
+    for call in (provider.save_to_checkpoint, provider.load_from_checkpoint):
+        assert refused(lambda call=call: call(wrong)).where == "checkpoint_path"
+
+
+def test_use_store_says_which_of_its_arguments_is_wrong(path: Path) -> None:
+    store = ShardStore.open(path)
+    assert refused(lambda: use_store(SimpleNamespace(hook_name="x"), str(path))).where == "store"
+    assert refused(lambda: use_store(store, store)).where == "activations"

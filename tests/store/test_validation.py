@@ -633,6 +633,23 @@ def test_what_a_link_to_itself_has_hidden_is_repaired(store: Plain):
     assert np.array_equal(ShardStore.open(store.path)[...], store.acts)
 
 
+def test_what_a_folder_of_somebody_else_hides_is_listed_and_repaired(store: Plain, monkeypatch: pytest.MonkeyPatch):
+    """A shard that links there: its status cannot be read."""
+    hidden, real = str(store.shard(1)), os.stat
+
+    def stat(path: object, **options: object) -> os.stat_result:
+        if os.fspath(path) == hidden:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), hidden)
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    opened = ShardStore.open(store.path, damaged_ok=True)
+    for deep in (False, True):
+        report = opened.validate(deep=deep, progress=False)
+        assert (report.lost, report.problems[0].kind) == (((3, 6),), "unreadable_shard")
+    assert opened.repair().missing == [(3, 6)]
+
+
 @pytest.mark.parametrize("mine", [True, False])
 def test_the_file_of_somebody_else_is_readable_if_the_system_says_so(
     store: Plain, monkeypatch: pytest.MonkeyPatch, mine: bool
