@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from saev_store.cli._common import emit
+from saev_store.names import one_line
 
 #: A column of text is not made narrower than this; where not all columns fit, each row becomes lines of name and value.
 _LEAST_WIDTH = 14
@@ -54,7 +55,7 @@ def emit_table(
     Raises:
         PipeClosedError: the reader has stopped.
     """
-    lines = [tuple(row) for row in rows]
+    lines = [tuple(map(one_line, row)) for row in rows]
     if is_drawn():
         emit(drawn_table(header, lines, right=right.split(), whole=whole.split()))
     else:
@@ -67,6 +68,7 @@ def emit_card(title: str, rows: Sequence[tuple[str, str]]) -> None:
     Raises:
         PipeClosedError: the reader has stopped.
     """
+    title, rows = one_line(title), [(name, one_line(text)) for name, text in rows]
     if is_drawn():
         emit(_drawn_pairs(title, rows))
         return

@@ -12,7 +12,7 @@ import numpy as np
 
 from saev_store.core.arguments import check_count, check_flag
 from saev_store.errors import ArgumentError, SelectionError, brief
-from saev_store.names import printable
+from saev_store.names import one_line
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -194,4 +194,4 @@ def text_card(title: str, facts: Mapping[str, object], problems: Sequence[Proble
     if len(problems) > 5:
         rows.append(("problems", f"{len(problems) - 5} more"))
     width = max((len(name) for name, _ in rows), default=0)
-    return printable("\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows)]))
+    return "\n".join([one_line(title), *(f"  {name.ljust(width)}  {one_line(value)}" for name, value in rows)])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from saev_store.core.layout import RESID_POST, Layout, layer_name
 from saev_store.core.token_arrays import LABELS
 from saev_store.documents import WRITABLE_VERSIONS, Metadata
-from saev_store.names import printable
+from saev_store.names import one_line, printable
 from saev_store.problems import Problem
 from saev_store.store.sizes import sizes_by_dtype
 from saev_store.store.token_arrays import TokenArrays
@@ -104,7 +104,7 @@ def _in_other_dtypes(layout: Layout) -> str:
 def card_text(name: str, rows: Sequence[tuple[str, str]]) -> str:
     """The card for a terminal."""
     width = max(len(key) for key, _ in rows)
-    return printable("\n".join([f"<ShardStore {name}>", *(f"  {key:<{width}}  {text}" for key, text in rows)]))
+    return "\n".join([f"<ShardStore {one_line(name)}>", *(f"  {key:<{width}}  {one_line(text)}" for key, text in rows)])
 
 
 def card_html(name: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -13,7 +13,7 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.layout import layer_name
 from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_json, parse_metadata, parse_shards
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError, counted
-from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME, printable
+from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME, one_line, printable
 from saev_store.store.card import human_bytes
 from saev_store.transport import Lists, Transport
 
@@ -46,13 +46,13 @@ class StoreEntry:
 
     def __str__(self) -> str:
         if self.metadata is None:
-            return printable(f"{self.name}  {self.state}: {self.note}")
+            return one_line(f"{self.name}  {self.state}: {self.note}")
         layout = self.metadata.layout
         shape = " x ".join(str(n) for n in layout.shape)
         layers = ", ".join(layer_name(key) for key in layout.layer_keys)
         state = "" if self.state == "complete" else f"  {self.state}: {self.note}"
         text = f"{self.name}  {shape}  {human_bytes(layout.nbytes)}  layers [{layers}]  {self.metadata.ckpt}{state}"
-        return printable(text)
+        return one_line(text)
 
 
 class StoreList(Sequence[StoreEntry]):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
+import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from pydantic import AfterValidator
@@ -367,3 +368,26 @@ def test_a_rule_of_an_option_is_told_without_words_of_pydantic():
     with pytest.raises(ArgumentError, match="size is 2; it must be odd") as found:
         Options(size=2)
     assert "Value error" not in str(found.value)
+
+
+@pytest.mark.parametrize("command", ["info", "ls"])
+def test_no_terminal_obeys_what_is_in_a_document(run, tmp_path, command) -> None:
+    """Escape sequences of colours, titles and cleared screens; and lines that look like those of others."""
+    hidden = {"family": "f\x1b[31m", "ckpt": "c\nlabels  none\x1b]0;title\x07", "dataset": "/x\x9b2J\x7f"}
+    metadata = new_metadata(
+        layers=[1],
+        content_tokens_per_example=3,
+        cls_token=False,
+        d_model=2,
+        n_examples=4,
+        max_tokens_per_shard=12,
+        **hidden,
+    )
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.zeros((4, 1, 3, 2), np.float32))
+    store = ShardStore.open(tmp_path / metadata.hash)
+    code, out, err = run(command, str(tmp_path if command == "ls" else store.url))
+    for text in (out, repr(store), repr(ShardStore.list(tmp_path))):
+        assert all(character.isprintable() for character in text.replace("\n", ""))
+        assert r"c\nlabels  none\x1b]0;title\x07" in text
+    assert (code, err) == (0, "")
