@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,11 +66,13 @@ def check_not_compiled(model: torch.nn.Module) -> None:
 
     for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
         where = f"{type(module).__name__} {name}" if name else f"this {type(module).__name__}"
-        if getattr(module, "_orig_mod", None) is not None or getattr(module, "_compiled_call_impl", None) is not None:
+        compiled = _compiled_part(module, where, _expression(name))
+        if compiled is not None:
+            part, remedy = compiled
             raise ArgumentError(
-                f"{where} is compiled; compiled code does not run hooks that are added later, and it rounds differently",
+                f"{part} is compiled; compiled code does not run hooks that are added later, and it rounds differently",
                 where="model",
-                remedy="Record the module as it was before torch.compile (model._orig_mod has it).",
+                remedy=remedy,
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ArgumentError(
@@ -77,6 +80,49 @@ def check_not_compiled(model: torch.nn.Module) -> None:
                 where="model",
                 remedy="Record the module it was made of.",
             )
+
+
+def _compiled_part(module: torch.nn.Module, where: str, path: str) -> tuple[str, str] | None:
+    """What of a module is compiled, and the remedy; None for a module that is not.
+
+    Args:
+        module: Itself, without the modules below it.
+        where: What messages call it.
+        path: How Python finds it.
+    """
+    if getattr(module, "_orig_mod", None) is not None:
+        if path == "model":
+            return where, "Record the module as it was before torch.compile: model._orig_mod."
+        return where, f"Put back the module as it was before torch.compile: {path} = {path}._orig_mod."
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return where, "Record a copy, which is not compiled: copy.deepcopy(model). Or load the model again."
+    own: object = vars(module).get("forward")
+    if _is_compiled(own):
+        return f"the forward of {where}", f"Bring back the forward of its class: del {path}.forward."
+    if own is None and _is_compiled(getattr(type(module), "forward", None)):
+        kind = type(module).__name__
+        return f"the forward of {where}", f"Set {kind}.forward to the function that was given to torch.compile."
+    return None
+
+
+def _is_compiled(function: object) -> bool:
+    """Whether `torch.compile` has made a function, or one that it wraps."""
+    while function is not None and not getattr(function, "_torchdynamo_disable", False):
+        if getattr(function, "_torchdynamo_orig_callable", None) is not None:
+            return True
+        is_partial = isinstance(function, functools.partial)
+        function = cast("object", function.func if is_partial else getattr(function, "__wrapped__", None))
+    return False
+
+
+def _expression(path: str) -> str:
+    """How Python finds a module of a model.
+
+    >>> _expression("layers.1.mlp")
+    'model.layers[1].mlp'
+    """
+    names = path.split(".") if path else []
+    return "model" + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in names)
 
 
 def check_loaded(model: torch.nn.Module) -> None:

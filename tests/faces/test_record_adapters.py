@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,6 +15,9 @@ from tiny_models import D_MODEL, N_LAYERS, VOCABULARY, tiny_language, tiny_visio
 from saev_store.errors import ArgumentError
 from saev_store.record import HookPoint, Images, Recorder, TextAdapter, Texts, VisionAdapter, adapt, record
 from saev_store.record._adapters import place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -352,12 +358,89 @@ def test_a_device_that_torch_refuses(monkeypatch: pytest.MonkeyPatch, error: Exc
 @DEPRECATED
 def test_compiled_models(tmp_path: Path) -> None:
     model = tiny_language("LlamaModel")
-    with pytest.raises(ArgumentError, match=r"this OptimizedModule is compiled.*before torch\.compile"):
+    with pytest.raises(
+        ArgumentError, match=r"this OptimizedModule is compiled.*before torch\.compile: model\._orig_mod"
+    ):
         record(torch.compile(model), Texts(IDS.numpy(), context=6), tmp_path, layers=(0,), ckpt="tiny")
     model.layers[1].compile()
     with pytest.raises(ArgumentError, match=r"LlamaDecoderLayer layers\.1 is compiled"):
         Recorder(model, (0,))
     assert not list(tmp_path.iterdir())
+
+
+def compiled_module(model: torch.nn.Module) -> None:
+    model.steps[1] = torch.compile(model.steps[1], backend="eager")
+
+
+def compiled_call(model: torch.nn.Module) -> None:
+    model.steps[1].linear.compile(backend="eager")
+
+
+def compiled_forward(model: torch.nn.Module) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def compiled_forward_of_a_block(model: torch.nn.Module) -> None:
+    model.steps[1].forward = torch.compile(model.steps[1].forward, backend="eager")
+
+
+def wrapped_forward(model: torch.nn.Module) -> None:
+    """As packages do that replace a forward by one of their own."""
+    inner = torch.compile(model.steps[1].forward, backend="eager")
+    model.steps[1].forward = functools.partial(torch.no_grad()(functools.partial(inner)))
+
+
+def compiled_forward_of_a_class(model: torch.nn.Module) -> None:
+    class Compiled(Chain):
+        forward = torch.compile(Chain.forward, backend="eager")
+
+    model.__class__ = Compiled
+
+
+@DEPRECATED
+@pytest.mark.parametrize(
+    ("compile_a_part", "where", "code"),
+    [
+        (compiled_module, "OptimizedModule steps.1", "model.steps[1] = model.steps[1]._orig_mod"),
+        (compiled_call, "Linear steps.1.linear", "copy.deepcopy(model)"),
+        (compiled_forward, "the forward of this Chain", "del model.forward"),
+        (compiled_forward_of_a_block, "the forward of Block steps.1", "del model.steps[1].forward"),
+        (wrapped_forward, "the forward of Block steps.1", "del model.steps[1].forward"),
+        (compiled_forward_of_a_class, "the forward of this Compiled", "Set Compiled.forward to the function"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_kind_of_compiled_part_has_a_remedy_that_works(
+    compile_a_part: Callable[[torch.nn.Module], None], where: str, code: str
+) -> None:
+    model = Chain(tuple)
+    adapter = TextAdapter(model=model, blocks=list(model.steps), d_model=D_MODEL)
+    with Recorder(adapter, (0, 1)) as recorder:
+        expected = recorder(IDS)
+    compile_a_part(model)
+    with pytest.raises(ArgumentError) as caught:
+        Recorder(adapter, (0, 1))
+    error = caught.value
+    assert error.message.startswith(f"{where} is compiled; compiled code does not run hooks")
+    assert error.where == "model"
+    assert code in error.remedy
+    if code == "copy.deepcopy(model)":
+        code = f"model = {code}"
+    if "Compiled" in code:
+        code = "Compiled.forward = Chain.forward"
+    names = {"copy": copy, "model": model, "Compiled": type(model), "Chain": Chain}
+    exec(code, names)
+    model = names["model"]
+    with Recorder(TextAdapter(model=model, blocks=list(model.steps), d_model=D_MODEL), (0, 1)) as recorder:
+        assert torch.equal(recorder(IDS), expected)
+
+
+def test_a_forward_that_is_kept_from_being_compiled() -> None:
+    model = Chain(tuple)
+    model.steps[1].forward = torch.compiler.disable(model.steps[1].forward)
+    model.forward = functools.partial(model.forward)
+    with Recorder(TextAdapter(model=model, blocks=list(model.steps), d_model=D_MODEL), (1,)) as recorder:
+        assert recorder(IDS).shape == (4, 1, 6, D_MODEL)
 
 
 @DEPRECATED
