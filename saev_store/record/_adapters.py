@@ -187,7 +187,7 @@ class VisionAdapter(Adapter):
         return self.n_special, self.content_tokens(tuple(inputs[0].shape))
 
     def forward(self, *inputs: torch.Tensor) -> None:
-        pixels = self._placed(inputs[0], parameter_of(self.model).dtype)
+        pixels = self._placed(inputs[0], pixel_dtype(self.model))
         if not self.keywords:
             self.model(pixels)
         elif self.patchify:
@@ -325,6 +325,35 @@ def parameter_of(model: torch.nn.Module) -> torch.nn.Parameter:
         if parameter.is_floating_point():  # packed weights are integers
             return parameter
     raise ArgumentError(f"{type(model).__name__} has no parameters of floating point", where="model")
+
+
+def pixel_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of the pixels that a model of images takes: that of its first convolution or linear layer.
+
+    The first parameter may be an embedding in float32 where these are of half precision, as OpenCLIP has them. Packed weights tell
+    nothing.
+
+    Raises:
+        ArgumentError: the model has no parameters of floating point.
+    """
+    import torch
+
+    layers = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    for module in model.modules():
+        if isinstance(module, layers):
+            for parameter in module.parameters():
+                if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
+                    return parameter.dtype
+    return parameter_of(model).dtype
+
+
+def dtype_of(adapter: Adapter) -> torch.dtype:
+    """The dtype in which a model begins to compute, which a store has by default.
+
+    Raises:
+        ArgumentError: the model has no parameters of floating point.
+    """
+    return pixel_dtype(adapter.model) if isinstance(adapter, VisionAdapter) else parameter_of(adapter.model).dtype
 
 
 def resolve_layers(layers: Sequence[int], n_blocks: int) -> tuple[int, ...]:

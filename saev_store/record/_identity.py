@@ -10,7 +10,7 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, cast
 
-from saev_store.record._adapters import parameter_of
+from saev_store.record._adapters import dtype_of, parameter_of
 from saev_store.record._functions_digest import adapter_digest, hooks_of
 from saev_store.record._modules_digest import modules_digest
 from saev_store.record._settings import LIBRARIES
@@ -70,7 +70,7 @@ def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> di
         },
         "call": describe_call(adapter),
         "computation": {
-            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "dtype": str(dtype_of(adapter)).removeprefix("torch."),
             "autocast": autocast_dtypes(model),
             "attention": getattr(config, "_attn_implementation", None),
             "device": parameter.device.type,

@@ -13,7 +13,7 @@ from saev_store.core.layout import RESID_POST
 from saev_store.documents import new_metadata
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapt import adapt
-from saev_store.record._adapters import parameter_of, place
+from saev_store.record._adapters import dtype_of, place
 from saev_store.record._examples import ExampleSource
 from saev_store.record._identity import describe_recording
 from saev_store.record._part import this_device, this_part
@@ -399,6 +399,6 @@ def _check_width(computed: torch.dtype, stored: StoredDtype) -> None:
 
 
 def _computed_dtype(adapter: Adapter) -> StoredDtype:
-    """The dtype of the model's parameters where a store may hold it, else float32."""
-    name = str(parameter_of(adapter.model).dtype).removeprefix("torch.")
+    """The dtype in which the model begins to compute where a store may hold it, else float32."""
+    name = str(dtype_of(adapter)).removeprefix("torch.")
     return cast("StoredDtype", name) if name in ITEMSIZES else "float32"

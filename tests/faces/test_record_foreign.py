@@ -6,12 +6,15 @@ tests/peers has the same with the libraries themselves.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from saev_store.errors import ArgumentError
-from saev_store.record import HookPoint, Recorder, adapt
+from saev_store.record import HookPoint, Images, Recorder, adapt, record
+from saev_store.record._adapters import pixel_dtype
 
 torch = pytest.importorskip("torch")
 
@@ -56,7 +59,7 @@ class Block(torch.nn.Module):
 
 def patches_of(model: torch.nn.Module, conv: torch.nn.Conv2d, pixels: torch.Tensor) -> torch.Tensor:
     patches = conv(pixels).flatten(2).transpose(1, 2)
-    return torch.cat([model.special.expand(len(pixels), -1, -1), patches], dim=1)
+    return torch.cat([model.special.expand(len(pixels), -1, -1).to(patches.dtype), patches], dim=1)
 
 
 def openclip(*, batch_first: bool, block: str = "ResidualAttentionBlock", n_channels: int = 3) -> torch.nn.Module:
@@ -173,6 +176,34 @@ def test_towers_of_openclip(block: str, *, batch_first: bool) -> None:
         with Recorder(model, (-1,)) as recorder:
             assert torch.equal(recorder(PIXELS)[:, 0], model(PIXELS).detach().transpose(0, 1))
     assert adapt(openclip(batch_first=True, n_channels=1)).n_channels == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_tower_with_embeddings_in_float32_that_computes_in_half(tmp_path: Path, dtype: str) -> None:
+    """As OpenCLIP makes it with precision="fp16": the first parameter is not what tells the dtype of the pixels."""
+    model = openclip(batch_first=True).to(getattr(torch, dtype))
+    model.special.data = model.special.data.float()
+    store = record(model, Images(PIXELS.numpy(), 2), tmp_path, layers=(2, 0), ckpt="tiny", progress=False)
+    assert store.layout.dtype == dtype
+    assert store.metadata.data["recording"]["computation"]["dtype"] == dtype
+    for start in range(0, 5, 2):
+        with torch.no_grad():
+            hidden, expected = model.hidden(PIXELS[start : start + 2].to(getattr(torch, dtype))), []
+            for block in model.transformer.resblocks:
+                hidden = block(hidden)
+                expected.append(hidden)
+        for slot, depth in enumerate((2, 0)):
+            np.testing.assert_array_equal(store[start : start + 2, slot], expected[depth].float().numpy())
+
+
+def test_packed_weights_of_the_first_layer_tell_no_dtype_of_pixels() -> None:
+    model = openclip(batch_first=True).half()
+    model.conv1.weight = torch.nn.Parameter(model.conv1.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    assert pixel_dtype(model) == torch.float16  # of its bias
+    model.conv1 = torch.nn.Identity()
+    assert pixel_dtype(model.bfloat16()) == torch.bfloat16  # of the first linear layer
+    model.transformer = torch.nn.Identity()
+    assert pixel_dtype(model.float()) == torch.float32  # of the only parameter
 
 
 @pytest.mark.parametrize(("n_prefix", "has_cls"), [(2, True), (1, True), (3, False), (0, False)])

@@ -5,6 +5,7 @@ Runs where the packages are installed: pip install '.[openclip,test]'. Models co
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -35,13 +36,18 @@ KINDS = {
     "sine embedding, mean pooling": {"pos_embed_type": "sin_cos_2d", "pool_type": "avg", "image_size": 32},
     "attentional pooling": {"attentional_pool": True, "attn_pooler_heads": 4, "attn_pooler_queries": 5},
 }
+#: What OpenCLIP itself cannot run so: it keeps numbers in float32 that are multiplied with vectors of half precision.
+NEVER_MIXED = ("layer scale, no first norm", "attentional pooling")
 
 
-def clip(**changes: object) -> torch.nn.Module:
-    """The tower for images of a CLIP model."""
+def clip(*, precision: torch.dtype | None = None, **changes: object) -> torch.nn.Module:
+    """The tower for images of a CLIP model; with a precision as `create_model` makes it of fp16 and bf16."""
     torch.manual_seed(11)
     text = {"context_length": 7, "vocab_size": 31, "width": 16, "heads": 2, "layers": 1}
-    model = open_clip.CLIP(16, open_clip.CLIPVisionCfg(**(VISION | changes)), open_clip.CLIPTextCfg(**text))
+    configs = open_clip.CLIPVisionCfg(**(VISION | changes)), open_clip.CLIPTextCfg(**text)
+    model = open_clip.CLIP(16, *configs, cast_dtype=precision)
+    if precision is not None:
+        open_clip.model.convert_weights_to_lp(model, dtype=precision)
     return model.visual.eval()
 
 
@@ -113,6 +119,25 @@ def test_a_store_of_openclip_holds_what_it_calls_its_intermediates(tmp_path: Pat
             np.testing.assert_array_equal(store[start : start + 2, slot], torch.cat(parts, dim=1).float().numpy())
     packages = store.metadata.data["recording"]["packages"]
     assert packages["open_clip_torch"] == open_clip.__version__
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NEVER_MIXED])
+def test_a_tower_of_mixed_precision(tmp_path: Path, kind: str, dtype: str) -> None:
+    """Its embeddings and norms are float32, its convolution and linear layers are not."""
+    precision = getattr(torch, dtype)
+    model = clip(precision=precision, **KINDS[kind])
+    assert next(model.parameters()).dtype == torch.float32
+    pixels = PIXELS if "image_size" not in KINDS[kind] else PIXELS.repeat(2, axis=3)[..., :32]
+    options = {"layers": (2, 0), "hook_points": POINTS, "ckpt": "tiny", "progress": False}
+    store = record(model, Images(pixels, 2), tmp_path, **options)
+    assert store.layout.dtype == dtype
+    for start in range(0, 5, 2):
+        batch = torch.from_numpy(pixels[start : start + 2]).to(precision)
+        expected = captured(model, list(model.transformer.resblocks), ("ls_1", "ln_2", "ls_2"), batch)
+        for slot, key in enumerate(itertools.product((2, 0), POINTS)):
+            assert expected[key].dtype == precision
+            np.testing.assert_array_equal(store[start : start + 2, slot], expected[key].float().numpy())
 
 
 def test_a_tower_that_runs_tokens_first() -> None:
