@@ -109,18 +109,44 @@ def _open_clip(model: torch.nn.Module) -> VisionAdapter:
 
 def _timm(model: torch.nn.Module) -> VisionAdapter:
     blocks = list(cast("Iterable[torch.nn.Module]", _get(model, "blocks")))
+    is_hybrid = hasattr(_get(model, "patch_embed"), "backbone")
     high, wide = cast("Sequence[int]", _get(model, "patch_embed.patch_size"))
+    channels = _get(model, "patch_embed.in_chans" if is_hybrid else "patch_embed.proj.in_channels")
     return VisionAdapter(
         model=model,
         blocks=blocks,
         d_model=cast("int", _get(model, "embed_dim")),
         family="vit",
         points=_points(blocks[0]),
-        patch_px=(high, wide),
-        n_channels=cast("int", _get(model, "patch_embed.proj.in_channels")),
+        patch_px=_hybrid_patch(model, (high, wide)) if is_hybrid else (high, wide),
+        n_channels=cast("int", channels),
         n_special=cast("int", _get(model, "num_prefix_tokens")),
         cls_first=bool(_get(model, "has_class_token")),
     )
+
+
+def _hybrid_patch(model: torch.nn.Module, patch: tuple[int, int]) -> tuple[int, int]:
+    """Height and width in the image of a patch of what a convolutional network makes of it.
+
+    Args:
+        model: Has such a network before its blocks.
+        patch: The patch in pixels of the network's map.
+
+    Raises:
+        ArgumentError: it is no whole number of pixels.
+    """
+    image, made, ratio = (
+        tuple(cast("Iterable[int]", _get(model, f"patch_embed.{name}")))
+        for name in ("img_size", "feature_size", "feature_ratio")
+    )
+    if image != (made[0] * ratio[0], made[1] * ratio[1]):
+        raise ArgumentError(
+            f"the convolutional network before the blocks makes a map of {made} of an image of {image}, so a patch is no whole "
+            "number of pixels",
+            where="model",
+            remedy="Make a VisionAdapter with patch_px=….",
+        )
+    return patch[0] * ratio[0], patch[1] * ratio[1]
 
 
 def _lens(model: torch.nn.Module) -> HookedTransformerAdapter:

@@ -89,6 +89,19 @@ def openclip(*, batch_first: bool, block: str = "ResidualAttentionBlock", n_chan
     return of_library("open_clip.VisionTransformer", Tower)()
 
 
+def timm_hybrid(img_size: tuple[int, int] = (16, 24)) -> torch.nn.Module:
+    """A convolutional network below the patches, which are of (2, 4) of its pixels and of (4, 8) of the image's."""
+    model = timm_vit()
+    model.patch_embed.backbone = torch.nn.Conv2d(1, 5, 2, 2)
+    model.patch_embed.proj = torch.nn.Conv2d(5, D_MODEL, (2, 4), (2, 4))
+    model.patch_embed.patch_size, model.patch_embed.in_chans = (2, 4), 1
+    model.patch_embed.img_size, model.patch_embed.feature_size = img_size, (8, 12)
+    model.patch_embed.feature_ratio = (img_size[0] // 8, img_size[1] // 12)
+    whole = torch.nn.Sequential(model.patch_embed.backbone, model.patch_embed.proj)
+    type(model).hidden = lambda self, pixels: patches_of(self, whole, pixels)
+    return model
+
+
 def timm_vit(*, n_prefix: int = 2, has_class_token: bool = True) -> torch.nn.Module:
     class Vit(torch.nn.Module):
         def __init__(self) -> None:
@@ -216,6 +229,30 @@ def test_vision_transformers_of_timm(n_prefix: int, *, has_cls: bool) -> None:
         assert (adapter.family, adapter.patch_px, adapter.n_channels) == ("vit", (4, 8), 3)
         assert (adapter.n_special, adapter.cls_first, adapter.d_model) == (n_prefix, has_cls, D_MODEL)
     check_points(model, model.blocks, n_prefix, int(has_cls))
+
+
+def test_hybrids_of_timm(tmp_path: Path) -> None:
+    model = timm_hybrid()
+    adapter = adapt(model)
+    assert (adapter.patch_px, adapter.n_channels, adapter.n_special) == ((4, 8), 1, 2)
+    pixels = PIXELS[:, :1]
+    store = record(model, Images(pixels.numpy(), 5), tmp_path, layers=(1,), ckpt="tiny", progress=False)
+    with torch.no_grad():
+        expected = model.blocks[:2](model.hidden(pixels))
+    np.testing.assert_array_equal(store[:, 0], torch.cat([expected[:, :1], expected[:, 2:]], dim=1).numpy())
+    with Recorder(model, (0,)) as recorder, pytest.raises(ArgumentError, match=r"must be \(batch, 1, height, width\)"):
+        recorder(PIXELS)
+
+
+def test_a_hybrid_whose_patches_are_no_whole_pixels() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        adapt(timm_hybrid(img_size=(18, 24)))
+    found = caught.value
+    assert found.message == (
+        "the convolutional network before the blocks makes a map of (8, 12) of an image of (18, 24), so a patch is no "
+        "whole number of pixels"
+    )
+    assert (found.where, found.remedy) == ("model", "Make a VisionAdapter with patch_px=….")
 
 
 @pytest.mark.usefixtures("padding_is_known")

@@ -176,6 +176,40 @@ def test_a_vision_transformer_of_timm(changes: dict, n_special: int, dtype: str,
     assert torch.equal(acts[:, 9, int(has_cls) :], states[2])
 
 
+@pytest.mark.parametrize(
+    ("name", "width"), [("vit_tiny_r_s16_p8_224", 32), ("vit_small_resnet26d_224", 32), ("vit_base_mci_224", 768)]
+)
+def test_a_hybrid_of_timm(name: str, width: int) -> None:
+    """A convolutional network is before its blocks; `patch_embed.proj` takes what that gives."""
+    torch.manual_seed(13)
+    model = timm.create_model(name, depth=2, embed_dim=width, num_heads=4, img_size=64).eval()
+    pixels = torch.from_numpy(np.random.default_rng(5).standard_normal((2, 3, 64, 64), dtype=np.float32))
+    expected = captured(model, list(model.blocks), ("drop_path1", "norm2", "drop_path2"), pixels)
+    adapter = adapt(model)
+    side = 64 // model.patch_embed.grid_size[0]
+    assert (adapter.n_channels, adapter.patch_px) == (3, (side, side))
+    with Recorder(model, layers=(1, 0), hook_points=POINTS) as recorder:
+        acts = recorder(pixels)
+    for slot, key in enumerate(recorder.axis):
+        assert torch.equal(acts[:, slot], expected[key]), key
+
+
+@pytest.mark.parametrize(
+    "block", ["ResPostBlock", "ParallelScalingBlock", "DiffParallelScalingBlock", "ParallelThingsBlock"]
+)
+def test_blocks_of_timm_that_have_the_stream_alone(block: str) -> None:
+    """Nothing of them is the input or output of a module where the others have it."""
+    model = timm_vit(block_fn=getattr(timm.models.vision_transformer, block))
+    seen: dict[str, torch.Tensor] = {}
+    model.blocks[1].register_forward_pre_hook(lambda _module, args: seen.update(resid_pre=args[0].clone()))
+    model.blocks[1].register_forward_hook(lambda _module, _args, out: seen.update(resid_post=out.clone()))
+    assert sorted(adapt(model).points) == ["resid_post", "resid_pre"]
+    with Recorder(model, layers=(1,), hook_points=("resid_post", "resid_pre")) as recorder:
+        acts = recorder(PIXELS)
+    assert torch.equal(acts[:, 0], seen["resid_post"])
+    assert torch.equal(acts[:, 1], seen["resid_pre"])
+
+
 def test_a_tower_that_openclip_takes_from_timm() -> None:
     config = open_clip.CLIPVisionCfg(
         timm_model_name="vit_tiny_patch16_224", timm_pool="", timm_proj="linear", image_size=32
