@@ -159,7 +159,7 @@ class Recorder:
         try:
             with torch.inference_mode(), _without_fast_path(self.adapter.model):
                 self.adapter.forward(*tensors)
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        except (TypeError, ValueError, IndexError, RuntimeError, AssertionError) as error:
             if isinstance(error, (SaevStoreError, torch.OutOfMemoryError)):
                 raise
             shape = tuple(tensors[0].shape)

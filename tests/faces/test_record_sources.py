@@ -586,7 +586,7 @@ def test_which_errors_of_a_model_are_those_of_a_batch() -> None:
         with Recorder(adapter, (0,)) as recorder, pytest.raises(type(error)) as caught:
             recorder([[1, 2]])
         assert caught.value is error
-    for error in (TypeError("t"), ValueError("v"), IndexError("i"), RuntimeError("r")):
+    for error in (TypeError("t"), ValueError("v"), IndexError("i"), RuntimeError("r"), AssertionError("a")):
         with (
             Recorder(adapter, (0,)) as recorder,
             refused(f"the model refuses a batch of shape (1, 2): {error}", "inputs"),
