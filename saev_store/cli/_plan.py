@@ -7,9 +7,9 @@ import tomllib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from saev_store.cli._common import integers
 from saev_store.errors import ArgumentError, NotFoundError, brief
@@ -22,6 +22,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Resume = Literal["auto", "strict", "never"]
 OnBadImage = Literal["raise", "skip"]
 OnNonfinite = Literal["raise", "warn", "allow"]
+Text = Annotated[str, StringConstraints(min_length=1)]
 #: Options that are no keys of the TOML file: they belong to one call, not to what is recorded.
 _ONLY_FLAGS = frozenset({"config", "storage_options", "option", "part", "dry_run", "json", "progress", "debug"})
 #: What a value must be, where the type that pydantic expects does not say it.
@@ -30,7 +31,9 @@ _RULES = {
     "layers": "a list of integers, such as [7, 14, 21]",
     "hook_points": "a list of names, such as ['resid_post']",
 }
-_TYPES = {"int_type": "an integer", "string_type": "text", "bool_type": "true or false"}
+_TYPES = {
+    "int_type": "an integer", "string_type": "text", "string_too_short": "text that is not empty", "bool_type": "true or false",
+}  # fmt: skip
 
 
 class Plan(BaseModel):
@@ -38,18 +41,18 @@ class Plan(BaseModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    model: str
+    model: Text
     to: str
     layers: list[int]
-    text: str | None = None
-    tokens: str | None = None
-    images: str | None = None
-    processor: str | None = None
-    image_key: str | None = None
-    masks: str | None = None
+    text: Text | None = None
+    tokens: Text | None = None
+    images: Text | None = None
+    processor: Text | None = None
+    image_key: Text | None = None
+    masks: Text | None = None
     on_bad_image: OnBadImage = "raise"
     context: int | None = None
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     text_key: str = "text"
     hook_points: list[str] = ["resid_post"]
     layout: Layout = "window"
@@ -59,8 +62,8 @@ class Plan(BaseModel):
     batch_size: int | None = None
     dtype: Dtype | None = None
     compute_dtype: Dtype | Literal["auto"] = "auto"
-    attention: str | None = None
-    device: str | None = None
+    attention: Text | None = None
+    device: Text | None = None
     max_tokens_per_shard: int = 2_400_000
     on_nonfinite: OnNonfinite = "raise"
     resume: Resume = "auto"

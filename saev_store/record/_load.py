@@ -42,7 +42,7 @@ def load_language_model(
         progress: Show the bars of the library on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: there is no such implementation of attention, or it is a model of images.
+        ArgumentError: there is no such implementation of attention, it is a model of images, or a name is empty.
         NotFoundError: there is no such model or tokenizer, or its files cannot be read.
         DocumentError: the files are damaged, lack weights, or have weights of other sizes than `config.json` says.
         MissingDependencyError: transformers is not installed.
@@ -50,6 +50,9 @@ def load_language_model(
     need("transformers", install="saev-store[record]")
     from transformers import AutoTokenizer
 
+    _check_name(name)
+    if tokenizer is not None:
+        _check_name(tokenizer, where="tokenizer")
     _check_input(name, "input_ids")
     model = _model(name, dtype=dtype, attention=attention, progress=progress)
     try:
@@ -85,12 +88,13 @@ def load_vision_model(
         progress: As of `load_language_model`.
 
     Raises:
-        ArgumentError: there is no such implementation of attention, or it is a model of texts.
+        ArgumentError: there is no such implementation of attention, it is a model of texts, or the name is empty.
         NotFoundError: there is no such model, or its files cannot be read.
         DocumentError: as of `load_language_model`.
         MissingDependencyError: transformers is not installed.
     """
     need("transformers", install="saev-store[record]")
+    _check_name(name)
     _check_input(name, "pixel_values")
     model = _model(name, dtype=dtype, attention=attention, progress=progress)
     if hasattr(model, "text_model") and hasattr(model, "vision_model"):
@@ -106,7 +110,7 @@ def load_image_processor(name: str, *, progress: bool | None = None) -> Processo
         progress: As of `load_language_model`.
 
     Raises:
-        ArgumentError: it is a model of texts.
+        ArgumentError: it is a model of texts, or the name is empty.
         NotFoundError: there is no processor, or its files cannot be read.
         MissingDependencyError: transformers or Pillow is not installed.
     """
@@ -114,6 +118,7 @@ def load_image_processor(name: str, *, progress: bool | None = None) -> Processo
     need("PIL", install="saev-store[record]")
     from transformers import AutoImageProcessor
 
+    _check_name(name)
     try:
         with _loading(name, progress=progress):
             return cast("Processor", AutoImageProcessor.from_pretrained(name))
@@ -121,6 +126,12 @@ def load_image_processor(name: str, *, progress: bool | None = None) -> Processo
         _check_input(name, "pixel_values")
         error.remedy = "Check the name; if its image processor is elsewhere, pass processor=…."
         raise
+
+
+def _check_name(name: str, *, where: str = "name") -> None:
+    """Refuse an empty name, which would stand for the default."""
+    if not name:
+        raise ArgumentError("'' is the name of no folder and of no model", where=where)
 
 
 def _check_input(name: str, wanted: Literal["input_ids", "pixel_values"]) -> None:

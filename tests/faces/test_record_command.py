@@ -260,6 +260,26 @@ def test_files_of_options_that_say_something_else(run, tmp_path: Path, text: str
     assert (code, said in err) == (2, True), err
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model", "text", "tokens", "images", "processor", "image_key", "masks", "tokenizer", "attention", "device",
+    ],
+)  # fmt: skip
+def test_an_empty_option_is_named(run, tmp_path: Path, name: str) -> None:
+    """Neither the default, nor an empty address of which only the library knows."""
+    of_images = name in {"images", "processor", "image_key", "masks"}
+    source = {"images": "i"} if of_images else {"tokens": "t.npy", "context": 4} if name == "tokens" else {"text": "t.txt", "context": 4}  # fmt: skip
+    lines = {"model": "m", "to": "y", "layers": [1]} | source
+    (tmp_path / "dump.toml").write_text("\n".join(f"{key} = {value!r}" for key, value in (lines | {name: ""}).items()))
+    said = f"--{name.replace('_', '-')}: {name} in {tmp_path / 'dump.toml'} is ''; it must be text that is not empty"
+    code, _, err = run("--config", tmp_path / "dump.toml")
+    assert (code, said in err) == (2, True), err
+    (tmp_path / "dump.toml").write_text("\n".join(f"{key} = {value!r}" for key, value in lines.items()))
+    code, _, err = run("--config", tmp_path / "dump.toml", f"--{name.replace('_', '-')}", "")
+    assert (code, f"{name} is ''; it must be text that is not empty" in err) == (2, True), err
+
+
 def test_a_flag_that_is_wrong_is_not_said_to_be_in_the_file(run, tmp_path: Path) -> None:
     (tmp_path / "dump.toml").write_text("model = 'm'\nto = 'y'\nlayers = [1]\ntext = 'x'\ncontext = 'a'\nbos = 5")
     code, _, err = run("--config", tmp_path / "dump.toml", "--bos", "foo")

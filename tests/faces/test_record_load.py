@@ -51,6 +51,19 @@ def test_a_tokenizer_may_be_missing_only_where_none_was_asked_for(tmp_path: Path
         assert refused.value.where == other
 
 
+def test_an_empty_name_is_not_the_default(tmp_path: Path) -> None:
+    name = saved(tmp_path / "model", tiny_language("GPT2Model"))
+    for call, where in (
+        (lambda: load_language_model(name, tokenizer="", needs_tokenizer=False), "tokenizer"),
+        (lambda: load_language_model(""), "name"),
+        (lambda: load_vision_model(""), "name"),
+        (lambda: load_image_processor(""), "name"),
+    ):
+        with pytest.raises(ArgumentError, match="'' is the name of no folder and of no model") as refused:
+            call()
+        assert refused.value.where == where
+
+
 def test_a_pooler_that_the_files_lack_is_zero_and_other_weights_are_needed(tmp_path: Path) -> None:
     name = saved(tmp_path / "pooler", tiny_vision("ViTModel"), without="pooler")
     for _ in range(2):
