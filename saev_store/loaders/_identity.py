@@ -17,6 +17,7 @@ import numpy.typing as npt
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import Layers, Tokens
 from saev_store.errors import ArgumentError, brief, kind_of
+from saev_store.loaders.options import is_factor
 from saev_store.order import shuffled
 from saev_store.stats import sampled_stats
 from saev_store.store.selection import Selection
@@ -57,7 +58,7 @@ def checked(
     scale = state.get("scale")
     if scale is None and not scales:
         return epoch, batch, None
-    if scales and type(scale) is float and 0 < scale < math.inf:
+    if scales and type(scale) is float and is_factor(scale):
         return epoch, batch, scale
     raise ArgumentError(
         f"the state has scale = {brief(scale)}, but this loader {'scales' if scales else 'does not scale'}",
@@ -167,10 +168,11 @@ def norm_scale(rows: Selection) -> float:
     """`sqrt(d_model)` over the mean norm of the vectors of a fixed, seeded sample of the rows: the same in every process.
 
     Raises:
-        ArgumentError: the sample's mean norm is zero or not finite.
+        ArgumentError: the sample's mean norm is zero, not finite, or so small that vectors would become infinite.
     """
     sample = sampled_rows(rows)
     mean = float(np.linalg.norm(sample, axis=-1).mean()) if len(sample) else 0.0
-    if not (math.isfinite(mean) and mean > 0):
+    factor = math.sqrt(rows.shape[-1]) / mean if mean > 0 else 0.0
+    if not is_factor(factor):
         raise ArgumentError(f"the mean norm of {len(sample)} sampled rows is {mean}", where="scale_norm")
-    return math.sqrt(rows.shape[-1]) / mean
+    return factor

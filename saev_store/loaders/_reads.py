@@ -306,7 +306,9 @@ class Reads:
         if len(scratch) >= nbytes:
             return scratch
         # Touched for the first time in small pages, this memory took more CPU than all copies of an epoch.
-        return allocate((1, -(-max(nbytes, self._task_bytes) // 4))).reshape(-1).view(np.uint8)
+        shape = (1, -(-max(nbytes, self._task_bytes) // 4))
+        memory = allocate(shape, where="read_bytes", remedy="Read fewer bytes at once.")
+        return memory.reshape(-1).view(np.uint8)
 
     def _retried(self, shard: int, read: Callable[[], T], in_steps: Callable[[], T] | None = None) -> T:
         """Carry out a read, again where the reason of a failure may have passed.

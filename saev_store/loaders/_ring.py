@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import weakref
 from collections import deque
@@ -23,8 +24,20 @@ from saev_store.transport import Buffer
 Allocate = Callable[[tuple[int, int], np.dtype[np.generic]], NumberArray]
 
 
-def allocate(shape: tuple[int, int], dtype: np.dtype[np.generic] = FLOAT32) -> NumberArray:
+def allocate(
+    shape: tuple[int, int],
+    dtype: np.dtype[np.generic] = FLOAT32,
+    *,
+    where: str = "window_bytes, batch_size, prefetch_batches",
+    remedy: str = "Use a smaller window, or smaller or fewer batches.",
+) -> NumberArray:
     """Anonymous memory in huge pages where the system has them; given back when the last view goes.
+
+    Args:
+        shape: Rows and numbers of each.
+        dtype: Of a number.
+        where: The options that ask for it, for the error.
+        remedy: What to do about it.
 
     Raises:
         ArgumentError: the machine does not have that much.
@@ -37,8 +50,8 @@ def allocate(shape: tuple[int, int], dtype: np.dtype[np.generic] = FLOAT32) -> N
     except (OSError, ValueError, OverflowError) as error:
         raise ArgumentError(
             f"{nbytes:,} bytes of memory are needed, which this machine does not give: {error}",
-            where="window_bytes and batch_size",
-            remedy="Use a smaller window or smaller batches.",
+            where=where,
+            remedy=remedy,
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
@@ -85,17 +98,19 @@ class BufferPool:
         dtype: np.dtype[np.generic] = FLOAT32,
     ) -> None:
         self.shape, self.dtype, self._make = shape, dtype, make
-        # Those that are not made yet are None.
-        self._idle: deque[NumberArray | None] = deque([None] * n_kept)
+        self._n_kept, self._numbers = n_kept, itertools.count()
+        self._idle: deque[NumberArray] = deque()
 
     def get(self) -> NumberArray:
         """A buffer that nothing refers to, with undefined content."""
         try:
             # The last one that came back is the most likely to be in the processor's cache.
-            buffer = self._idle.pop()
+            memory = self._idle.pop()
         except IndexError:
-            return self._make(self.shape, self.dtype)
-        memory = buffer if buffer is not None else self._make(self.shape, self.dtype)
+            number = next(self._numbers)  # one step, whatever other threads do
+            memory = self._make(self.shape, self.dtype)
+            if number >= self._n_kept:
+                return memory
         return lent(memory, lambda: self._idle.append(memory))
 
 

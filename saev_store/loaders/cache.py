@@ -55,7 +55,7 @@ class CachedTransport:
         key: Distinguishes stores that share a folder, such as their metadata.
 
     Raises:
-        ArgumentError: the folder cannot be made.
+        ArgumentError: the folder is none of this machine, or cannot be made.
         DeadlineError: another process keeps the lock of the folder's ledger.
     """
 
@@ -66,6 +66,10 @@ class CachedTransport:
     def __init__(self, inner: Transport, folder: str | os.PathLike[str], max_bytes: int, key: bytes = b"") -> None:
         if not hasattr(os, "pwrite"):
             raise ArgumentError("a cache folder needs file locks, which Linux and macOS have", where="cache_dir")
+        if not os.fspath(folder) or "://" in os.fspath(folder):
+            raise ArgumentError(
+                f"cache_dir is {os.fspath(folder)!r}; it must be a folder of this machine", where="cache_dir"
+            )
         self._inner, self._max_bytes = inner, check_count(max_bytes, name="cache_bytes", least=0)
         self._arguments = (inner, os.path.abspath(folder), max_bytes, key)
         digest = hashlib.sha256(inner.url.encode() + b"\0" + key).hexdigest()[:16]
@@ -82,8 +86,11 @@ class CachedTransport:
             self._ledger.recount(self._count)
         except DeadlineError:
             raise
-        except OSError as error:
-            raise ArgumentError(f"{folder!s} cannot be used: {error.strerror}", where="cache_dir") from error
+        except (OSError, ValueError) as error:  # a null byte is a ValueError
+            said = (
+                f"{folder!s} cannot be used: {error.strerror}" if isinstance(error, OSError) else f"{folder!r}: {error}"
+            )
+            raise ArgumentError(said, where="cache_dir") from error
         if owner not in {os.geteuid(), 0}:  # whoever made the folder would choose the vectors
             raise ArgumentError(
                 f"{self._folder} belongs to user {owner}", where="cache_dir", remedy="Choose a folder of your own."

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Protocol, TypedDict, TypeVar, cast, data
 
 import numpy as np
 import pydantic
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
@@ -110,7 +110,23 @@ _number = BeforeValidator(_plain)
 #: True or false, also NumPy's; never a text or a number that could be taken for one.
 Flag = Annotated[pydantic.StrictBool, _number]
 Count = Annotated[int, _number, Field(strict=True, ge=1)]
-Factor = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+#: Smallest and largest factor: with others all numbers would become 0 or infinite.
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def is_factor(value: float) -> bool:
+    """Whether vectors can be multiplied by a number: a float32 holds it, and it is positive."""
+    return _LEAST <= value <= _MOST
+
+
+def _factor(value: float) -> float:
+    """The same number; pydantic turns the error into its own."""
+    if not is_factor(value):
+        raise ValueError(f"it must be a factor that float32 holds, from {_LEAST:.2g} to {_MOST:.2g}")
+    return value
+
+
+Factor = Annotated[float, Field(strict=True), AfterValidator(_factor)]
 
 
 class ReadArguments(TypedDict, total=False):

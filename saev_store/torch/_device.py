@@ -134,16 +134,25 @@ def _moved(batch: ExampleBatch, copies: Copies) -> ExampleBatch:
     )
 
 
+def device_of(device: str, *, where: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ArgumentError: it is the name of none; the error names the argument `where`.
+    """
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"{device!r} is not a device: {error}", where=where) from error
+
+
 def copies_to(device: str) -> Copies | None:
     """How to get to a device; None for the CPU, where batches are already.
 
     Raises:
         ArgumentError: there is no such device here.
     """
-    try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise ArgumentError(f"{device!r} is not a device: {error}", where="device") from error
+    wanted = device_of(device, where="device")
     if wanted.type == "cpu":
         return None
     if wanted.type == "cuda":

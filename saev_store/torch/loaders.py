@@ -31,7 +31,7 @@ from saev_store.loaders import (
 )
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
-from saev_store.torch._device import DeviceMemory, PlainCopies, copies_to, pinned
+from saev_store.torch._device import DeviceMemory, PlainCopies, copies_to, device_of, pinned
 from saev_store.torch._epochs import EpochLoader, options_of
 from saev_store.torch.batch import ExampleBatch
 from saev_store.torch.config import OrderedConfig, ShuffledConfig, check_config, scaling
@@ -214,14 +214,15 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
     def _make(self) -> Loader:
         """See `TorchLoader`."""
         cfg = self.cfg
-        if cfg.window_device is not None and torch.device(cfg.window_device) != torch.device(cfg.device):
+        window = cfg.window_device
+        if window is not None and device_of(window, where="window_device") != torch.device(cfg.device):
             raise ArgumentError(
-                f"batches to come are wanted on {cfg.window_device!r} and batches on {cfg.device!r}; it must be the same device",
+                f"batches to come are wanted on {window!r} and batches on {cfg.device!r}; it must be the same device",
                 where="window_device",
             )
         memory, rows = None, self._rows
-        window = cfg.buffer_size * cfg.batch_size * rows.space.row_nbytes
-        if cfg.window_device is not None:
+        most = cfg.buffer_size * cfg.batch_size * rows.space.row_nbytes
+        if window is not None:
             memory = partial(
                 DeviceMemory,
                 copies=self._copies or PlainCopies(torch.device("cpu")),
@@ -234,6 +235,6 @@ class ShuffledDataLoader(TorchLoader[ShuffledConfig]):
             labels=self.store.labels,
             make_buffer=pinned(cfg.device),
             memory=memory,
-            window_bytes=cfg.window_bytes or min(window, WINDOW_BYTES),
+            window_bytes=cfg.window_bytes or min(most, WINDOW_BYTES),
             **self._changed(),
         )

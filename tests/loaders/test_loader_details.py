@@ -66,7 +66,7 @@ def test_sizes_of_more_blocks_than_are_looked_at_at_once():
     assert order.rows_before(n) == order.n_rows
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 1, True, "1", None])
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 1e300, 1e-300, 1, True, "1", None])
 def test_a_scale_that_no_loader_wrote_is_refused(plain, scale):
     rows = ShardStore.open(plain.path).sel(layer=5)
     loader = OrderedLoader(rows, batch_size=8, scale_norm=2.0)
@@ -129,6 +129,25 @@ def test_a_cache_folder_may_name_environment_variables(plain, tmp_path, monkeypa
     near.get_ranges(NAME, starts=[0, 6400], ends=[6400, 12800])
     assert near.kept_bytes == 6416
     assert len(os.listdir(tmp_path / "scratch/cache")) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("", "cache_dir is ''; it must be a folder of this machine"),
+        ("$NOTHING", "cache_dir is ''; it must be a folder of this machine"),
+        ("s3://bucket/cache", "cache_dir is 's3://bucket/cache'; it must be a folder of this machine"),
+        ("a\0b", r"'a\x00b': embedded null byte"),
+    ],
+)
+def test_what_is_no_cache_folder(plain, tmp_path, monkeypatch, folder, message):
+    monkeypatch.setenv("NOTHING", "")
+    monkeypatch.chdir(tmp_path)
+    options = {"layer": 5, "tokens": "content", "use_tmpdir": False, "cache_bytes": 6416}
+    with pytest.raises(ArgumentError) as refused:
+        open_for_training(str(plain.path), None, cache_dir=folder, **options)
+    assert (refused.value.message, refused.value.where) == (message, "cache_dir")
+    assert list(tmp_path.iterdir()) == [tmp_path / "far"]  # the store
 
 
 def test_another_store_at_the_same_address_has_extents_of_its_own(plain, tmp_path):

@@ -642,6 +642,11 @@ def test_an_empty_selection_is_an_empty_epoch(store, kind):
         ({"rank": 2}, "rank is 2 in a world of 1"),
         ({"medium": "tape"}, "medium is 'tape'"),
         ({"scale_norm": -2.0}, "scale_norm is -2.0"),
+        (
+            {"scale_norm": 1e300},
+            "scale_norm is 1e.300; .*it must be a factor that float32 holds, from 1.2e-38 to 3.4e.38",
+        ),
+        ({"scale_norm": 1e-300}, "scale_norm is 1e-300; .*it must be a factor that float32 holds"),
         ({"window_bytes": -5}, "window_bytes is -5"),
         ({"early_start": 1}, "early_start is 1"),
         ({"early_start": "yes"}, "early_start is 'yes'"),
@@ -652,6 +657,19 @@ def test_an_empty_selection_is_an_empty_epoch(store, kind):
 def test_bad_options_are_refused(store, options, message):
     with pytest.raises(ArgumentError, match=message):
         ShuffledLoader(store.sel(layer=5, tokens="content"), **options)
+
+
+def test_more_batches_ahead_than_this_machine_has_room_for(store):
+    rows, options = store.sel(layer=5, tokens="content"), {"batch_size": 64, "prefetch_batches": 10**13}
+    with pytest.raises(ArgumentError, match="bytes of memory are needed") as refused:
+        list(ShuffledLoader(rows, **options))
+    assert refused.value.where == "window_bytes, batch_size, prefetch_batches"
+    assert refused.value.remedy == "Use a smaller window, or smaller or fewer batches."
+    with pytest.raises(ArgumentError, match="bytes of memory are needed") as refused:
+        list(OrderedLoader(rows, batch_size=64, read_bytes=10**16))
+    assert (refused.value.where, refused.value.remedy) == ("read_bytes", "Read fewer bytes at once.")
+    # In storage order memory is made for the batches that there are.
+    assert len(list(OrderedLoader(rows, **options))) == len(list(OrderedLoader(rows, **options, n_threads=1))) > 1
 
 
 def test_ranks_come_from_the_environment(store, monkeypatch):

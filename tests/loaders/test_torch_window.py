@@ -68,6 +68,13 @@ def test_the_window_and_the_batches_are_on_one_device(plain):
         make(plain, window_device="meta")
 
 
+@pytest.mark.parametrize("device", ["x", "", "cpu:x"])
+def test_a_window_on_what_is_no_device(plain, device):
+    with pytest.raises(ArgumentError, match=f"'{device}' is not a device: ") as refused:
+        make(plain, window_device=device)
+    assert refused.value.where == "window_device"
+
+
 def test_errors_arrive(plain, monkeypatch):
     loader = make(plain, window_device="cpu", n_threads=2)
     whole = list(loader)
