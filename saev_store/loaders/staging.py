@@ -19,12 +19,14 @@ from saev_store.core.arguments import check_number
 from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Layers, Tokens, are_several
 from saev_store.errors import (
+    ArgumentError,
     DeadlineError,
     NotFoundError,
     SaevStoreError,
     StoreExistsError,
     TransportError,
     WriterConflictError,
+    brief,
 )
 from saev_store.loaders.cache import CachedTransport
 from saev_store.names import METADATA_NAME
@@ -165,6 +167,7 @@ def stage(
         timeout_s: How long to wait for another process's copy.
 
     Raises:
+        ArgumentError: `to` is empty.
         DeadlineError: another process did not finish its copy in time.
         StoreExistsError: a copy of another source with the same metadata is there.
         LayerNotFoundError, NotFoundError, CorruptShardError, TransportError: see `saev_store.writer.copying.copy_store`.
@@ -176,6 +179,8 @@ def stage(
     if not isinstance(layers, str):
         wanted = list(cast("Sequence[LayerKey]", layers)) if are_several(layers) else [cast("LayerKey", layers)]
     folder: str = os.path.expandvars(os.fspath(to))
+    if not folder:
+        raise ArgumentError(f"to is {brief(to)}, which is empty; it must be a folder or an address", where="to")
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
         recording = str(recording_identity(store.transport, store.layout, files=store.recorded_files())).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from contextlib import suppress
@@ -46,6 +47,15 @@ def test_a_staged_layer_continues_what_the_whole_store_began(plain, tmp_path):
     loader.load_state_dict(far.state_dict())
     far.close()
     np.testing.assert_array_equal(np.concatenate([*first, acts(loader)]), whole)
+
+
+@pytest.mark.parametrize("to", ["", "$NOTHING"])
+def test_an_empty_folder_is_not_the_root_of_the_disk(plain, monkeypatch, to):
+    monkeypatch.setenv("NOTHING", "")
+    monkeypatch.setattr(staging, "open_transport", lambda url: pytest.fail(f"it would be staged to {url}"))
+    with pytest.raises(ArgumentError, match=f"to is '{re.escape(to)}', which is empty") as refused:
+        stage(plain.path, to)
+    assert refused.value.where == "to"
 
 
 @pytest.mark.parametrize(("tokens", "n_tokens"), [("content", 7), ("special", 2), ("all", 8)])

@@ -35,7 +35,7 @@ from saev_store.errors import (
 from saev_store.store.opening import open_documents
 from saev_store.transport import MmapTransport, PreadTransport, open_transport
 from saev_store.transport.limit import Rate
-from saev_store.writer.copying import _copier, _whole, copy_store
+from saev_store.writer.copying import _copier, _whole, copy_store, target_of
 from saev_store.writer.copying._layers import copy_layers, kept_tokens
 from saev_store.writer.folder import Folder
 
@@ -125,6 +125,12 @@ def test_the_destination_may_name_the_copy_itself(store, tmp_path):
     url = copy_store(store.path, tmp_path / "to" / store.path.name)
     assert url == str(tmp_path / "to" / store.path.name)
     assert not (Path(url) / store.path.name).exists()
+
+
+def test_an_empty_destination_is_not_the_root_of_the_disk(store):
+    with pytest.raises(ArgumentError, match="dst is ''; it must be a path or a URL") as refused:
+        target_of(ShardStore.open(store.path), "", None, "all")
+    assert refused.value.where == "dst"
 
 
 def test_a_renamed_store_keeps_its_name(store, tmp_path):

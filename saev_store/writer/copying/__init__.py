@@ -215,7 +215,7 @@ def target_of(
     Raises:
         ArgumentError, LayerNotFoundError, SelectionError: see `copy_store`.
     """
-    if not isinstance(dst, (str, os.PathLike)):
+    if not isinstance(dst, (str, os.PathLike)) or not os.fspath(dst):
         raise ArgumentError(f"dst is {brief(dst)}; it must be a path or a URL", where="dst")
     if protocol is not None and not isinstance(protocol, str):
         raise ArgumentError(f"protocol is {brief(protocol)}; it must be a version such as '2.0'", where="protocol")
