@@ -129,7 +129,7 @@ def _read(config: Path) -> dict[str, object]:
         return tomllib.loads(config.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotFoundError(f"it cannot be read: {error.strerror}", where=str(config)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and tables that are too deep
         raise ArgumentError(f"{config} is no TOML: {error}", where="config") from None
 
 

@@ -155,6 +155,7 @@ class VisionAdapter(Adapter):
         for side in pair:
             _check_positive(side, "patch_px")
         _check_positive(self.n_channels, "n_channels")
+        check_flag(self.cls_first, name="cls_first")
         if not isinstance(self.n_special, int) or self.n_special < int(self.cls_first):
             rule = "it counts the CLS token, too" if self.cls_first else "it must be a count"
             raise ArgumentError(f"n_special is {brief(self.n_special)}; {rule}", where="n_special")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast, get_args, overload
 
 from saev_store.core.dtypes import ITEMSIZES, StoredDtype
@@ -14,6 +15,7 @@ from saev_store.documents import new_metadata
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import dtype_of, place
+from saev_store.record._checks import as_stored
 from saev_store.record._examples import ExampleSource
 from saev_store.record._identity import describe_recording
 from saev_store.record._part import this_device, this_part
@@ -344,10 +346,10 @@ def fill(
     def append(computed: Lane[tuple[Batch, HostCopy]]) -> None:
         nonlocal n_appended
         with closing_in_thread(source.assemble(map(_arrived, computed), start)) as examples:
-            for recorded in examples:
-                if not rounds:
-                    _check_width(recorded.acts.dtype, cast("StoredDtype", writer.layout.dtype))
-                n = min(end - recorded.first, len(recorded.acts))
+            for found in examples:
+                acts = as_stored(found.acts, cast("StoredDtype", writer.layout.dtype), rounds=rounds)
+                recorded = replace(found, acts=acts)
+                n = min(end - recorded.first, len(acts))
                 n_kept = min(max(kept - recorded.first, 0), n)
                 if recheck != "off":
                     for i in range(max(first - recorded.first, 0), n_kept):
@@ -356,10 +358,10 @@ def fill(
                     computed.check()  # a slow disk must not keep an interrupt waiting
                     piece = slice(at, min(at + step, n))
                     arrays = {name: values[piece] for name, values in recorded.token_arrays.items()}
-                    writer.append(recorded.acts[piece], **arrays)
+                    writer.append(acts[piece], **arrays)
                     n_appended = writer.next_example - kept
                     writer.note(report().brief)
-                del recorded
+                del found, recorded, acts
 
     def report() -> RecordingReport:
         return RecordingReport(
@@ -381,21 +383,6 @@ def _arrived(item: tuple[Batch, HostCopy]) -> tuple[Batch, torch.Tensor]:
     """A batch with its vectors in the memory of the CPU."""
     batch, copy = item
     return batch, copy.result()
-
-
-def _check_width(computed: torch.dtype, stored: StoredDtype) -> None:
-    """Refuse to round what the model computes in another dtype than its parameters have, where nobody has asked for that.
-
-    Raises:
-        ArgumentError: a store can hold the numbers as they are.
-    """
-    name = cast("StoredDtype", str(computed).removeprefix("torch."))
-    if name in ITEMSIZES and stored not in {name, "float32"}:
-        raise ArgumentError(
-            f"the model's parameters are {stored}, but these vectors are {name}, and would be rounded",
-            where="dtype",
-            remedy=f'Pass dtype="{name}" to keep them, or dtype="{stored}" to round them.',
-        )
 
 
 def _computed_dtype(adapter: Adapter) -> StoredDtype:

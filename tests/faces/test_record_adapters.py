@@ -276,6 +276,7 @@ def test_adapters_that_break_a_rule(changes: dict, match: str) -> None:
         ({"patch_px": (8, 0)}, "patch_px is 0"),
         ({"n_channels": -1}, "n_channels is -1"),
         ({"n_special": -1}, "n_special is -1; it must be a count"),
+        ({"cls_first": "no"}, "cls_first is .no.; it must be"),
         ({"cls_first": True}, "n_special is 0; it counts the CLS token, too"),
     ],
 )

@@ -241,6 +241,8 @@ def test_an_interrupt_while_the_model_loads_promises_nothing(
     ("text", "said"),
     [
         ("layers = [1", "is no TOML"),
+        ("layers = " + "[" * 5000 + "]" * 5000, "is no TOML"),
+        ("context = 1" + "0" * 5000, "is no TOML"),
         ('layers = "1,2"', "dump.toml is '1,2'; it must be a list of integers, such as [7, 14, 21]"),
         ("layers = [1, 'x']", "dump.toml is [1, 'x']; it must be a list of integers, such as [7, 14, 21]"),
         ("layer = [1]", "dump.toml is no option; layers is one"),

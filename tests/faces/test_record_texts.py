@@ -412,3 +412,17 @@ def test_an_interrupted_recording_goes_on_to_the_same_bytes(
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
     if n_there == 7:
         assert len(passes) <= 2  # of four
+
+
+def test_what_a_model_computes_in_64_bits_is_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = tiny_language("GPT2Model").double()
+    texts = Texts(documents(), context=CONTEXT, bos=None, batch_size=3)
+    with pytest.raises(ArgumentError, match="the model computes in float64, which no store holds") as refused:
+        record(model, texts, tmp_path, **OPTIONS)
+    assert refused.value.remedy == 'Pass dtype="float32" to round them.'
+    store = record(model, texts, tmp_path, dtype="float32", **OPTIONS)
+    ids = torch.tensor([documents()[0]])
+    with torch.no_grad():
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    found = store.document(0, layer=[(0, "resid_post")]).acts[0]
+    assert np.abs(found - states[1][0].numpy()).max() < 1e-6
