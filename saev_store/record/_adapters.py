@@ -307,7 +307,8 @@ def place(model: torch.nn.Module, device: str | None) -> None:
     import torch
 
     try:
-        torch.empty(0, device=device)
+        if torch.empty(0, device=device).is_meta:
+            raise ArgumentError("the device 'meta' holds no numbers: the weights would be lost", where="device")
     except (RuntimeError, AssertionError, TypeError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArgumentError(

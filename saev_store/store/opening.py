@@ -149,8 +149,10 @@ class OpenedStore:
         """
         from saev_store.validation import validate
 
+        # The files that are there now, also where they are not those that were opened.
+        transport = self.transport.at("") if isinstance(self.transport, LocalTransport) else self.transport
         found = validate(
-            self.transport, self.metadata, self.index, dirname=self.name, deep=deep, client=client, progress=progress
+            transport, self.metadata, self.index, dirname=self.name, deep=deep, client=client, progress=progress
         )
         return replace(found, recording=self._recording()) if found.lost else found
 
@@ -242,6 +244,8 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     """
     from saev_store.validation import check_dirname, check_survey, survey_store
 
+    if isinstance(transport, LocalTransport) and transport.expects:
+        transport = transport.at("")  # it reads for another store
     name = transport.url.rstrip("/").rsplit("/", 1)[-1]
     try:
         raw = transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES)

@@ -486,3 +486,10 @@ def test_a_path_is_a_text(path: object) -> None:
     with pytest.raises(ArgumentError, match="it must be the path of a module") as refused:
         HookPoint(path)
     assert refused.value.where == "path"
+
+
+def test_no_weights_are_lost_on_a_device_without_numbers() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match="the weights would be lost") as refused:
+        place(model, "meta")
+    assert (refused.value.where, model.weight.is_meta) == ("device", False)

@@ -16,7 +16,7 @@ from plain_stores import Plain, plain_store
 
 from saev_store import ShardStore
 from saev_store.errors import CorruptShardError
-from saev_store.transport import LocalTransport
+from saev_store.transport import LocalTransport, Transport, open_transport
 
 MESSAGE = "another file has taken the place of the one that was there when the store was opened"
 
@@ -54,7 +54,7 @@ def two_recordings(folder: Path) -> tuple[Path, Plain, Plain]:
     return link, old, new
 
 
-def open_quietly(link: Path, engine: str) -> ShardStore:
+def open_quietly(link: Path | Transport, engine: str) -> ShardStore:
     with pytest.warns(UserWarning, match="folder is named 'current'"):
         return ShardStore.open(link, engine=engine)
 
@@ -153,3 +153,32 @@ def test_a_closed_store_reads_what_is_there(tmp_path: Path) -> None:
     store.close()
     plain.shard(0).write_bytes(bytes(plain.shard_nbytes))
     assert not store[0].any()
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_what_is_validated_is_there_now(tmp_path: Path, engine: str) -> None:
+    """Also after another process has repaired it."""
+    plain = plain_store(tmp_path)
+    plain.write_digests(64)
+    right = plain.shard(1).read_bytes()
+    plain.shard(1).write_bytes(right[:-1] + b"\x7f")
+    store = ShardStore.open(plain.path, engine=engine)
+    assert store.validate(deep=True, progress=False).lost == ((5, 6),)
+    plain.shard(1).write_bytes(right)
+    assert store.validate(deep=True, progress=False).ok
+    with pytest.raises(CorruptShardError, match=MESSAGE):
+        store[3]
+
+
+def test_one_transport_opens_two_stores(tmp_path: Path) -> None:
+    link, old, new = two_recordings(tmp_path)
+    transport = open_transport(link)
+    first = open_quietly(transport, "auto")
+    point(link, new.path)
+    second = open_quietly(transport, "auto")
+    assert np.array_equal(second[...], new.acts)
+    with pytest.raises(CorruptShardError, match=MESSAGE):
+        first[...]
+    assert (first.layers, second.layers) == ((2, 5, 11), (2, 6, 12))
+    point(link, old.path)
+    assert np.array_equal(first[...], old.acts)

@@ -118,6 +118,11 @@ class LocalTransport:
             made.expect(path, size=size, modified_ns=modified_ns)
         return made
 
+    @property
+    def expects(self) -> bool:
+        """Whether it reads the files of a store that was opened."""
+        return bool(self._expected)
+
     def expect(self, path: str, *, size: int, modified_ns: int) -> None:
         """Refuse another file of this name when it is first read, here and wherever this transport is unpickled."""
         self._expected[path] = size, modified_ns
