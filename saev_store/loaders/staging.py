@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -178,9 +179,7 @@ def stage(
     wanted: list[LayerKey] | None = None
     if not isinstance(layers, str):
         wanted = list(cast("Sequence[LayerKey]", layers)) if are_several(layers) else [cast("LayerKey", layers)]
-    folder: str = os.path.expandvars(os.fspath(to))
-    if not folder:
-        raise ArgumentError(f"to is {brief(to)}, which is empty; it must be a folder or an address", where="to")
+    folder = _folder_of(to, name="to")
     with ShardStore.open(url, storage_options) as store:
         target = target_of(store, folder, wanted, tokens)
         recording = str(recording_identity(store.transport, store.layout, files=store.recorded_files())).encode()
@@ -334,5 +333,21 @@ def open_for_training(
         return store
     key = store.metadata.raw
     return ShardStore.open(
-        CachedTransport(store.transport, os.path.expandvars(cache_dir), cache_bytes, key), damaged_ok=damaged_ok
+        CachedTransport(store.transport, _folder_of(cache_dir, name="cache_dir"), cache_bytes, key),
+        damaged_ok=damaged_ok,
     )
+
+
+def _folder_of(given: object, *, name: str) -> str:
+    """A folder or an address, with the environment variables in it filled in.
+
+    Raises:
+        ArgumentError: it is neither, or begins with a variable that is empty: the rest would begin at the root of the disk.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise ArgumentError(f"{name} is {brief(given)}; it must be a folder or an address", where=name)
+    text = os.fsdecode(cast("str | os.PathLike[str]", given))
+    variable = re.match(r"\$(?:\w+|\{[^}]*\})", text)
+    if not text or (variable is not None and not os.path.expandvars(variable[0])):
+        raise ArgumentError(f"{name} is {brief(text)}, which is empty; it must be a folder or an address", where=name)
+    return os.path.expandvars(text)

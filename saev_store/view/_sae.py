@@ -25,13 +25,15 @@ _SPELLINGS = {
     "encoder": (("W_enc", False), ("encoder.weight", True)),
     "encoder_bias": (("b_enc", False), ("encoder.bias", False)),
     "decoder": (("W_dec", False), ("decoder.weight", True)),
-    "decoder_bias": (("b_dec", False), ("bias", False)),
-    "gate_bias": (("b_gate", False),),
-    "magnitude_bias": (("b_mag", False),),
+    "decoder_bias": (("b_dec", False), ("bias", False), ("decoder_bias", False)),
+    "gate_bias": (("b_gate", False), ("gate_bias", False)),
+    "magnitude_bias": (("b_mag", False), ("mag_bias", False)),
     "log_scale": (("r_mag", False),),
     "threshold": (("threshold", False),),
     "k": (("k", False),),
 }
+#: Tensors of files of SAELens and dictionary_learning from which nothing is computed; the first one as long as `cfg.json` does not say so.
+_IDLE = ("scaling_factor", "num_batches_not_active")
 _ARCHITECTURES = ("standard", "jumprelu", "topk", "gated")
 _FUNCTIONS = ("relu", "topk")
 _NORMALIZATIONS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm")
@@ -168,10 +170,33 @@ def read_sae(
     tensors, _ = read_header(transport, path, nbytes)
     found = {meant: _tensor(transport, path, tensors, meant, where) for meant in _SPELLINGS}
     config = _config(transport)
+    _check_names(tensors, config, where)
     transport.close()
     if "encoder.weight" in tensors:  # dictionary_learning and sparsify, which do so always
         config = {"apply_b_dec_to_input": True, **config}
     return _checked(path, found, config, where, d_model)
+
+
+def _check_names(tensors: Mapping[str, Tensor], config: Mapping[str, object], where: str) -> None:
+    """Refuse a file with tensors that are not read: activations may depend on them."""
+    known = {name for spellings in _SPELLINGS.values() for name, _ in spellings}
+    others = sorted(tensors.keys() - known.union(_IDLE))
+    if _flag(config, "finetuning_scaling_factor", where) and "scaling_factor" in tensors:
+        others.append("scaling_factor")
+    if others:
+        raise DocumentError(
+            f"it has the tensors {brief(others)}, which are not read; activations may depend on them",
+            where=where,
+            remedy=f"Leave them out of the file if they do not. Tensors that are read: {', '.join(sorted(known))}.",
+        )
+    for meant, spellings in _SPELLINGS.items():
+        several = [name for name, _ in spellings if name in tensors]
+        if len(several) > 1:
+            raise DocumentError(
+                f"it has {' and '.join(several)}; each is the {meant.replace('_', ' ')}",
+                where=where,
+                remedy="Keep one.",
+            )
 
 
 def _tensor(

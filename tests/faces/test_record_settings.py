@@ -17,7 +17,7 @@ from tiny_models import VOCABULARY, tiny_language
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
 from saev_store.record import Recorder, TextAdapter, Texts, record
-from saev_store.record._record import _check_width
+from saev_store.record._checks import as_stored
 from saev_store.sources import open_source
 from saev_store.sources.mmididx import IndexedDatasetBuilder
 
@@ -410,11 +410,17 @@ def test_a_model_that_computes_in_more_bits_is_not_rounded_unasked(tmp_path: Pat
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_which_dtypes_are_rounded_unasked(computed: str, stored: str) -> None:
     """Each of two 16-bit dtypes has numbers that the other has not; no store holds float64."""
-    if stored in {computed, "float32"} or computed == "float64":
-        _check_width(getattr(torch, computed), stored)
+    acts = torch.rand(3, dtype=getattr(torch, computed))
+    rounded = as_stored(acts, stored, rounds=True)
+    assert torch.equal(rounded, acts.float()) if computed == "float64" else rounded is acts
+    if computed == "float64":
+        with pytest.raises(ArgumentError, match="computes in float64, which no store holds"):
+            as_stored(acts, stored, rounds=False)
+    elif stored in {computed, "float32"}:
+        assert as_stored(acts, stored, rounds=False) is acts
     else:
         with pytest.raises(ArgumentError, match=f"parameters are {stored}, but these vectors are {computed}"):
-            _check_width(getattr(torch, computed), stored)
+            as_stored(acts, stored, rounds=False)
 
 
 # -- what models do not say --------------------------------------------------------------------------------------------

@@ -111,3 +111,39 @@ def test_the_variance_explained_by_hand(tmp_path: Path) -> None:
     (tmp_path / "mean.safetensors").write_bytes(safetensors(mean))
     (tmp_path / "cfg.json").write_text('{"apply_b_dec_to_input": false}')
     assert read_sae(tmp_path / "mean.safetensors").variance_explained(x) == pytest.approx(0, abs=1e-6)
+
+
+DICTIONARY_LEARNING = {"encoder.weight": ENCODER.T, "decoder.weight": ENCODER, "W_enc": None, "W_dec": None}
+
+
+def test_a_gated_one_of_dictionary_learning(tmp_path: Path) -> None:
+    """The bias of the decoder is subtracted first, [1, 1, 0] here: products are [-6, 4, -1, 0] and [5, 0, -10, 19]."""
+    names = {"decoder_bias": [1, 1, 0], "gate_bias": [7, -6, 0, 1], "mag_bias": [6, 1, 1, -1], "r_mag": [0, 0, 0, 0]}
+    found = activations(tmp_path, {"apply_b_dec_to_input": True}, **DICTIONARY_LEARNING, **names)
+    assert [found[0], found[2]] == [[0, 0, 0, 0], [11, 0, 0, 18]]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"decoder.bias": [1, 1, 1]}, {"pre_bias": [1, 1, 1], "latent_bias": [0, 0, 0, 0]}, {"W_skip": np.zeros((3, 3))}],
+    ids=str,
+)
+def test_tensors_that_are_not_read_are_refused(tmp_path: Path, names: dict[str, object]) -> None:
+    """Without them activations would be those of another autoencoder."""
+    with pytest.raises(DocumentError, match=min(names)) as refused:
+        activations(tmp_path, {}, **names)
+    assert "Leave them out of the file if they do not" in (refused.value.remedy or "")
+
+
+def test_a_factor_counts_where_the_settings_say_so(tmp_path: Path) -> None:
+    """Older files of SAELens have it in any case."""
+    factor = {"scaling_factor": [2, 2, 2, 2]}
+    for config in ({}, {"finetuning_scaling_factor": False}):
+        assert activations(tmp_path, config, **factor)[0] == [0, 5, 0, 2]
+    with pytest.raises(DocumentError, match="scaling_factor"):
+        activations(tmp_path, {"finetuning_scaling_factor": True}, **factor)
+
+
+def test_two_tensors_of_one_meaning(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError, match="it has b_enc and encoder.bias; each is the encoder bias"):
+        activations(tmp_path, {}, **{"b_enc": [0, 0, 0, 0], "encoder.bias": [1, 0, 0, 0]})

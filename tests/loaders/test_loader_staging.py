@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -466,3 +467,12 @@ def test_copies_of_two_sources_with_the_same_metadata_do_not_replace_each_other(
     with pytest.raises(StoreExistsError, match="of another recording"):
         stage(other, tmp_path / "near", layers=layers)
     np.testing.assert_array_equal(ShardStore.open(near)[:], truth[:, [1]] if layers == 5 else truth)
+
+
+@pytest.mark.parametrize("to", ["", "$EMPTY", "${EMPTY}", "$EMPTY/x", "${EMPTY}/", None, 3], ids=repr)
+def test_a_folder_to_stage_in_is_no_empty_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: object):
+    """What stands behind it would begin at the root of the disk."""
+    monkeypatch.setenv("EMPTY", "")
+    with pytest.raises(ArgumentError, match="must be a folder or an address") as refused:
+        stage(plain_store(tmp_path).path, to)
+    assert refused.value.where == "to"

@@ -819,6 +819,29 @@ def test_ids_of_vllm_count_what_enters_a_layer():
     assert named == {"layers": [4, 4], "hook_points": ["resid_post", "mlp_out"]}
 
 
+@pytest.mark.parametrize("name", ["layer_{}_out", "gpt2_layer_{}_out", "Llama-3.2-1B_model.layers.{}_out", "{}"])
+def test_layers_of_memmaps_come_in_the_order_of_the_numbers_that_differ(tmp_path: Path, name: str):
+    acts = RNG.standard_normal((8, 2, 8)).astype(np.float32)
+    memmaps(tmp_path / "c", [acts[:, 0], acts[:, 1]], [8], dtype="float32")
+    for number in (9, 10):
+        (tmp_path / f"c/layer_{number}_out").rename(tmp_path / "c" / name.format(number))
+    saved(tmp_path / "c" / "tokens.pt", np.arange(8))
+    options = {**MODEL, "context": 4, "max_tokens_per_shard": 16}
+    with pytest.raises(ArgumentError, match=r"given as \[10, 9\]; by the names of their folders they are \[9, 10\]"):
+        import_cache(tmp_path / "c", tmp_path / "out", layers=[10, 9], **options)
+    store = import_cache(tmp_path / "c", tmp_path / "out", layers=[9, 10], **options)
+    for position, layer in enumerate((9, 10)):
+        assert np.array_equal(store.sel(layer=layer)[:], acts[:, position])
+
+
+def test_numbers_in_names_that_are_no_labels_say_nothing_of_the_order():
+    for names in (["a_1", "b_2"], ["a1", "b"], ["x", "y"], []):
+        assert layer_axis(Wanted(layers=(7, 3)), 2, where="x", names=names)["layers"] == [7, 3]
+    with pytest.raises(ArgumentError) as refused:
+        layer_axis(Wanted(layer_ids=(7, 3)), 2, where="x", names=["m1_3", "m1_7"])
+    assert refused.value.where == "layer_ids"
+
+
 @pytest.mark.parametrize("ranges", [[[0, 5], [5, 21]], [[0, 5], [5, 23]], [[0, 22], [22, 23]], [[0, 9], [8, 22]]])
 def test_ranges_of_documents_end_with_the_tokens(ranges: list[list[int]], tmp_path: Path):
     acts = RNG.standard_normal((22, 8)).astype(BF16)

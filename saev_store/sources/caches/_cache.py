@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -91,13 +92,13 @@ def check_wanted(kind: type[Cache], wanted: Wanted) -> None:
             )
 
 
-def layer_axis(wanted: Wanted, n_layers: int, *, where: str) -> dict[str, object]:
+def layer_axis(wanted: Wanted, n_layers: int, *, where: str, names: Sequence[str] = ()) -> dict[str, object]:
     """`layers` and `hook_points` of a cache that does not tell them.
 
-    vLLM numbers the points between layers: the hidden states of id i enter layer i, so they are what layer i - 1 has left.
+    Where `names`, one for each layer, have the numbers that are given, they have them in this order. vLLM numbers the points between layers: the hidden states of id i enter layer i, so they are what layer i - 1 has left.
 
     Raises:
-        ArgumentError: they are not given, or are not as many as the cache has.
+        ArgumentError: they are not given, are not as many as the cache has, or are in another order than the names say.
 
     >>> layer_axis(Wanted(layer_ids=(2, 36)), 2, where="hs_0.safetensors")
     {'layers': [1, 35], 'hook_points': ['resid_post', 'resid_post']}
@@ -115,7 +116,18 @@ def layer_axis(wanted: Wanted, n_layers: int, *, where: str) -> dict[str, object
     pairs += [(number - 1, RESID_POST) if number else (0, "resid_pre") for number in wanted.layer_ids or ()]
     if len(pairs) != n_layers:
         raise ArgumentError(f"{len(pairs)} layers are named; {where} has {n_layers}", where="layers")
-    return {"layers": [label for label, _ in pairs], "hook_points": [hook_point for _, hook_point in pairs]}
+    labels = [label for label, _ in pairs]
+    given = labels if wanted.layer_ids is None else list(wanted.layer_ids)
+    numbers = [re.findall("[0-9]{1,9}", name) for name in names]
+    for column in zip(*numbers, strict=True) if len({*map(len, numbers)}) == 1 else ():
+        found = [int(number) for number in column]
+        if found != given and sorted(found) == sorted(given):
+            raise ArgumentError(
+                f"the layers are given as {given}; by the names of their folders they are {found}",
+                where="layers" if wanted.layer_ids is None else "layer_ids",
+                remedy="Give them in that order.",
+            )
+    return {"layers": labels, "hook_points": [hook_point for _, hook_point in pairs]}
 
 
 def check_context(context: object) -> int:

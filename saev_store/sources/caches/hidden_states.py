@@ -49,7 +49,7 @@ class HiddenStatesCache(Cache):
         self._transport, self._wanted = transport, wanted
         self._context = check_context(wanted.context)
         sizes = sizes_of(entries)
-        self._names = sorted((name for name in sizes if name.endswith(_ENDING)), key=_natural)
+        self._names = sorted((name for name in sizes if name.endswith(_ENDING)), key=by_numbers)
         if not self._names:
             raise DocumentError(f"it holds no {_ENDING} file", where=transport.url)
         self._sizes = sizes
@@ -180,7 +180,7 @@ class HiddenStatesCache(Cache):
         return acts, ids
 
 
-def _natural(name: str) -> tuple[list[tuple[int, int, str]], str]:
+def by_numbers(name: str) -> tuple[list[tuple[int, int, str]], str]:
     """The order of names by the numbers in them: hs_2 before hs_10."""
     parts = re.split(r"([0-9]{1,18})", name)
     return [(0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in parts], name

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple, cast
 
@@ -27,6 +26,7 @@ from saev_store.sources._files import digest_files
 from saev_store.sources.address import full_url
 from saev_store.sources.caches._cache import Cache, Wanted, check_context, entries_of, layer_axis, sizes_of
 from saev_store.sources.caches._stream import check_starts, stream_arguments, stream_blocks
+from saev_store.sources.caches.hidden_states import by_numbers
 from saev_store.transport import Entry, Transport
 from saev_store.writer.importing import Block, stored_dtype
 
@@ -63,7 +63,7 @@ class MemmapCache(Cache):
                 where=transport.url,
                 remedy="Pass the folder above it, which has tokens.pt.",
             )
-        folders = sorted((entry.name for entry in entries if entry.is_dir), key=_by_number)
+        folders = sorted((entry.name for entry in entries if entry.is_dir), key=by_numbers)
         self._layers = [layer for folder in folders if (layer := self._layer(folder)) is not None]
         if not self._layers:
             raise DocumentError("no folder in it has a config.json and shards", where=transport.url)
@@ -119,7 +119,7 @@ class MemmapCache(Cache):
 
     def arguments(self) -> dict[str, object]:
         return {
-            **layer_axis(self._wanted, self.n_layers, where=", ".join(self._names)),
+            **layer_axis(self._wanted, self.n_layers, where=", ".join(self._names), names=self._names),
             **stream_arguments(self, self._context),
             "dtype": stored_dtype(self.dtype, self._wanted.dtype),
         }
@@ -243,9 +243,3 @@ def _count(document: Mapping[str, object], key: str, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
         raise DocumentError(f"{key} is {brief(value)}; it must be a positive integer", where=where)
     return value
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    """The order of layers: by the first number in their names."""
-    found = re.search(r"[0-9]{1,9}", name)
-    return int(found[0]) if found else -1, name

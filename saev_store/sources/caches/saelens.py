@@ -67,7 +67,7 @@ class SaelensCache(Cache):
             points = [f"{match[2]}.{match[3]}" if match[2] else match[3] for match in matches]
             axis: dict[str, object] = {"layers": [int(match[1]) for match in matches], "hook_points": points}
         else:
-            axis = layer_axis(self._wanted, len(self._hooks), where=", ".join(self._hooks))
+            axis = layer_axis(self._wanted, len(self._hooks), where=", ".join(self._hooks), names=self._hooks)
         is_special = bool(self._wanted.cls_token)
         return {
             **axis,
