@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from types import GetSetDescriptorType
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from saev_store.names import printable
+from saev_store.names import one_line, printable
 
 if TYPE_CHECKING:
     from saev_store.problems import Problem
@@ -107,7 +107,7 @@ class SaevStoreError(Exception):
         super().__init__(message)
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.message}" if self.where else self.message
+        text = f"{one_line(self.where)}: {self.message}" if self.where else self.message
         if self.remedy:
             text = f"{text}{'' if text.endswith(('.', '!', '?', ':')) else '.'} {self.remedy}"
         return printable(text)

@@ -67,7 +67,7 @@ def check_not_compiled(model: torch.nn.Module) -> None:
 
     for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
         where = f"{type(module).__name__} {name}" if name else f"this {type(module).__name__}"
-        compiled = _compiled_part(module, where, _expression(name))
+        compiled = _compiled_part(module, where, name)
         if compiled is not None:
             part, remedy = compiled
             raise ArgumentError(
@@ -83,20 +83,26 @@ def check_not_compiled(model: torch.nn.Module) -> None:
             )
 
 
-def _compiled_part(module: torch.nn.Module, where: str, path: str) -> tuple[str, str] | None:
+def _compiled_part(module: torch.nn.Module, where: str, name: str) -> tuple[str, str] | None:
     """What of a module is compiled, and the remedy; None for a module that is not.
 
     Args:
         module: Itself, without the modules below it.
         where: What messages call it.
-        path: How Python finds it.
+        name: Its path in the model.
     """
+    path = _expression(name)
     if getattr(module, "_orig_mod", None) is not None:
         if path == "model":
             return where, "Record the module as it was before torch.compile: model._orig_mod."
-        return where, f"Put back the module as it was before torch.compile: {path} = {path}._orig_mod."
+        return (
+            where,
+            f"Put back the module as it was before torch.compile: model.set_submodule({name!r}, {path}._orig_mod).",
+        )
     if getattr(module, "_compiled_call_impl", None) is not None:
         return where, "Record a copy, which is not compiled: copy.deepcopy(model). Or load the model again."
+    if next(module.children(), None) is None:  # its own hooks run all the same
+        return None
     own: object = vars(module).get("forward")
     if _is_compiled(own):
         return f"the forward of {where}", f"Bring back the forward of its class: del {path}.forward."
@@ -108,7 +114,9 @@ def _compiled_part(module: torch.nn.Module, where: str, path: str) -> tuple[str,
 
 def _is_compiled(function: object) -> bool:
     """Whether `torch.compile` has made a function, or one that it wraps."""
-    while function is not None and not getattr(function, "_torchdynamo_disable", False):
+    seen = set[int]()
+    while function is not None and id(function) not in seen and not getattr(function, "_torchdynamo_disable", False):
+        seen.add(id(function))
         if getattr(function, "_torchdynamo_orig_callable", None) is not None:
             return True
         is_partial = isinstance(function, functools.partial)
@@ -120,10 +128,9 @@ def _expression(path: str) -> str:
     """How Python finds a module of a model.
 
     >>> _expression("layers.1.mlp")
-    'model.layers[1].mlp'
+    "model.get_submodule('layers.1.mlp')"
     """
-    names = path.split(".") if path else []
-    return "model" + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in names)
+    return f"model.get_submodule({path!r})" if path else "model"
 
 
 def check_loaded(model: torch.nn.Module) -> None:

@@ -177,10 +177,17 @@ class OpenedStore:
 
         Raises:
             ArgumentError: `report` is of another store, or of files that were replaced since.
+            CorruptShardError: another store is there now.
         """
         from saev_store.validation import Report
         from saev_store.writer import open_repair
 
+        if self.transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES) != self.metadata.raw:
+            raise CorruptShardError(
+                "another store has taken the place of the one that was opened; it would get vectors that are not its own",
+                where=self.url,
+                remedy="Open the one that is there, and repair that.",
+            )
         found = self.validate() if report is None else report
         is_known = isinstance(found, Report) and (found.url, found.recording) == (self.url, self._recording())
         if not is_known and (not isinstance(found, Report) or found.lost):

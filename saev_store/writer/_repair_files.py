@@ -98,6 +98,14 @@ class Damage:
         return not self.shards and "lost" not in self.arrays.values() and not can_be_added
 
 
+def size_of(folder: Folder, name: str) -> int | None:
+    """The size of a file; None where there is none, or where it is a link into a folder of somebody else."""
+    try:
+        return folder.size(name)
+    except AccessError:
+        return None
+
+
 def find_damage(
     folder: Folder, metadata: Metadata, *, lost: Sequence[tuple[int, int]], deep: bool, progress: bool | None
 ) -> Damage:
@@ -108,10 +116,7 @@ def find_damage(
     suspects: dict[int, Ranges] = {}
     for shard_idx in range(layout.n_shards):
         used = layout.used_nbytes(shard_idx)
-        try:
-            size = folder.size(shard_name(shard_idx)) or 0
-        except AccessError:  # of a folder that it links to
-            size = 0
+        size = size_of(folder, shard_name(shard_idx)) or 0
         bad = [(size, used)] if size < used else []
         bad += told.get(shard_idx, [])
         if bad or deep:
@@ -180,7 +185,7 @@ def _array_state(folder: Folder, metadata: Metadata, array: TokenArray, digests:
     """Whether a token array is lost; see `Damage`."""
     name, expected = array.file_name, array.nbytes(metadata.layout)
     promised = digests.files.get(name) if digests is not None else None
-    size = folder.size(name)
+    size = size_of(folder, name)
     if size is None:
         return "lost" if promised is not None or metadata.declares_token_arrays else "absent"
     if size != expected:

@@ -45,6 +45,7 @@ from saev_store.writer._repair_files import (
     carry_out,
     find_damage,
     finish_journal,
+    size_of,
 )
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder
 
@@ -417,7 +418,7 @@ class RepairWriter:
 
     def _file_nbytes(self, name: str, used: int) -> int:
         """As long as the file was; where it is gone, as this back end would have written it."""
-        size, full = self._folder.size(name), self._layout.shard_nbytes
+        size, full = size_of(self._folder, name), self._layout.shard_nbytes
         padded = size == full if size is not None and size >= used else self._folder.writes.pads
         return full if padded else used
 

@@ -98,6 +98,16 @@ def test_a_tar_of_members_that_belong_to_no_sample(tmp_path: Path, name: str | N
             assert [sample.parts for sample in dataset] == [{"txt": b"0000"}, {"txt": b"0001"}]
 
 
+def test_a_tar_without_samples_that_has_some_by_now(tmp_path: Path):
+    (tmp_path / "a.tar").write_bytes(tar_bytes(files(0, 2), format="ustar"))
+    (tmp_path / "b.tar").write_bytes(tar_bytes([("README", b"abc")], format="ustar"))
+    prepare(tmp_path, split="1,0,0", progress=False)
+    (tmp_path / "b.tar").write_bytes(tar_bytes([("README", b"abc"), *files(2, 3)], format="ustar"))
+    with pytest.raises(SaevStoreError, match="files were added after it was indexed"):
+        EnergonDataset(tmp_path)
+    assert "stale_index" in [problem.kind for problem in problems(tmp_path, deep=False)]
+
+
 @pytest.mark.parametrize("some", [[], [("no_part", b"")]])
 def test_a_tar_of_one_sample_that_holds_none(some: Files, folder: Path):
     whole = (folder / "c.tar").read_bytes()

@@ -147,12 +147,40 @@ def test_a_file_that_was_written_anew_in_place_is_refused_at_its_first_read(tmp_
     assert refused.value.message.endswith(f", or it was changed: it had {size} and has {size}")
 
 
-def test_a_closed_store_reads_what_is_there(tmp_path: Path) -> None:
-    plain = plain_store(tmp_path)
-    store = ShardStore.open(plain.path)
-    store.close()
-    plain.shard(0).write_bytes(bytes(plain.shard_nbytes))
-    assert not store[0].any()
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_closed_store_is_still_of_its_recording(tmp_path: Path, engine: str) -> None:
+    """Also what was made of it: a view, a selection, tasks."""
+    link, old, new = two_recordings(tmp_path)
+    with open_quietly(link, engine) as store:
+        rows, array, data = store.sel(layer=2), store.as_dask(), store.as_xarray()
+    point(link, new.path)
+    for read in (
+        lambda: store[0],
+        lambda: rows[:3],
+        array.compute,
+        data["activations"].to_numpy,
+        data["labels"].to_numpy,
+    ):
+        with pytest.raises(CorruptShardError, match=MESSAGE):
+            read()
+    point(link, old.path)
+    assert np.array_equal(array.compute(), old.acts)
+
+
+def test_a_repair_of_one_store_writes_into_no_other(tmp_path: Path) -> None:
+    """Its metadata would say other layers of the vectors."""
+    link, old, new = two_recordings(tmp_path)
+    for plain in (old, new):
+        os.truncate(plain.shard(1), 0)
+    with pytest.warns(UserWarning, match="folder is named"):
+        store = ShardStore.open(link, damaged_ok=True)
+    point(link, new.path)
+    with pytest.raises(
+        CorruptShardError, match="another store has taken the place of the one that was opened"
+    ) as refused:
+        store.repair()
+    assert refused.value.where == str(link)
+    assert new.shard(1).stat().st_size == 0
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread"])

@@ -647,7 +647,11 @@ def test_what_a_folder_of_somebody_else_hides_is_listed_and_repaired(store: Plai
     for deep in (False, True):
         report = opened.validate(deep=deep, progress=False)
         assert (report.lost, report.problems[0].kind) == (((3, 6),), "unreadable_shard")
-    assert opened.repair().missing == [(3, 6)]
+    with opened.repair() as writer:
+        assert writer.missing == [(3, 6)]
+        writer.append(store.acts[3:6])
+    monkeypatch.undo()
+    assert np.array_equal(ShardStore.open(store.path)[...], store.acts)
 
 
 @pytest.mark.parametrize("mine", [True, False])

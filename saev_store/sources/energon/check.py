@@ -14,7 +14,7 @@ from saev_store.problems import Problem
 from saev_store.sources.address import full_url
 from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INFO_JSON, SPLIT_YAML, idx_path
-from saev_store.sources.energon.tar_scan import BLOCK, Scan
+from saev_store.sources.energon.tar_scan import BLOCK, Scan, scan_shard
 from saev_store.validation import Report
 
 if TYPE_CHECKING:
@@ -116,9 +116,11 @@ def _shard(dataset: EnergonDataset, shard: int, *, sizes: bool, rows: bool, tar_
             if offsets is not None and not np.array_equal(found, offsets):
                 path = full_url(dataset.transport, idx_path(name))
                 raise CorruptShardError("it has other offsets than index.sqlite: one of them is stale", where=path)
-        # Members that belong to no sample are in no index: of a tar without samples it says nothing.
-        if sizes and n_samples and offsets is not None and nbytes > offsets[-1]:
+        if sizes and offsets is not None and nbytes > offsets[-1]:
             end = int(offsets[-1])
+            # Members that belong to no sample are in no index. Only the headers tell whether there is one.
+            if not n_samples and not scan_shard(dataset.transport, name).samples:
+                return []
             (block,) = dataset.transport.get_ranges(name, starts=[end], ends=[min(end + BLOCK, nbytes)])
             if any(bytes(block)):
                 message = f"the index ends at {end:,}, but the tar goes on: files were added after it was indexed"

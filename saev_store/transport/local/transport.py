@@ -273,7 +273,7 @@ class LocalTransport:
 
     def close(self) -> None:
         """Close the descriptors of files below the root; using the transport again reopens them."""
-        self._expected, self._pins, self._latest, self._arrays = {}, {}, {}, {}
+        self._pins, self._latest, self._arrays = {}, {}, {}
         DESCRIPTORS.forget(self.url)
 
     # -- writing -------------------------------------------------------------------------------------------------------
