@@ -44,6 +44,7 @@ from saev_store.store.card import card_html, card_rows, card_text
 from saev_store.store.identity import recorded_files, recording_identity
 from saev_store.store.token_arrays import TokenArrays
 from saev_store.transport import Engine, LocalTransport, MemoryTransport, Transport, open_transport
+from saev_store.transport.local.opened import OpenedFiles, digest_of
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -251,7 +252,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     """
     from saev_store.validation import check_dirname, check_survey, survey_store
 
-    if isinstance(transport, LocalTransport) and transport.expects:
+    if isinstance(transport, LocalTransport) and transport.opened.files:
         transport = transport.at("")  # it reads for another store
     name = transport.url.rstrip("/").rsplit("/", 1)[-1]
     try:
@@ -298,9 +299,12 @@ def _expect(transport: LocalTransport, seen: Survey, raw: bytes) -> None:
         raise CorruptShardError(
             "the store was replaced while it was being opened", where=transport.url, remedy="Open it again."
         )
-    for name, found in seen.found.items():
-        if found.size is not None and found.modified_ns is not None and name.endswith(".bin"):
-            transport.expect(name, size=found.size, modified_ns=found.modified_ns)
+    files = {
+        name: (found.size, found.modified_ns)
+        for name, found in seen.found.items()
+        if found.size is not None and found.modified_ns is not None and name.endswith(".bin")
+    }
+    transport.opened = OpenedFiles(files, digest_of(transport.read))
 
 
 def open_in_memory(opened: Opened) -> Opened:

@@ -34,6 +34,7 @@ from saev_store.transport.local.files import (
     identity_of,
     positions,
 )
+from saev_store.transport.local.opened import OpenedFiles
 from saev_store.transport.local.write import (
     TEMP_PREFIX,
     LocalSink,
@@ -89,8 +90,8 @@ class LocalTransport:
 
     def __init__(self, root: str | os.PathLike[str], *, requests: RequestCounter | None = None) -> None:
         self.url = self.local_path = local_root(root)
-        #: What files were when their store was opened.
-        self._expected: dict[str, tuple[int, int]] = {}
+        #: What files were when their store was opened. Pickles carry it.
+        self.opened = OpenedFiles()
         #: Which file each name meant when a range of it was first read.
         self._pins: dict[str, Identity] = {}
         #: The shard of each folder that was pinned last.
@@ -109,23 +110,13 @@ class LocalTransport:
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.url,), {"_expected": self._expected} if self._expected else None)
+        return (type(self), (self.url,), {"opened": self.opened})
 
     def unmapped(self) -> PreadTransport:
         """Reads the same files without maps."""
         made = PreadTransport(self.url)
-        for path, (size, modified_ns) in self._expected.items():
-            made.expect(path, size=size, modified_ns=modified_ns)
+        made.opened = self.opened
         return made
-
-    @property
-    def expects(self) -> bool:
-        """Whether it reads the files of a store that was opened."""
-        return bool(self._expected)
-
-    def expect(self, path: str, *, size: int, modified_ns: int) -> None:
-        """Refuse another file of this name when it is first read, here and wherever this transport is unpickled."""
-        self._expected[path] = size, modified_ns
 
     def at(self, path: str) -> Self:
         """The same engine, one folder deeper."""
@@ -193,7 +184,8 @@ class LocalTransport:
         file = DESCRIPTORS.open(where)
         if path not in self._pins:
             self._check_latest(path)
-            self._check_expected(path, file)
+            # The descriptor may be older, and the file changed since.
+            self.opened.check(path, os.fstat(file.fd), where=where, read=self.read)
         pinned = self._pins.setdefault(path, file.identity)
         if pinned != file.identity:
             raise CorruptShardError(
@@ -203,20 +195,6 @@ class LocalTransport:
                 remedy="Open it again to read the new one.",
             )
         return file
-
-    def _check_expected(self, path: str, file: OpenFile) -> None:
-        """Refuse another file in the place of the one that was there when the store was opened."""
-        expected = self._expected.get(path)
-        if expected is None:
-            return
-        status = os.fstat(file.fd)  # the descriptor may be older, and the file changed since
-        if (status.st_size, status.st_mtime_ns) != expected:
-            raise CorruptShardError(
-                "another file has taken the place of the one that was there when the store was opened, or it was changed: it had "
-                f"{expected[0]:,} bytes and has {status.st_size:,} bytes",
-                where=self._where(path),
-                remedy="Open the store again to read the new one.",
-            )
 
     def _check_latest(self, path: str) -> None:
         """Before a file of a store is read for the first time: what was looked at last is still there, so all are of one recording.
@@ -354,7 +332,7 @@ class LocalTransport:
     def _changed(self, path: str) -> None:
         """Drop what is known of a file, or of all files in a folder: this transport has changed them."""
         DESCRIPTORS.forget(self._where(path))
-        for known in (self._pins, self._expected):
+        for known in (self._pins, self.opened.files):
             for name in [name for name in known if name == path or name.startswith(f"{path}/")]:
                 del known[name]
 
