@@ -201,6 +201,9 @@ def convert(
             )  # fmt: skip
             done, titles = {"url": dst, "batches": n}, "writing converting"
         else:
+            if any(option is not None for option in (seq_len, batch_size, pad_token)):
+                where = "--seq-len, --batch-size, --pad-token"
+                raise ArgumentError("only documents become batches; these options are of no use here", where=where)
             is_text = isinstance(source, EnergonDataset)
             n = samples_to_documents(
                 source.split(split), dst, _tokenizer(tokenizer) if is_text else None, part=part, dtype=dtype,

@@ -152,7 +152,7 @@ class StoreBackend:
 def _layer(text: str) -> LayerKey:
     """A label, or label:hook_point."""
     label, colon, hook_point = text.partition(":")
-    if not re.fullmatch("-?[0-9]+", label) or (colon and not hook_point):
+    if not re.fullmatch("-?[0-9]{1,9}", label) or (colon and not hook_point):
         raise ArgumentError(
             f"{text!r} is not a layer; it must be a label such as 5, or 5:mlp_out", where="--saev-store-layers"
         )

@@ -11,7 +11,7 @@ Written for SAELens 6.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
@@ -144,7 +144,7 @@ def names_of(layer_keys: Sequence[LayerKey], names: Sequence[str] | None) -> tup
     """
     if names is None:
         return tuple(map(transformer_lens_name, layer_keys))
-    is_list = isinstance(names, Sequence) and not isinstance(names, str)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+    is_list = isinstance(names, Iterable) and not isinstance(names, str)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
     if not is_list or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"hook_names is {brief(names)}; it must be a list of texts", where="hook_names")
     if len(set(names)) != len(names) or len(names) != len(layer_keys):

@@ -76,6 +76,8 @@ def raises(error: BaseException) -> Callable[..., NoReturn]:
          "--seq-len, --batch-size: both options are needed to write batches"),
         (["convert", DOCUMENTS, "memory://to/x.batch", "--seq-len", "4", "--batch-size", "3"],
          f"--seq-len, --batch-size: the documents make 2 records of 4 tokens, which fill no batch of 3. {SMALLER}"),
+        (["convert", TEXTS, "memory://to/x.batch", "--seq-len", "8", "--tokenizer", "bytes"],
+         "--seq-len, --batch-size, --pad-token: only documents become batches; these options are of no use here"),
         (["convert", TEXTS, "memory://to/x.idx"],
          "--tokenizer: converting texts needs a tokenizer. Name a tokenizer.json, or 'bytes'."),
         (["export", "x", "memory://to", "--format", "tensorstore", "--chunks", "1,1,1,1"],
