@@ -11,6 +11,7 @@ Written for SAELens 6.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ STATE_NAME = "saev_store_provider.json"
 
 
 def _state_path(checkpoint_path: Path | str) -> Path:
-    if not isinstance(checkpoint_path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+    if not isinstance(checkpoint_path, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(
             f"checkpoint_path is {brief(checkpoint_path)}; it must be the path of a folder", where="checkpoint_path"
         )

@@ -50,6 +50,7 @@ def usable_digests(store: ShardStore) -> Promised:
         raise CorruptShardError(
             "; ".join(problem.message for problem in problems),
             where=f"{store.url}/{DIGESTS_NAME}",
+            remedy="Or delete it, and what is there now is taken for right.",
             problems=problems,
         )
     return promised
