@@ -332,11 +332,15 @@ def new_metadata(
     if not isinstance(dtype, str):
         dtype = cast("StoredDtype", dtype_name(dtype) or dtype)
     if protocol is None:
-        is_ours = dtype != "float32" or any(value is not None for value in ours.values())
+        is_ours = not isinstance(dtype, str) or dtype != "float32" or any(value is not None for value in ours.values())  # pyright: ignore[reportUnnecessaryIsInstance]  # an array has no truth
         protocol = "3.0" if is_ours else "2.0"
     values |= ours
-    values |= {"spec": SPEC if protocol == "3.0" else None, "dtype": dtype, "protocol": protocol}
-    raw = composed(values, extra or {})
+    values |= {
+        "spec": SPEC if isinstance(protocol, str) and protocol == "3.0" else None,
+        "dtype": dtype,
+        "protocol": protocol,
+    }  # pyright: ignore[reportUnnecessaryIsInstance]  # likewise
+    raw = composed(values, {} if extra is None else extra)
     return _checked(raw, WRITABLE_VERSIONS[protocol])
 
 

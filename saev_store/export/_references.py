@@ -18,6 +18,7 @@ from saev_store.core.chunk_grid import ChunkGrid, divisors
 from saev_store.core.layout import DIMS, IntArray, shard_name
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, SaevStoreWarning, brief, outside
+from saev_store.names import printable
 from saev_store.zarr import Chunks, chunk_shape
 from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, coordinates, token_variables
 
@@ -173,6 +174,20 @@ def usable_base(store: ShardStore, base: str | None) -> str:
             remedy="Pass the address for readers, such as base='s3://bucket/shards/<HASH>'.",
         )
     return url
+
+
+def check_text(address: str) -> None:
+    """Refuse an address that formats cannot hold whose texts are UTF-8.
+
+    Raises:
+        ArgumentError: the name of a folder is not UTF-8.
+    """
+    if address.encode(errors="replace").decode() != address:
+        raise ArgumentError(
+            f"'{printable(address)}' has bytes that are not UTF-8, which this format cannot hold",
+            where="base",
+            remedy="Name the store by another path, such as a symbolic link.",
+        )
 
 
 def _activations(store: ShardStore, grid: ChunkGrid) -> ArrayReferences:

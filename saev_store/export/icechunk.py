@@ -19,7 +19,7 @@ from saev_store.errors import (
     StoreExistsError,
     WriterConflictError,
 )
-from saev_store.export._references import References, references, usable_base, warn_if_many
+from saev_store.export._references import References, check_text, references, usable_base, warn_if_many
 from saev_store.export._repository import (
     BRANCH,
     check_icechunk_types,
@@ -30,7 +30,9 @@ from saev_store.export._repository import (
     storage_of,
     taken,
 )
+from saev_store.export.targets import refuse_stores_file
 from saev_store.export.virtual import virtual_dataset
+from saev_store.transport import open_transport
 from saev_store.transport.checks import os_errors
 from saev_store.zarr import Chunks
 from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, token_variables
@@ -85,6 +87,7 @@ def write_icechunk(
     for library in ("icechunk", "virtualizarr"):
         need(library, install="saev-store[icechunk]", where="to_icechunk")
 
+    check_text(usable_base(store, base))
     if quote(usable_base(store, base), safe=":/") != usable_base(store, base):
         raise ArgumentError(
             f"{usable_base(store, base)!r} has characters that URLs escape; Icechunk finds no chunk in such a folder",
@@ -96,6 +99,8 @@ def write_icechunk(
     if isinstance(target, str) and urlsplit(target).scheme in ("", "file"):
         # Icechunk creates the folder that it looks for a repository in, and panics where it cannot read it.
         folder = target.removeprefix("file://")
+        above, name = os.path.split(os.path.abspath(folder))
+        refuse_stores_file(store, open_transport(above), name, url=target, where="target")
         is_new = not os.path.isdir(folder)
         if is_new and os.path.lexists(folder):
             raise StoreExistsError("a file has that name", where=where, remedy="Name a new folder.")

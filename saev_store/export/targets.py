@@ -7,8 +7,9 @@ import os
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
+from saev_store.core.layout import shard_name
 from saev_store.errors import AccessError, ArgumentError, SaevStoreError
-from saev_store.names import METADATA_NAME, SHARDS_NAME
+from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
 from saev_store.sources.address import Url, full_url, is_within, split_address
 from saev_store.transport import Transport, Writes, open_transport
 
@@ -16,19 +17,24 @@ if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
 
 
-def open_folder(url: Url, storage_options: Mapping[str, object] | None) -> Writes:
+def open_folder(store: ShardStore, url: Url, storage_options: Mapping[str, object] | None) -> Writes:
     """A folder that an export is written to.
 
     Args:
+        store: The store that is exported.
         url: A path or any fsspec URL.
         storage_options: Options of its file system.
 
     Raises:
         AccessError: the storage cannot be written.
-        ArgumentError: `url` is no address, or the options are none of its file system.
+        ArgumentError: `url` is no address, one in the folder of a store, or the options are none of its file system.
     """
     with _naming_path():
-        return _writable(open_transport(url, storage_options))
+        transport = open_transport(url, storage_options)
+        target, (folder, name) = _writable(transport), split_address(url)
+        refuse_stores_file(store, open_transport(folder, storage_options), name, url=url)
+    refuse_stores_file(store, transport, METADATA_NAME, url=url)
+    return target
 
 
 def open_file(store: ShardStore, url: Url, storage_options: Mapping[str, object] | None) -> tuple[Writes, str]:
@@ -79,10 +85,16 @@ def _writable(transport: Transport) -> Writes:
 
 
 def _is_store(folder: Transport) -> bool:
-    """Whether a folder has the documents of a store; False too where it cannot be read."""
+    """Whether a folder has the documents of a store, or what a writer has begun; False too where it cannot be read."""
+    return any(
+        all(_is_there(folder, name) for name in names)
+        for names in ((METADATA_NAME, SHARDS_NAME), (CLAIM_PATH,), (shard_name(0),))
+    )
+
+
+def _is_there(folder: Transport, name: str) -> bool:
     try:
-        for name in (METADATA_NAME, SHARDS_NAME):
-            folder.size(name)
+        folder.size(name)
     except SaevStoreError:
         return False
     return True

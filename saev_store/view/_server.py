@@ -7,23 +7,24 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from saev_store.core.arguments import check_count
 from saev_store.errors import (
+    ArgumentError,
     CorruptShardError,
     DocumentError,
     IncompleteStoreError,
     UnsafeContentError,
+    brief,
 )
 from saev_store.serve import listen, serve, serve_in_thread
+from saev_store.sources import Source
+from saev_store.store.store import ShardStore
 from saev_store.view._application import application
 from saev_store.view._pages import Pages
 from saev_store.view._sae import read_sae
 from saev_store.view._viewed import Viewed
-
-if TYPE_CHECKING:
-    from saev_store.sources import Source
-    from saev_store.store.store import ShardStore
 
 #: The only address that the page is served at.
 _LOOPBACK = "127.0.0.1"
@@ -119,13 +120,19 @@ class View:
         sae: str | os.PathLike[str] | None = None,
         height_px: int = 720,
     ) -> None:
+        if other is not None and not isinstance(other, ShardStore):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"other is {brief(other)}; it must be a ShardStore", where="other")
+        if source is not None and not isinstance(source, Source):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"source is {brief(source)}; it must be a data set, of open_source(…)", where="source")
+        if tokenizer is not None and not callable(tokenizer):  # pyright: ignore[reportUnnecessaryComparison]  # callers may not check types
+            raise ArgumentError(f"tokenizer is {brief(tokenizer)}; it must be a function", where="tokenizer")
+        self._height_px = check_count(height_px, name="height_px", most=100_000)
         found = None if sae is None else read_sae(sae, d_model=store.metadata.d_model)
         token = secrets.token_urlsafe(16)
         second = None if other is None else Viewed(other)
         pages = Pages(Viewed(store, source=source, tokenizer=tokenizer, sae=found), other=second)
         listening, address = listen(_LOOPBACK, 0)
         self.url = f"{address}{token}/"
-        self._height_px = int(height_px)
         stop = serve_in_thread(application(pages, token=token, in_notebook=True), listening)
         # The thread refers to the application, never to this object, so the object ends when nobody refers to it.
         self._stop = weakref.finalize(self, stop)

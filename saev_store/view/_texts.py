@@ -32,9 +32,10 @@ def text_of(viewed: Viewed, token_id: int) -> str:
     if viewed.decode is None or token_id < 0:
         return str(token_id)
     try:
-        return viewed.decode(token_id)
+        found = viewed.decode(token_id)
     except Exception:  # the tokenizer is a foreign library, or of another vocabulary
         return str(token_id)
+    return found if isinstance(found, str) else str(token_id)  # pyright: ignore[reportUnnecessaryIsInstance]  # nobody checks what it gives
 
 
 def context_of(viewed: Viewed, example: int, token: int) -> Answer | None:

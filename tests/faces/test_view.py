@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from dense_stores import plain_store
 from safetensors_files import safetensors
+from token_stores import token_store
 from transports import CountingTransport
 from viewed_stores import GRID, image_store, text_store
 from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
-from saev_store.errors import SaevStoreError
+from saev_store.errors import ArgumentError, SaevStoreError
 from saev_store.stats import Stats
 from saev_store.transport import MemoryTransport, ReadCost
 
@@ -34,6 +35,7 @@ pytest.importorskip("uvicorn")
 from saev_store.serve import listen, serve_in_thread
 from saev_store.view import REMOTE, Budget, Pages, Viewed, application, open_pages, read_sae
 from saev_store.view._pages import Query
+from saev_store.view._texts import texts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "tests/data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
@@ -633,3 +635,26 @@ def test_why_two_stores_are_not_compared_shows_no_place(tmp_path):
     why_not = ask(open_pages(paths[0], other=str(paths[1])), "compare")["why_not"]
     assert paths[1].name in why_not
     assert not [word for word in (str(tmp_path), "recordings") if word in why_not]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("other", 5), ("other", "x"), ("source", 5), ("tokenizer", 5), ("height_px", "x"), ("height_px", None),
+        ("height_px", 0), ("height_px", float("inf")),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_view_are_refused_by_name(tmp_path, name, value):
+    store = ShardStore.open(token_store(tmp_path).path)
+    with pytest.raises(ArgumentError) as refused:
+        store.view(**{name: value})
+    assert refused.value.where == name
+
+
+def test_a_tokenizer_that_gives_no_text(tmp_path):
+    """Ids are shown instead."""
+    written = token_store(tmp_path, arrays={"token_ids": "int32"})
+    store = ShardStore.open(written.path)
+    for given in (b"bytes", 5, None):
+        viewed = Viewed(store, tokenizer=lambda _, given=given: given)
+        assert texts_of(viewed, 0, slice(0, 2)) == [str(number) for number in written.arrays["token_ids"][0, :2]]

@@ -274,6 +274,17 @@ def test_a_cache_in_a_bucket_is_read_where_it_is():
     assert_is_stream(store, np.concatenate([tensors["hidden_states"] for tensors in made]), 4)
 
 
+def test_the_last_number_of_a_name_is_the_document_id(tmp_path: Path):
+    made = requests(tmp_path, [3, 4, 2])
+    for number in range(3):
+        (tmp_path / f"hs_{number}.safetensors").rename(tmp_path / f"run2_hs_{number + 7}.safetensors")
+    (tmp_path / "hs_0.safetensors.lock").unlink()
+    store = import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[3, 4], context=4, max_tokens_per_shard=16)
+    for number, tensors in enumerate(made):
+        found = store.document(number + 7, dtype="stored")
+        assert found.acts.tobytes() == tensors["hidden_states"].swapaxes(0, 1).tobytes()
+
+
 # -- memory-mapped files ----------------------------------------------------------------------------------------------------
 
 

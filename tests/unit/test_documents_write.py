@@ -307,3 +307,11 @@ def test_what_is_changed_keeps_numbers_that_are_none_and_its_name():
     meta = parse_metadata(raw, where="store/metadata.json")
     assert meta.where == "store/metadata.json"
     assert b"NaN" in meta.replace(ckpt="ViT-L").raw
+
+
+@pytest.mark.parametrize("name", ["dtype", "protocol", "extra"])
+@pytest.mark.parametrize("value", [np.array([1, 2]), 10**5000, [1, 2]], ids=["array", "integer", "list"])
+def test_what_has_no_truth_or_no_text_is_refused_by_name(name: str, value: object):
+    with pytest.raises(ArgumentError) as refused:
+        new_metadata(**GOOD, **{name: value})
+    assert refused.value.where == name or (name == "dtype" and "dtype" in str(refused.value))

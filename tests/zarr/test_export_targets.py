@@ -14,7 +14,7 @@ from dense_stores import plain_store
 from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.core.layout import Layout
-from saev_store.errors import AccessError, ArgumentError, SaevStoreError
+from saev_store.errors import AccessError, ArgumentError, SaevStoreError, SaevStoreWarning
 from saev_store.export import write_kerchunk
 from saev_store.export._repository import _sentence
 from saev_store.transport import Lists, Writes, open_transport
@@ -203,3 +203,49 @@ def test_a_folder_that_the_system_refuses(
 )
 def test_what_icechunk_says_is_one_sentence(text: str, sentence: str) -> None:
     assert _sentence(RuntimeError(text)) == sentence
+
+
+@pytest.mark.parametrize("there", [".saev_store/claim.json", "acts000000.bin"])
+@pytest.mark.parametrize("name", ["acts000000.bin", "new.json"])
+def test_no_reference_replaces_what_a_writer_has_begun(
+    store: ShardStore, name: str, there: str, tmp_path: Path
+) -> None:
+    """The folder of a store that is not published yet has no documents."""
+    begun = tmp_path / "begun"
+    (begun / there).parent.mkdir(parents=True)
+    (begun / there).write_bytes(b"{}")
+    before = files(begun)
+    with pytest.raises(ArgumentError, match="is in the folder of a store"):
+        store.to_kerchunk(begun / name)
+    for form in ("kerchunk", "tensorstore"):
+        assert main(["export", store.url, str(begun / name), "--format", form]) == 2
+    assert files(begun) == before
+
+
+@pytest.mark.parametrize("how", ["in", "over"])
+def test_no_folder_of_an_export_is_made_in_a_store(store: ShardStore, how: str) -> None:
+    target = f"{store.url}/labels" if how == "in" else store.url
+    before = files(store.url)
+    with pytest.raises(ArgumentError, match="is in the folder of a store"):
+        store.to_kerchunk(target, format="parquet")
+    with pytest.raises(SaevStoreError):
+        store.to_icechunk(target)
+    assert files(store.url) == before
+
+
+@pytest.mark.skipif(os.name == "nt" or os.uname().sysname == "Darwin", reason="file systems there take no such name")
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    folder = plain_store(LAYOUT, labelled=True, tail="cut").write(tmp_path / "caf\udce9")
+    store = ShardStore.open(folder)
+    for export in (
+        lambda: store.to_kerchunk(tmp_path / "refs", format="parquet"),
+        lambda: store.to_virtual_dataset(chunks=(1, 1, 4, 8)),
+        lambda: store.to_icechunk(str(tmp_path / "repository")),
+    ):
+        with pytest.raises(ArgumentError, match="has bytes that are not UTF-8, which this format cannot hold"):
+            export()
+    store.to_kerchunk(tmp_path / "refs.json")
+    (tmp_path / "link").symlink_to(os.fsencode(folder))
+    with pytest.warns(SaevStoreWarning, match="folder is named 'link'"):
+        linked = ShardStore.open(tmp_path / "link")
+    assert linked.to_virtual_dataset(chunks=(1, 1, 4, 8))["activations"].shape == store.shape

@@ -27,7 +27,7 @@ from saev_store.writer.importing import Block, stored_dtype
 
 _ENDING = ".safetensors"
 _ACTS, _IDS, _SCALES = "hidden_states", "token_ids", "hidden_states_scales"
-_NUMBERED = re.compile(r"[^0-9]*([0-9]{1,18})\.safetensors", re.ASCII)
+_NUMBERED = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})\.safetensors", re.ASCII)
 _N_AHEAD = 16
 #: After so many files, descriptors are given back.
 _MOST_OPEN = 256
