@@ -332,14 +332,12 @@ def new_metadata(
     if not isinstance(dtype, str):
         dtype = cast("StoredDtype", dtype_name(dtype) or dtype)
     if protocol is None:
-        is_ours = not isinstance(dtype, str) or dtype != "float32" or any(value is not None for value in ours.values())  # pyright: ignore[reportUnnecessaryIsInstance]  # an array has no truth
+        is_float32 = isinstance(dtype, str) and dtype == "float32"  # pyright: ignore[reportUnnecessaryIsInstance]  # an array has no truth
+        is_ours = not is_float32 or any(value is not None for value in ours.values())
         protocol = "3.0" if is_ours else "2.0"
     values |= ours
-    values |= {
-        "spec": SPEC if isinstance(protocol, str) and protocol == "3.0" else None,
-        "dtype": dtype,
-        "protocol": protocol,
-    }  # pyright: ignore[reportUnnecessaryIsInstance]  # likewise
+    is_new = isinstance(protocol, str) and protocol == "3.0"  # pyright: ignore[reportUnnecessaryIsInstance]  # likewise
+    values |= {"spec": SPEC if is_new else None, "dtype": dtype, "protocol": protocol}
     raw = composed(values, {} if extra is None else extra)
     return _checked(raw, WRITABLE_VERSIONS[protocol])
 
