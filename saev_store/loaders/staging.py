@@ -333,21 +333,23 @@ def open_for_training(
         return store
     key = store.metadata.raw
     return ShardStore.open(
-        CachedTransport(store.transport, _folder_of(cache_dir, name="cache_dir"), cache_bytes, key),
+        CachedTransport(
+            store.transport, _folder_of(cache_dir, name="cache_dir", kind="a folder of this machine"), cache_bytes, key
+        ),
         damaged_ok=damaged_ok,
     )
 
 
-def _folder_of(given: object, *, name: str) -> str:
+def _folder_of(given: object, *, name: str, kind: str = "a folder or an address") -> str:
     """A folder or an address, with the environment variables in it filled in.
 
     Raises:
         ArgumentError: it is neither, or begins with a variable that is empty: the rest would begin at the root of the disk.
     """
     if not isinstance(given, (str, os.PathLike)):
-        raise ArgumentError(f"{name} is {brief(given)}; it must be a folder or an address", where=name)
+        raise ArgumentError(f"{name} is {brief(given)}; it must be {kind}", where=name)
     text = os.fsdecode(cast("str | os.PathLike[str]", given))
     variable = re.match(r"\$(?:\w+|\{[^}]*\})", text)
     if not text or (variable is not None and not os.path.expandvars(variable[0])):
-        raise ArgumentError(f"{name} is {brief(text)}, which is empty; it must be a folder or an address", where=name)
+        raise ArgumentError(f"{name} is {brief(text)}, which is empty; it must be {kind}", where=name)
     return os.path.expandvars(text)

@@ -134,10 +134,11 @@ def test_a_cache_folder_may_name_environment_variables(plain, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
-        ("", "cache_dir is ''; it must be a folder of this machine"),
-        ("$NOTHING", "cache_dir is ''; it must be a folder of this machine"),
+        ("", "cache_dir is '', which is empty; it must be a folder of this machine"),
+        ("$NOTHING", "cache_dir is '$NOTHING', which is empty; it must be a folder of this machine"),
+        ("$NOTHING/x", "cache_dir is '$NOTHING/x', which is empty; it must be a folder of this machine"),
         ("s3://bucket/cache", "cache_dir is 's3://bucket/cache'; it must be a folder of this machine"),
-        ("a\0b", r"'a\x00b': embedded null byte"),
+        ("a\0b", r"'a\x00b': "),  # and Python's words
     ],
 )
 def test_what_is_no_cache_folder(plain, tmp_path, monkeypatch, folder, message):
@@ -146,7 +147,8 @@ def test_what_is_no_cache_folder(plain, tmp_path, monkeypatch, folder, message):
     options = {"layer": 5, "tokens": "content", "use_tmpdir": False, "cache_bytes": 6416}
     with pytest.raises(ArgumentError) as refused:
         open_for_training(str(plain.path), None, cache_dir=folder, **options)
-    assert (refused.value.message, refused.value.where) == (message, "cache_dir")
+    assert refused.value.where == "cache_dir"
+    assert refused.value.message.startswith(message)
     assert list(tmp_path.iterdir()) == [tmp_path / "far"]  # the store
 
 
