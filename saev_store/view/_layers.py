@@ -76,7 +76,7 @@ def _dimensions(sample: Sample) -> dict[str, object]:
     return {
         "n_vectors": len(acts),
         "median_rms": plain(median),
-        "rms": plain(np.array([float(f"{value:.6g}") for value in rms.tolist()])),
+        "rms": plain(np.array([float(f"{value:.8g}") for value in rms.tolist()])),
         "outliers": [
             {"dimension": at, "rms": plain(rms[at]), "ratio": plain(rms[at] / median), "mean": plain(mean)}
             for at, mean in list(zip(outliers, means, strict=True))[:_MOST_DIMENSIONS]

@@ -201,6 +201,7 @@ def test_an_example_that_is_cut_in_the_middle(tmp_path: Path) -> None:
     path = folder / "acts000000.bin"
     layer_nbytes = TOKENS * D_MODEL * 4
     one = viewed(folder)
+    token_answer(one, 0, 2, "0")
     path.write_bytes(path.read_bytes()[: 3 * layer_nbytes + layer_nbytes])  # of the second example, the first layer
     answer = token_answer(one, 1, 2, "0")
     assert answer["in_layers"] == []

@@ -75,7 +75,8 @@ def test_what_a_method_is_given_is_handed_on(method, library, module, name, give
     first = FIRST.get(method, ())
     assert getattr(store, method)(*first, **given) is asked or method == "to_kerchunk"
     about = {"validate": store.transport, "repair": store.transport, "source": store.metadata}.get(method, store)
-    assert asked.arguments[0] is about
+    # What is validated is what is there now, so another transport of the same folder looks at it.
+    assert asked.arguments[0] is about or (method, asked.arguments[0].url) == ("validate", about.url)
     assert asked.arguments[-len(first) :] == first or not first
     assert {name: value for name, value in asked.options.items() if name in given} == given
 
