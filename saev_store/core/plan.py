@@ -111,6 +111,12 @@ class Part(NamedTuple):
     is_pointwise: bool = False
 
 
+def requested(part: Part) -> tuple[int, int]:
+    """Requests that a part takes, and their bytes; (0, 0) where it is copied out of maps."""
+    spans = [step.spans for step in part.steps if isinstance(step, Runs)]
+    return sum(len(each.starts) for each in spans), sum(int((each.ends - each.starts).sum()) for each in spans)
+
+
 class Piece(NamedTuple):
     """What a selection reads of one shard: examples by their position in the shard, and where they go."""
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from saev_store.core.dtypes import converted
 from saev_store.core.layout import IntArray, Layout, shard_name
+from saev_store.core.plan import requested
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.loaders._iteration import Task
 from saev_store.loaders._medium import TAKES_ADVICE, Advice, Medium
@@ -225,13 +226,20 @@ class Reads:
         started, place, nbytes = time.perf_counter(), runs.place, len(runs.place) * self._layout.vector_nbytes
         scratch = self._borrow(nbytes)
         out = scratch[:nbytes].view(self._reader.dtype).reshape(len(place), -1)
-        self._retried(int(runs.shard[0]), partial(self._reader.read_rows, *self.positions(runs), out))
+        part = self._reader.plan_rows(*self.positions(runs))
+        self._retried(int(runs.shard[0]), partial(self._reader.execute, (part,), out))
         copied = time.perf_counter()
         put = target if callable(target) else partial(_put_rows, target, self._reader.dtype, None)
         put(place, scratch[:nbytes].data)
         self._scratch.append(scratch)
         ended = time.perf_counter()
-        self._totals.add(n_requests=len(place), bytes_read=nbytes, read_s=ended - started, copy_s=ended - copied)
+        n_requests, bytes_read = requested(part)  # a row out of a map counts as one
+        self._totals.add(
+            n_requests=n_requests or len(place),
+            bytes_read=bytes_read or nbytes,
+            read_s=ended - started,
+            copy_s=ended - copied,
+        )
 
     def _read(self, runs: Runs, target: NumberArray | Put) -> None:
         """Runs of one shard, in its order."""

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store
+from token_stores import token_store
 
 from saev_store import ShardStore
 from saev_store._runtime.threads import n_cores
@@ -832,3 +833,17 @@ def test_a_far_store_is_read_further_ahead_and_that_is_told(store):
     assert near.window_bytes == far.window_bytes == least.window_bytes
     assert least.in_flight_bytes == 2
     assert 0 < far.in_flight_bytes - 2 * (8 << 20) <= 2 * far.window_bytes
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+@pytest.mark.parametrize("rows", [{"tokens": "content"}, {"tokens": "special"}, {"where": {"mask": True}}], ids=str)
+def test_metrics_count_what_the_transport_counts(tmp_path: Path, kind: type, rows: dict[str, object]):
+    """Also scattered rows, which share requests and bring what lies between them."""
+    path = token_store(tmp_path, n=60, content=16, per_shard=11).path
+    store = ShardStore.open(path, engine="fsspec")
+    with kind(store.sel(layer=5, **rows), batch_size=64) as loader:
+        before = store.transport.counters
+        assert sum(len(batch["act"]) for batch in loader) > 0
+        after, metrics = store.transport.counters, loader.metrics()
+    assert metrics.n_requests == after.operations["get_ranges"] - before.operations.get("get_ranges", 0)
+    assert metrics.bytes_read == after.bytes_read - before.bytes_read
