@@ -111,10 +111,15 @@ class Part(NamedTuple):
     is_pointwise: bool = False
 
 
-def requested(part: Part) -> tuple[int, int]:
-    """Requests that a part takes, and their bytes; (0, 0) where it is copied out of maps."""
-    spans = [step.spans for step in part.steps if isinstance(step, Runs)]
-    return sum(len(each.starts) for each in spans), sum(int((each.ends - each.starts).sum()) for each in spans)
+def requested(part: Part, vector_nbytes: int) -> tuple[int, int]:
+    """Requests that scattered rows take, and their bytes; a row that is copied out of a map counts as one."""
+    n = nbytes = 0
+    for step in part.steps:
+        if isinstance(step, Runs):
+            n, nbytes = n + len(step.spans.starts), nbytes + int((step.spans.ends - step.spans.starts).sum())
+        elif isinstance(step, MappedRows):
+            n, nbytes = n + len(step.vector), nbytes + len(step.vector) * vector_nbytes
+    return n, nbytes
 
 
 class Piece(NamedTuple):

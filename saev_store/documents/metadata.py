@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from saev_store.core.dtypes import StoredDtype, dtype_name
+from saev_store.core.dtypes import ITEMSIZES, StoredDtype, dtype_name
 from saev_store.core.layout import RESID_POST, IntArray, Layout
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents._parse import Findings, parse_json, shown
 from saev_store.documents.versions import PROTOCOLS, SPEC, WRITABLE_VERSIONS, Recipe, WrittenVersion
 from saev_store.documents.writing import composed, content_hashes, known_names, replaced
-from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, outside
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief, outside
 from saev_store.problems import Problem
 
 if TYPE_CHECKING:
@@ -330,13 +330,15 @@ def new_metadata(
         kinds = {name: dtype_name(kind) or kind for name, kind in token_arrays.items()}
         ours["token_arrays"] = [{"name": name, "dtype": kind} for name, kind in kinds.items()] or None
     if not isinstance(dtype, str):
-        dtype = cast("StoredDtype", dtype_name(dtype) or dtype)
+        name = dtype_name(dtype)
+        if name is None:
+            raise ArgumentError(f"dtype is {brief(dtype)}; it must be {', '.join(ITEMSIZES)}", where="dtype")
+        dtype = cast("StoredDtype", name)
     if protocol is None:
-        is_float32 = isinstance(dtype, str) and dtype == "float32"  # pyright: ignore[reportUnnecessaryIsInstance]  # an array has no truth
-        is_ours = not is_float32 or any(value is not None for value in ours.values())
+        is_ours = dtype != "float32" or any(value is not None for value in ours.values())
         protocol = "3.0" if is_ours else "2.0"
     values |= ours
-    is_new = isinstance(protocol, str) and protocol == "3.0"  # pyright: ignore[reportUnnecessaryIsInstance]  # likewise
+    is_new = isinstance(protocol, str) and protocol == "3.0"  # pyright: ignore[reportUnnecessaryIsInstance]  # an array has no truth
     values |= {"spec": SPEC if is_new else None, "dtype": dtype, "protocol": protocol}
     raw = composed(values, {} if extra is None else extra)
     return _checked(raw, WRITABLE_VERSIONS[protocol])

@@ -136,7 +136,7 @@ def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes
 def _check_needed(protocol: str, values: Mapping[str, object]) -> None:
     """Refuse what a protocol cannot say, and protocol 3.0 where an older one says the same."""
     new = [name for name in ("hook_points", "token_arrays", "text") if values.get(name) is not None]
-    if not (isinstance(values.get("dtype"), str) and values["dtype"] == "float32"):
+    if values.get("dtype") != "float32":
         new.append("dtype")
     if protocol != "3.0" and new:
         raise ArgumentError(

@@ -176,12 +176,13 @@ def usable_base(store: ShardStore, base: str | None) -> str:
     return url
 
 
-def check_text(address: str) -> None:
-    """Refuse an address that formats cannot hold whose texts are UTF-8.
+def check_text(store: ShardStore, base: str | None) -> None:
+    """Refuse an address, `usable_base`, that formats cannot hold whose texts are UTF-8.
 
     Raises:
         ArgumentError: the name of a folder is not UTF-8.
     """
+    address = usable_base(store, base)
     if address.encode(errors="replace").decode() != address:
         raise ArgumentError(
             f"'{printable(address)}' has bytes that are not UTF-8, which this format cannot hold",

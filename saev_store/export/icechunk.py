@@ -87,7 +87,7 @@ def write_icechunk(
     for library in ("icechunk", "virtualizarr"):
         need(library, install="saev-store[icechunk]", where="to_icechunk")
 
-    check_text(usable_base(store, base))
+    check_text(store, base)
     if quote(usable_base(store, base), safe=":/") != usable_base(store, base):
         raise ArgumentError(
             f"{usable_base(store, base)!r} has characters that URLs escape; Icechunk finds no chunk in such a folder",

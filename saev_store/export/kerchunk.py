@@ -23,7 +23,7 @@ from saev_store._runtime.optional import need
 from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError
-from saev_store.export._references import ArrayReferences, References, check_text, references, usable_base, warn_if_many
+from saev_store.export._references import ArrayReferences, References, check_text, references, warn_if_many
 from saev_store.export.targets import open_file, open_folder
 from saev_store.sources.address import Url
 from saev_store.transport import Entry, Lists, Writes
@@ -101,7 +101,7 @@ def write_kerchunk(
         target.put(name, b"".join(_json_pieces(found, templates=templates)))
     else:
         folder = open_folder(store, path, storage_options)
-        check_text(usable_base(store, base))
+        check_text(store, base)
         found = references(store, chunks=chunks, base=base)
         warn_if_many(found, what="a set of Parquet files")
         _write_parquet(found, os.fspath(path), folder)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store._runtime.optional import need
-from saev_store.export._references import ArrayReferences, References, check_text, references, usable_base
+from saev_store.export._references import ArrayReferences, References, check_text, references
 from saev_store.zarr import Chunks
 from saev_store.zarr.documents import array_document
 
@@ -39,7 +39,7 @@ def to_virtual_dataset(store: ShardStore, *, chunks: Chunks = "auto", base: str 
         MissingDependencyError: virtualizarr is not installed.
     """
     need("virtualizarr", install="saev-store[icechunk]", where="to_virtual_dataset")
-    check_text(usable_base(store, base))
+    check_text(store, base)
     return virtual_dataset(references(store, chunks=chunks, base=base, inline=False))
 
 

@@ -145,15 +145,16 @@ def names_of(layer_keys: Sequence[LayerKey], names: Sequence[str] | None) -> tup
     """
     if names is None:
         return tuple(map(transformer_lens_name, layer_keys))
-    is_list = isinstance(names, Iterable) and not isinstance(names, str)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-    if not is_list or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+    several = isinstance(names, Iterable) and not isinstance(names, str)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+    given = tuple(names) if several else ()
+    if not several or not all(isinstance(name, str) for name in given):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"hook_names is {brief(names)}; it must be a list of texts", where="hook_names")
-    if len(set(names)) != len(names) or len(names) != len(layer_keys):
+    if len(set(given)) != len(given) or len(given) != len(layer_keys):
         raise ArgumentError(
-            f"hook_names is {list(names)}; it must be a different name for each of the layers {list(layer_keys)}",
+            f"hook_names is {list(given)}; it must be a different name for each of the layers {list(layer_keys)}",
             where="hook_names",
         )
-    return tuple(names)
+    return given
 
 
 def by_hook(batch: ExampleBatch, names: Sequence[str]) -> dict[str, torch.Tensor]:

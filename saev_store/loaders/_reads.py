@@ -233,13 +233,8 @@ class Reads:
         put(place, scratch[:nbytes].data)
         self._scratch.append(scratch)
         ended = time.perf_counter()
-        n_requests, bytes_read = requested(part)  # a row out of a map counts as one
-        self._totals.add(
-            n_requests=n_requests or len(place),
-            bytes_read=bytes_read or nbytes,
-            read_s=ended - started,
-            copy_s=ended - copied,
-        )
+        n_requests, bytes_read = requested(part, self._layout.vector_nbytes)
+        self._totals.add(n_requests=n_requests, bytes_read=bytes_read, read_s=ended - started, copy_s=ended - copied)
 
     def _read(self, runs: Runs, target: NumberArray | Put) -> None:
         """Runs of one shard, in its order."""

@@ -8,7 +8,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from saev_store._runtime.threads import ForkSafeLock
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray, Layout
 from saev_store.errors import ArgumentError, DeadlineError
+from saev_store.loaders._ledger import Ledger
 from saev_store.transport import Buffer, Counters, ReadCost, Transport
 from saev_store.transport.checks import readinto_by_ranges
 
@@ -30,8 +31,6 @@ _NAME = re.compile(r"(.+)\.(\d+)-\d+(?:\.([0-9a-f]{16}))?")
 _SHARD = re.compile(r"acts(\d{6,})\.bin")
 #: A temporary file of this age was left by a process that has ended.
 _ABANDONED_S = 3600.0
-#: How long to wait for the ledger's lock, which is held for microseconds, and how often to look.
-_LOCK_WAIT_S, _LOCK_POLL_S = 10.0, 0.01
 
 
 class CachedTransport:
@@ -66,7 +65,7 @@ class CachedTransport:
     def __init__(self, inner: Transport, folder: str | os.PathLike[str], max_bytes: int, key: bytes = b"") -> None:
         if not hasattr(os, "pwrite"):
             raise ArgumentError("a cache folder needs file locks, which Linux and macOS have", where="cache_dir")
-        if not os.fspath(folder) or "://" in os.fspath(folder):
+        if not os.fspath(folder) or "://" in os.fspath(folder) or "\0" in os.fspath(folder):
             raise ArgumentError(
                 f"cache_dir is {os.fspath(folder)!r}; it must be a folder of this machine", where="cache_dir"
             )
@@ -86,11 +85,8 @@ class CachedTransport:
             self._ledger.recount(self._count)
         except DeadlineError:
             raise
-        except (OSError, ValueError) as error:  # a null byte is a ValueError
-            said = (
-                f"{folder!s} cannot be used: {error.strerror}" if isinstance(error, OSError) else f"{folder!r}: {error}"
-            )
-            raise ArgumentError(said, where="cache_dir") from error
+        except OSError as error:
+            raise ArgumentError(f"{folder!s} cannot be used: {error.strerror}", where="cache_dir") from error
         if owner not in {os.geteuid(), 0}:  # whoever made the folder would choose the vectors
             raise ArgumentError(
                 f"{self._folder} belongs to user {owner}", where="cache_dir", remedy="Choose a folder of your own."
@@ -302,120 +298,6 @@ class CachedTransport:
                     return False
                 self._ledger.remove(os.path.join(self._folder, self._unwanted.pop()))
             return True
-
-
-class Ledger:
-    """The bytes of a folder's files, counted in a file of their own that all processes of a machine lock.
-
-    Files come, go and get their names under the lock: the number is always that of the files. A process that is killed in
-    between leaves it wrong until the next `recount`.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path, self._wait_s = path, _LOCK_WAIT_S
-
-    @contextlib.contextmanager
-    def _open(self) -> Generator[int]:
-        """The open file, locked.
-
-        Raises:
-            DeadlineError: another process keeps the lock; the message names it. After that one try is made, without waiting.
-        """
-        import fcntl  # not on Windows, where `CachedTransport` refuses its folder
-
-        # A link that somebody has planted would have the file elsewhere overwritten.
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            self._lock(fd)
-            try:
-                yield fd
-            finally:
-                # Closing is not enough: a child that was forked meanwhile has the descriptor too, and the lock with it.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-        finally:
-            os.close(fd)
-
-    def _lock(self, fd: int) -> None:
-        """Lock the open file, or raise `DeadlineError`."""
-        import fcntl
-
-        deadline = time.monotonic() + self._wait_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(_LOCK_POLL_S)
-                    continue
-            else:
-                self._wait_s = _LOCK_WAIT_S
-                return
-            waited_s, self._wait_s = self._wait_s, 0.0
-            raise DeadlineError(
-                f"{_lock_holder(fd)} has locked the file for more than {waited_s:g} s",
-                where=self._path,
-                remedy="End that process, or use another cache_dir.",
-            )
-
-    @staticmethod
-    def _number(fd: int) -> int:
-        """The number in the open file."""
-        raw = os.pread(fd, 32, 0).strip()
-        return int(raw) if raw.isdigit() else 0
-
-    @staticmethod
-    def _set(fd: int, number: int) -> None:
-        """Write the number to the open file."""
-        os.pwrite(fd, b"%-20d" % max(number, 0), 0)
-
-    def get(self) -> int:
-        """The number."""
-        with self._open() as fd:
-            return self._number(fd)
-
-    def recount(self, count: Callable[[], int]) -> None:
-        """Count anew, while no file comes or goes."""
-        with self._open() as fd:
-            self._set(fd, count())
-
-    def reserve(self, path: str, nbytes: int, limit: int) -> bool:
-        """Create a file of that many zeros, unless the number would be above a limit then."""
-        with self._open() as fd:
-            number = self._number(fd) + nbytes
-            if number > limit:
-                return False
-            with open(path, "xb") as file:
-                file.truncate(nbytes)
-            self._set(fd, number)
-            return True
-
-    def place(self, temporary: str, final: str) -> None:
-        """Rename a file to its name; a file of that name, kept by another process meanwhile, is replaced."""
-        with self._open() as fd:
-            there = os.path.getsize(final) if os.path.exists(final) else 0
-            os.replace(temporary, final)
-            self._set(fd, self._number(fd) - there)
-
-    def remove(self, path: str) -> None:
-        """Delete a file; fine if there is none."""
-        with self._open() as fd, contextlib.suppress(FileNotFoundError):
-            size = os.path.getsize(path)
-            os.unlink(path)
-            self._set(fd, self._number(fd) - size)
-
-
-def _lock_holder(fd: int) -> str:
-    """The process that has locked an open file, from the system."""
-    with contextlib.suppress(OSError, IndexError):
-        inode = f":{os.fstat(fd).st_ino}"
-        with open("/proc/locks", encoding="ascii") as locks:
-            for fields in map(str.split, locks):
-                if fields[1] == "FLOCK" and fields[5].endswith(inode):
-                    return f"process {fields[4]}"
-    return "another process"
 
 
 class _Extent(NamedTuple):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from saev_store.core.dtypes import ITEMSIZES, StoredDtype
 from saev_store.errors import ArgumentError, brief
 
 if TYPE_CHECKING:
@@ -194,29 +193,3 @@ def check_padding(recorder: Recorder, ids: torch.Tensor, mask: torch.Tensor) -> 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The numbers of a tensor, whose stub does not say of which type they are."""
     return tensor.cpu().numpy()
-
-
-def as_stored(acts: torch.Tensor, stored: StoredDtype, *, rounds: bool) -> torch.Tensor:
-    """The vectors in a dtype that a writer takes, which rounds them to that of its store.
-
-    Without `rounds` nothing is rounded that the model computes in another dtype than its parameters have.
-
-    Raises:
-        ArgumentError: a store can hold the numbers as they are, or no store can.
-    """
-    name = str(acts.dtype).removeprefix("torch.")
-    if rounds:
-        return acts.float() if name == "float64" else acts
-    if name == "float64":
-        raise ArgumentError(
-            "the model computes in float64, which no store holds",
-            where="dtype",
-            remedy='Pass dtype="float32" to round them.',
-        )
-    if name in ITEMSIZES and stored not in {name, "float32"}:
-        raise ArgumentError(
-            f"the model's parameters are {stored}, but these vectors are {name}, and would be rounded",
-            where="dtype",
-            remedy=f'Pass dtype="{name}" to keep them, or dtype="{stored}" to round them.',
-        )
-    return acts

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.dtypes import ITEMSIZES, StoredDtype
 from saev_store.errors import ArgumentError, brief
 
 if TYPE_CHECKING:
@@ -161,3 +162,29 @@ def check_batch_size(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ArgumentError(f"batch_size is {brief(value)}; it must be a positive integer", where="batch_size")
     return value
+
+
+def as_stored(acts: torch.Tensor, stored: StoredDtype, *, rounds: bool) -> torch.Tensor:
+    """The vectors in a dtype that a writer takes, which rounds them to that of its store.
+
+    Without `rounds` nothing is rounded that the model computes in another dtype than its parameters have.
+
+    Raises:
+        ArgumentError: a store can hold the numbers as they are, or no store can.
+    """
+    name = str(acts.dtype).removeprefix("torch.")
+    if rounds:
+        return acts.float() if name == "float64" else acts
+    if name == "float64":
+        raise ArgumentError(
+            "the model computes in float64, which no store holds",
+            where="dtype",
+            remedy='Pass dtype="float32" to round them.',
+        )
+    if name in ITEMSIZES and stored not in {name, "float32"}:
+        raise ArgumentError(
+            f"the model's parameters are {stored}, but these vectors are {name}, and would be rounded",
+            where="dtype",
+            remedy=f'Pass dtype="{name}" to keep them, or dtype="{stored}" to round them.',
+        )
+    return acts

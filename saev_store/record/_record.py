@@ -15,8 +15,7 @@ from saev_store.documents import new_metadata
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import dtype_of, place
-from saev_store.record._checks import as_stored
-from saev_store.record._examples import ExampleSource
+from saev_store.record._examples import ExampleSource, as_stored
 from saev_store.record._identity import describe_recording
 from saev_store.record._part import this_device, this_part
 from saev_store.record._pipeline import Lane, Pipeline, closing_in_thread
@@ -347,9 +346,9 @@ def fill(
         nonlocal n_appended
         with closing_in_thread(source.assemble(map(_arrived, computed), start)) as examples:
             for found in examples:
-                acts = as_stored(found.acts, cast("StoredDtype", writer.layout.dtype), rounds=rounds)
-                recorded = replace(found, acts=acts)
-                n = min(end - recorded.first, len(acts))
+                stored = cast("StoredDtype", writer.layout.dtype)
+                recorded = replace(found, acts=as_stored(found.acts, stored, rounds=rounds))
+                n = min(end - recorded.first, len(recorded.acts))
                 n_kept = min(max(kept - recorded.first, 0), n)
                 if recheck != "off":
                     for i in range(max(first - recorded.first, 0), n_kept):
@@ -358,10 +357,10 @@ def fill(
                     computed.check()  # a slow disk must not keep an interrupt waiting
                     piece = slice(at, min(at + step, n))
                     arrays = {name: values[piece] for name, values in recorded.token_arrays.items()}
-                    writer.append(acts[piece], **arrays)
+                    writer.append(recorded.acts[piece], **arrays)
                     n_appended = writer.next_example - kept
                     writer.note(report().brief)
-                del found, recorded, acts
+                del found, recorded
 
     def report() -> RecordingReport:
         return RecordingReport(

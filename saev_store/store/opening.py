@@ -44,7 +44,6 @@ from saev_store.store.card import card_html, card_rows, card_text
 from saev_store.store.identity import recorded_files, recording_identity
 from saev_store.store.token_arrays import TokenArrays
 from saev_store.transport import Engine, LocalTransport, MemoryTransport, Transport, open_transport
-from saev_store.transport.local.opened import OpenedFiles, digest_of
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -304,7 +303,7 @@ def _expect(transport: LocalTransport, seen: Survey, raw: bytes) -> None:
         for name, found in seen.found.items()
         if found.size is not None and found.modified_ns is not None and name.endswith(".bin")
     }
-    transport.opened = OpenedFiles(files, digest_of(transport.read))
+    transport.expect(files)
 
 
 def open_in_memory(opened: Opened) -> Opened:

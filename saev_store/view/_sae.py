@@ -32,8 +32,10 @@ _SPELLINGS = {
     "threshold": (("threshold", False),),
     "k": (("k", False),),
 }
-#: Tensors of files of SAELens and dictionary_learning from which nothing is computed; the first one as long as `cfg.json` does not say so.
-_IDLE = ("scaling_factor", "num_batches_not_active")
+#: Of SAELens; it counts where `cfg.json` says so, and is in files where it does not.
+_FACTOR = "scaling_factor"
+#: Tensors from which nothing is computed.
+_IDLE = (_FACTOR, "num_batches_not_active")
 _ARCHITECTURES = ("standard", "jumprelu", "topk", "gated")
 _FUNCTIONS = ("relu", "topk")
 _NORMALIZATIONS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm")
@@ -168,9 +170,9 @@ def read_sae(
         ) from None
     where = full_url(transport, path)
     tensors, _ = read_header(transport, path, nbytes)
-    found = {meant: _tensor(transport, path, tensors, meant, where) for meant in _SPELLINGS}
     config = _config(transport)
     _check_names(tensors, config, where)
+    found = {meant: _tensor(transport, path, tensors, meant, where) for meant in _SPELLINGS}
     transport.close()
     if "encoder.weight" in tensors:  # dictionary_learning and sparsify, which do so always
         config = {"apply_b_dec_to_input": True, **config}
@@ -181,8 +183,8 @@ def _check_names(tensors: Mapping[str, Tensor], config: Mapping[str, object], wh
     """Refuse a file with tensors that are not read: activations may depend on them."""
     known = {name for spellings in _SPELLINGS.values() for name, _ in spellings}
     others = sorted(tensors.keys() - known.union(_IDLE))
-    if _flag(config, "finetuning_scaling_factor", where) and "scaling_factor" in tensors:
-        others.append("scaling_factor")
+    if _flag(config, "finetuning_scaling_factor", where) and _FACTOR in tensors:
+        others.append(_FACTOR)
     if others:
         raise DocumentError(
             f"it has the tensors {brief(others)}, which are not read; activations may depend on them",

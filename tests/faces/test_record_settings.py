@@ -17,7 +17,7 @@ from tiny_models import VOCABULARY, tiny_language
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
 from saev_store.record import Recorder, TextAdapter, Texts, record
-from saev_store.record._checks import as_stored
+from saev_store.record._examples import as_stored
 from saev_store.sources import open_source
 from saev_store.sources.mmididx import IndexedDatasetBuilder
 

@@ -19,7 +19,7 @@ from servers import Bucket, s3_bucket  # noqa: F401 (one is a fixture)
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, TransportError
 from saev_store.loaders import CachedTransport, OrderedLoader, cache
-from saev_store.loaders.cache import Ledger
+from saev_store.loaders._ledger import Ledger
 from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, open_transport
 from saev_store.transport.fsspec import _transport
 
@@ -61,7 +61,7 @@ def test_a_child_that_is_forked_while_bytes_are_counted_blocks_nobody(tmp_path):
 
 def test_a_lock_of_another_process_is_not_waited_for_without_end(plain, tmp_path, monkeypatch):
     """Making a cache says who has the lock; reading goes on without keeping, and keeps again once the lock is free."""
-    monkeypatch.setattr("saev_store.loaders.cache._LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("saev_store.loaders._ledger._LOCK_WAIT_S", 0.1)
     arguments = (PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
     near = CachedTransport(*arguments)
     (ledger,) = (tmp_path / "cache").rglob(".bytes")

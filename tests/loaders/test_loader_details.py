@@ -138,7 +138,7 @@ def test_a_cache_folder_may_name_environment_variables(plain, tmp_path, monkeypa
         ("$NOTHING", "cache_dir is '$NOTHING', which is empty; it must be a folder of this machine"),
         ("$NOTHING/x", "cache_dir is '$NOTHING/x', which is empty; it must be a folder of this machine"),
         ("s3://bucket/cache", "cache_dir is 's3://bucket/cache'; it must be a folder of this machine"),
-        ("a\0b", r"'a\x00b': "),  # and Python's words
+        ("a\0b", r"cache_dir is 'a\x00b'; it must be a folder of this machine"),
     ],
 )
 def test_what_is_no_cache_folder(plain, tmp_path, monkeypatch, folder, message):
@@ -148,7 +148,7 @@ def test_what_is_no_cache_folder(plain, tmp_path, monkeypatch, folder, message):
     with pytest.raises(ArgumentError) as refused:
         open_for_training(str(plain.path), None, cache_dir=folder, **options)
     assert refused.value.where == "cache_dir"
-    assert refused.value.message.startswith(message)
+    assert refused.value.message == message
     assert list(tmp_path.iterdir()) == [tmp_path / "far"]  # the store
 
 

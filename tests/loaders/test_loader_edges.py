@@ -19,13 +19,13 @@ from saev_store.loaders import (
     CachedTransport,
     OrderedLoader,
     ShuffledLoader,
-    cache,
+    _ledger,
     open_for_training,
     stage,
     stage_in_background,
     staging,
 )
-from saev_store.loaders.cache import Ledger
+from saev_store.loaders._ledger import Ledger
 from saev_store.loaders.staging import Lease
 from saev_store.transport import MemoryTransport, PreadTransport, ReadCost
 from saev_store.transport.limit import Wrapper
@@ -370,11 +370,11 @@ def test_what_could_not_be_kept_takes_no_room(tmp_path, monkeypatch, step):
 
 def test_a_lock_that_was_waited_for_in_vain_is_not_waited_for_again(tmp_path, monkeypatch):
     """Until it could be taken once more; then the next one who has it is waited for as long as the first."""
-    monkeypatch.setattr(cache, "_LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(_ledger, "_LOCK_WAIT_S", 0.05)
     waits: list[float] = []
-    monkeypatch.setattr(cache.time, "sleep", waits.append)
+    monkeypatch.setattr(_ledger.time, "sleep", waits.append)
     clock = iter(range(10**6))
-    monkeypatch.setattr(cache.time, "monotonic", lambda: next(clock) / 100)
+    monkeypatch.setattr(_ledger.time, "monotonic", lambda: next(clock) / 100)
     ledger = Ledger(str(tmp_path / ".bytes"))
     for _ in range(2):
         with open(tmp_path / ".bytes", "a") as other:

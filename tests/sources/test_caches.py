@@ -838,7 +838,7 @@ def test_layers_of_memmaps_come_in_the_order_of_the_numbers_that_differ(tmp_path
         (tmp_path / f"c/layer_{number}_out").rename(tmp_path / "c" / name.format(number))
     saved(tmp_path / "c" / "tokens.pt", np.arange(8))
     options = {**MODEL, "context": 4, "max_tokens_per_shard": 16}
-    with pytest.raises(ArgumentError, match=r"given as \[10, 9\]; by the names of their folders they are \[9, 10\]"):
+    with pytest.raises(ArgumentError, match=r"given as \[10, 9\]; by their names they are \[9, 10\]"):
         import_cache(tmp_path / "c", tmp_path / "out", layers=[10, 9], **options)
     store = import_cache(tmp_path / "c", tmp_path / "out", layers=[9, 10], **options)
     for position, layer in enumerate((9, 10)):

@@ -282,7 +282,7 @@ def test_token_arrays_take_dtypes_as_well_as_names():
     [
         ({"dtype": np.int8}, 'metadata: dtype is \'int8\'.*holds "float32", "bfloat16", "float16" only'),
         ({"dtype": ml_dtypes.float8_e4m3fn}, "dtype is 'float8_e4m3fn'"),
-        ({"dtype": {1, 2}}, "metadata: dtype has no JSON form"),
+        ({"dtype": {1, 2}}, "dtype: dtype is .*; it must be float32, bfloat16, float16"),
         ({"token_arrays": {"x": np.float64}}, "token array x has dtype 'float64'; it must be one of"),
         ({"token_arrays": {"mask": np.uint8}}, "token array mask has dtype uint8; arrays of that name are bool"),
         ({"token_arrays": {"x": object()}}, "metadata: token_arrays has no JSON form"),
@@ -314,4 +314,4 @@ def test_what_is_changed_keeps_numbers_that_are_none_and_its_name():
 def test_what_has_no_truth_or_no_text_is_refused_by_name(name: str, value: object):
     with pytest.raises(ArgumentError) as refused:
         new_metadata(**GOOD, **{name: value})
-    assert refused.value.where == name or (name == "dtype" and "dtype" in str(refused.value))
+    assert refused.value.where == name

@@ -95,7 +95,13 @@ def check_wanted(kind: type[Cache], wanted: Wanted) -> None:
 def layer_axis(wanted: Wanted, n_layers: int, *, where: str, names: Sequence[str] = ()) -> dict[str, object]:
     """`layers` and `hook_points` of a cache that does not tell them.
 
-    Where `names`, one for each layer, have the numbers that are given, they have them in this order. vLLM numbers the points between layers: the hidden states of id i enter layer i, so they are what layer i - 1 has left.
+    vLLM numbers the points between layers: the hidden states of id i enter layer i, so they are what layer i - 1 has left.
+
+    Args:
+        wanted: What the caller says of them.
+        n_layers: How many there are.
+        where: What errors call them.
+        names: Those that the cache has for them, in its order. Numbers that are given and in the names come in this order.
 
     Raises:
         ArgumentError: they are not given, are not as many as the cache has, or are in another order than the names say.
@@ -118,16 +124,29 @@ def layer_axis(wanted: Wanted, n_layers: int, *, where: str, names: Sequence[str
         raise ArgumentError(f"{len(pairs)} layers are named; {where} has {n_layers}", where="layers")
     labels = [label for label, _ in pairs]
     given = labels if wanted.layer_ids is None else list(wanted.layer_ids)
+    _check_order(given, names, where="layers" if wanted.layer_ids is None else "layer_ids")
+    return {"layers": labels, "hook_points": [hook_point for _, hook_point in pairs]}
+
+
+def _check_order(given: Sequence[int], names: Sequence[str], *, where: str) -> None:
+    """Refuse numbers that the names have at one place, but in another order."""
     numbers = [re.findall("[0-9]{1,9}", name) for name in names]
-    for column in zip(*numbers, strict=True) if len({*map(len, numbers)}) == 1 else ():
+    if len({*map(len, numbers)}) != 1:
+        return
+    for column in zip(*numbers, strict=True):
         found = [int(number) for number in column]
         if found != given and sorted(found) == sorted(given):
             raise ArgumentError(
-                f"the layers are given as {given}; by the names of their folders they are {found}",
-                where="layers" if wanted.layer_ids is None else "layer_ids",
+                f"the layers are given as {given}; by their names they are {found}",
+                where=where,
                 remedy="Give them in that order.",
             )
-    return {"layers": labels, "hook_points": [hook_point for _, hook_point in pairs]}
+
+
+def by_numbers(name: str) -> tuple[list[tuple[int, int, str]], str]:
+    """The order of names by the numbers in them: hs_2 before hs_10."""
+    parts = re.split(r"([0-9]{1,18})", name)
+    return [(0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in parts], name
 
 
 def check_context(context: object) -> int:

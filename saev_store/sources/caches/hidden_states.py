@@ -19,7 +19,7 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import CorruptShardError, DocumentError
 from saev_store.sources._files import digest_files
 from saev_store.sources.address import full_url
-from saev_store.sources.caches._cache import Cache, Wanted, check_context, layer_axis, sizes_of
+from saev_store.sources.caches._cache import Cache, Wanted, by_numbers, check_context, layer_axis, sizes_of
 from saev_store.sources.caches._stream import stream_arguments, stream_blocks
 from saev_store.sources.safetensors import DTYPES, Tensor, read_header
 from saev_store.transport import Entry, Transport
@@ -178,9 +178,3 @@ class HiddenStatesCache(Cache):
                 where=where,
             )
         return acts, ids
-
-
-def by_numbers(name: str) -> tuple[list[tuple[int, int, str]], str]:
-    """The order of names by the numbers in them: hs_2 before hs_10."""
-    parts = re.split(r"([0-9]{1,18})", name)
-    return [(0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in parts], name

@@ -24,9 +24,8 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, brief
 from saev_store.sources._files import digest_files
 from saev_store.sources.address import full_url
-from saev_store.sources.caches._cache import Cache, Wanted, check_context, entries_of, layer_axis, sizes_of
+from saev_store.sources.caches._cache import Cache, Wanted, by_numbers, check_context, entries_of, layer_axis, sizes_of
 from saev_store.sources.caches._stream import check_starts, stream_arguments, stream_blocks
-from saev_store.sources.caches.hidden_states import by_numbers
 from saev_store.transport import Entry, Transport
 from saev_store.writer.importing import Block, stored_dtype
 

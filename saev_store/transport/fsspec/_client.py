@@ -213,8 +213,9 @@ class FsspecClient:
         def is_busy(error: Exception) -> bool:
             """Whether it answered. A server that does not may be a mistaken address, so that is told at once."""
             name = type(error).__name__
-            has_answered = _status(error) is not None or name == "ClientPayloadError" if is_web else name == "OSError"
-            return has_answered and self.passes(error)
+            if is_web:
+                return (_status(error) is not None or name == "ClientPayloadError") and self.passes(error)
+            return name == "OSError" and self.passes(error)  # s3fs has other classes for time-outs and connections
 
         def work() -> Awaitable[object]:
             """The operation; what has no body is soon there, or will never be."""

@@ -34,7 +34,7 @@ from saev_store.transport.local.files import (
     identity_of,
     positions,
 )
-from saev_store.transport.local.opened import OpenedFiles
+from saev_store.transport.local.opened import OpenedFiles, digest_of
 from saev_store.transport.local.write import (
     TEMP_PREFIX,
     LocalSink,
@@ -111,6 +111,10 @@ class LocalTransport:
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.url,), {"opened": self.opened})
+
+    def expect(self, files: dict[str, tuple[int, int]]) -> None:
+        """Read these files only, of sizes and times (ns) of the last change by path; see `OpenedFiles`."""
+        self.opened = OpenedFiles(files, digest_of(self.read))
 
     def unmapped(self) -> PreadTransport:
         """Reads the same files without maps."""
