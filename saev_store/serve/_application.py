@@ -39,7 +39,7 @@ _REMOTE_PIECE_BYTES = 4 << 20
 _EXPOSED = ("Accept-Ranges", "Content-Length", "Content-Range", "ETag")
 #: As browsers send it: without a path, also without the slash of an empty one.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(:\d{1,5})?")
-_ONE_RANGE = re.compile(r"bytes=(?:(\d{1,19})-(\d{1,19})?|-(\d{1,19}))", re.ASCII | re.IGNORECASE)
+_ONE_RANGE = re.compile(r"bytes=(?:(\d{1,999})-(\d{1,999})?|-(\d{1,999}))", re.ASCII | re.IGNORECASE)
 
 
 def application(

@@ -87,8 +87,7 @@ def price_of(transport: Transport, prices: Prices | None = None) -> Price:
     table = PRICES if prices is None else prices
     if not isinstance(table, Mapping) or not all(isinstance(price, Price) for price in table.values()):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may not check types)
         raise ArgumentError("prices is a mapping of schemes to saev_store.store.estimate.Price", where="prices")
-    scheme = transport.url.partition("::")[2] or transport.url
-    scheme = scheme.partition("://")[0].lower()
+    scheme = transport.url.rpartition("::")[2].partition("://")[0].lower()  # of a chain the last link
     return table.get(_ALIASES.get(scheme, scheme), Price())
 
 

@@ -380,7 +380,7 @@ def test_of_a_long_epoch_some_is_planned():
 )
 def test_every_name_of_a_service_has_its_price(schemes: tuple[str, ...], price: str | None):
     for scheme in schemes:
-        for url in (f"{scheme}://lab/x", f"simplecache::{scheme}://lab/x"):
+        for url in (f"{scheme}://lab/x", f"simplecache::{scheme}://lab/x", f"zip://x::filecache::{scheme}://lab/x.zip"):
             assert price_of(SimpleNamespace(url=url)) == (PRICES[price] if price else Price())
     assert price_of(SimpleNamespace(url="/data/x")) == Price()
 
