@@ -58,7 +58,8 @@ def copy(
         typer.Option(metavar="2,5:attn_out", help="Copy only these layers, by label, as a new store [default: all]."),
     ] = None,
     tokens: Annotated[
-        Literal["all", "content", "special"], typer.Option(help="Copy only these tokens, as a new store.")
+        Literal["all", "content", "special"],
+        typer.Option(help="Copy only these tokens, as a new store; special: with the first content token."),
     ] = "all",
     protocol: Annotated[
         str | None,

@@ -57,7 +57,8 @@ class Importing:
             root: The folder of stores; created if need be.
             family: The family of models, such as "clip".
             ckpt: The model.
-            layers: The label of each entry of the layer axis; None: the coordinate "layer" of an xarray array.
+            layers: The label of each entry of the layer axis; None: the coordinate "layer" of an xarray array, which must not have
+                them in another order.
             cls_token: Whether token 0 is a CLS or BOS token, which token arrays leave out.
             dims: The names of the axes in their order: "example" and "d_model", and if there are such axes "layer" and "token". None: those
                 of xarray, else (example, layer, token, d_model), (example, token, d_model) or (example, d_model).

@@ -138,6 +138,10 @@ def test_xarray_names_its_axes_and_layers(tmp_path: Path):
     store = ShardStore.from_array(array, tmp_path, **MODEL)
     assert store.layers == (1, 4, 7)
     assert_same_bits(store, acts)
+    assert ShardStore.from_array(array, tmp_path / "others", layers=(0, 1, 2), **MODEL).layers == (0, 1, 2)
+    with pytest.raises(ArgumentError, match=r"given as \[7, 1, 4\]; by the array's coordinate they are \[1, 4, 7\]"):
+        ShardStore.from_array(array, tmp_path / "turned", layers=(7, 1, 4), **MODEL)
+    assert not (tmp_path / "turned").exists()
 
 
 def test_token_arrays_whose_axes_are_named_in_another_order_are_refused(tmp_path: Path):

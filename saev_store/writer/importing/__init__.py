@@ -76,7 +76,14 @@ def from_array(
     axes = ArrayAxes(array, dims)
     n_examples, n_layers, n_tokens, d_model = axes.shape
     arrays, dtypes = checked_token_arrays(token_arrays, n_examples, n_tokens - bool(cls_token))
-    labels = _labels_of(array) if layers is None else layers
+    named = _layers_of(array)
+    labels = named if layers is None else layers
+    if labels is None:
+        raise ArgumentError(
+            "the labels of the layers are not known",
+            where="layers",
+            remedy="Pass one for each entry of that axis: layers=[…].",
+        )
     if isinstance(labels, str) or not isinstance(labels, (Sequence, np.ndarray)):
         raise ArgumentError(f"layers is {brief(labels)}; it must be a list of labels", where="layers")
     if data is not None and not isinstance(data, Mapping):
@@ -92,6 +99,13 @@ def from_array(
         data={**(data or {"__class__": "Import"}), "imported": identity(axes, arrays)}, dataset=dataset, dtype=store_dtype,
         hook_points=hook_points, token_arrays=dtypes if says_more else None, text=text,
     )  # fmt: skip
+    recorded = list(metadata.layout.layers)
+    if named is not None and recorded != named and set(recorded) == set(named):
+        raise ArgumentError(
+            f"the layers are given as {recorded}; by the array's coordinate they are {named}",
+            where="layers",
+            remedy="Give them in that order, or not at all.",
+        )
     examples = ArrayExamples(axes, arrays, metadata)
     options = ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
     transport = open_transport(root, storage_options)
@@ -116,14 +130,9 @@ def check_options(max_block_bytes: object, verify: object) -> None:
         raise ArgumentError(f"verify is {brief(verify)}; it must be True or False", where="verify")
 
 
-def _labels_of(array: object) -> Sequence[int] | IntArray:
+def _layers_of(array: object) -> list[int] | None:
     """The labels of layers that an array of xarray has as a coordinate."""
     coordinates = getattr(array, "coords", None)
     if isinstance(coordinates, Mapping) and "layer" in coordinates:
-        found = cast("Any", coordinates["layer"]).to_numpy()
-        return cast("IntArray", found.reshape(-1))
-    raise ArgumentError(
-        "the labels of the layers are not known",
-        where="layers",
-        remedy="Pass one for each entry of that axis: layers=[…].",
-    )
+        return cast("list[int]", cast("Any", coordinates["layer"]).to_numpy().reshape(-1).tolist())
+    return None
