@@ -63,7 +63,8 @@ def ahead(work: Callable[[S], T], items: Iterable[S], n: int) -> Generator[T]:
                 yield _awaited(begun.popleft())
             try:
                 begun.append(pool.submit(work, item))
-            except RuntimeError:  # no more threads
+            except RuntimeError as error:  # no more threads
+                raise_hidden_interrupt(error)
                 while begun:
                     yield _awaited(begun.popleft())
                 yield work(item)
@@ -76,8 +77,12 @@ def ahead(work: Callable[[S], T], items: Iterable[S], n: int) -> Generator[T]:
 
 def _awaited(future: Future[T]) -> T:
     """The result of a future. Waits in slices: an interrupt that another thread receives does not end an unbounded wait."""
-    while not future.done():
-        wait([future], timeout=_SLICE_S)
+    try:
+        while not future.done():
+            wait([future], timeout=_SLICE_S)
+    except RuntimeError as error:
+        raise_hidden_interrupt(error)
+        raise
     return future.result()
 
 
@@ -85,9 +90,42 @@ async def off_loop(call: Callable[[], T]) -> T:
     """The result of a call in a thread, so that the event loop goes on; where the system refuses one, of a call in the loop's own."""
     try:
         waiting = asyncio.get_running_loop().run_in_executor(None, call)
-    except RuntimeError:  # no more threads
+    except RuntimeError as error:  # no more threads
+        raise_hidden_interrupt(error)
         return call()
     return await waiting
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        RuntimeError: the system refuses it, or the interpreter is ending.
+        KeyboardInterrupt: the user has interrupted the start.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise_hidden_interrupt(error)
+        raise
+
+
+def hidden_interrupt(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt during whose handling the error was raised, if there is one.
+
+    One that arrives while a thread starts leaves a lock of the standard library free that is freed once more on the way out. The
+    RuntimeError of that must not be taken for the refusal of a thread.
+    """
+    before = error.__context__
+    while before is not None and not isinstance(before, KeyboardInterrupt):
+        before = before.__context__
+    return before
+
+
+def raise_hidden_interrupt(error: BaseException) -> None:
+    """Raise the interrupt during whose handling the error was raised, if there is one."""
+    if (interrupt := hidden_interrupt(error)) is not None:
+        raise interrupt from None
 
 
 def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
@@ -114,7 +152,7 @@ def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
     for _ in range(min(n, len(parts)) - 1):
         helper = threading.Thread(target=take, name="saev-store-copy", daemon=True)
         try:
-            helper.start()
+            start_thread(helper)
         except RuntimeError:  # no more threads, or the interpreter is ending
             break
         started.append(helper)
@@ -191,7 +229,7 @@ class AbandonedObjects:
         """
         if self._thread is None:
             thread = threading.Thread(target=_close_all, args=(self._found,), name="closes-abandoned", daemon=True)
-            thread.start()
+            start_thread(thread)
             self._thread = thread
             # Registered last, and once, so that it runs before the exit handlers of transports.
             atexit.unregister(self.close_all)

@@ -12,6 +12,7 @@ from typing import Annotated, Protocol, cast
 import typer
 
 from saev_store._runtime.progress import counting
+from saev_store._runtime.threads import hidden_interrupt
 from saev_store._version import __version__
 from saev_store.cli._common import PipeClosedError, UsageText, discard_output, emit, emit_error, unwritable
 from saev_store.cli._help import Explained, explain
@@ -168,7 +169,8 @@ def run(argv: list[str]) -> int:
             return fail(usage, USAGE)
         if isinstance(error, OSError) and {"-h", "--help"} & {*argv}:  # the command line library prints help texts
             return fail(unwritable(error), REFUSED)
-        if type(error).__name__ == "Abort":  # the command line library converts Ctrl-C into this
+        # The command line library converts Ctrl-C into Abort.
+        if type(error).__name__ == "Abort" or hidden_interrupt(error) is not None:
             return interrupted()
         return fail(error, DEFECT)
     for message in seen:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from saev_store._runtime.threads import ABANDONED, without_variables
+from saev_store._runtime.threads import ABANDONED, start_thread, without_variables
 from saev_store.errors import ArgumentError, DeadlineError, ForkError, TransportError
 from saev_store.loaders._metrics import Totals
 from saev_store.transport.base import STOP
@@ -94,7 +94,7 @@ class Iteration:
     def _start(self, thread: threading.Thread) -> None:
         """Start a thread that `close` ends."""
         try:
-            thread.start()
+            start_thread(thread)
         except RuntimeError as error:
             raise TransportError(
                 f"the system gives no more threads ({error})",

@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import cast
 
+from saev_store._runtime.threads import start_thread
 from saev_store.core.arguments import check_number
 from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Layers, Tokens, are_several
@@ -82,7 +83,7 @@ class Lease:
         self._ended.clear()
         self._beating = threading.Thread(target=self._beat, name="saev-lease", daemon=True)
         try:
-            self._beating.start()
+            start_thread(self._beating)
         except RuntimeError as error:
             self._beating = None
             self._folder.delete(self._path)

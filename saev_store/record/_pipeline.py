@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
+from saev_store._runtime.threads import start_thread
 from saev_store.errors import TransportError
 
 S = TypeVar("S")
@@ -176,7 +177,7 @@ class Pipeline(Generic[S, T]):
     def _run(self, after: Callable[[], object]) -> None:
         for thread in (self._reading, self._writing):
             try:
-                thread.start()
+                start_thread(thread)
             except RuntimeError as error:
                 raise TransportError(
                     f"recording needs two threads, and the system gives none: {error}",

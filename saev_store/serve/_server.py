@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
+from saev_store._runtime.threads import start_thread
 from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, TransportError, brief
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def serve_in_thread(app: Starlette, listening: socket.socket) -> Callable[[], No
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="saev-store-server", daemon=True)
     try:
-        thread.start()
+        start_thread(thread)
     except RuntimeError as error:
         listening.close()
         raise TransportError(

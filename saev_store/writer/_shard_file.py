@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.threads import ABANDONED
+from saev_store._runtime.threads import ABANDONED, start_thread
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import CorruptShardError, ForkError, SaevStoreError, TransportError
@@ -338,7 +338,7 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="saev-store-writer", daemon=True)
             try:
-                self._thread.start()
+                start_thread(self._thread)
             except RuntimeError as error:
                 self._thread = None
                 raise self._no_threads(error) from None

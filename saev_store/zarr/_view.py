@@ -17,7 +17,7 @@ import numpy as np
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
-from saev_store._runtime.threads import after_fork_in_child
+from saev_store._runtime.threads import after_fork_in_child, raise_hidden_interrupt
 from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.core.dtypes import FLOAT32, ReadDtype, numpy_dtype, read_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, brief
@@ -273,7 +273,8 @@ class ZarrView(Store):
                 raise self._lost(parts) from error
         try:
             fetching = asyncio.get_running_loop().run_in_executor(_pool(), self._fetch, parts)
-        except RuntimeError:  # no more threads
+        except RuntimeError as error:  # no more threads
+            raise_hidden_interrupt(error)
             return self._fetch(parts)
         return await fetching
 

@@ -619,11 +619,21 @@ def test_an_address_with_a_scheme_of_one_letter_is_no_folder(run, store, tmp_pat
     assert "Protocol not known: x" in err
 
 
-@pytest.mark.parametrize("receiver", ["main thread", "any thread"])
+@pytest.mark.parametrize("receiver", ["main thread", "any thread", "a finalizer"])
 def test_interrupt(tmp_path, receiver):
-    """Ctrl-C while reads hang forever, whichever thread receives the signal."""
+    """Ctrl-C while reads hang forever, whichever thread receives the signal, also where the interpreter ignores errors."""
     code = (
         "import os, signal, sys, threading, time\n"
+        "from saev_store._runtime import threads\n"
+        "class Dies:\n"
+        "    def __del__(self):\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "def wait_once(*arguments, wait=threads.wait, **options):\n"
+        "    threads.wait = wait\n"
+        "    Dies()\n"
+        "    return wait(*arguments, **options)\n"
+        f"if {receiver == 'a finalizer'}:\n"
+        "    threads.wait = wait_once\n"
         "from saev_store.transport import MmapTransport\n"
         "def hang(*_, **__):\n"
         "    os.write(1, b'hangs\\n')\n"

@@ -9,6 +9,7 @@ import os
 import stat
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -111,18 +112,32 @@ class OpenFile:
 
     __slots__ = ("fd", "identity", "inode")
 
-    def __init__(self, where: str) -> None:
-        self.fd = -1
+    def __init__(self, fd: int, status: os.stat_result) -> None:
+        self.fd = fd
+        self.identity = identity_of(status)
+        self.inode = self.identity[:2]
+
+    @classmethod
+    def at(cls, where: str) -> Self:
+        """Open a file. One that cannot be opened leaves no object to collect: Ctrl-C during its finalizer would be lost.
+
+        Raises:
+            OSError: the system cannot open it.
+            TransportError: it is not a regular file.
+        """
         try:
-            self.fd = os.open(where, _FLAGS)
+            fd = os.open(where, _FLAGS)
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
             raise TransportError("this is a socket, but a regular file is needed", where=where) from error
-        status = os.fstat(self.fd)
-        check_regular(status.st_mode, where=where)
-        self.identity = identity_of(status)
-        self.inode = self.identity[:2]
+        try:
+            status = os.fstat(fd)
+            check_regular(status.st_mode, where=where)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, status)
 
     def size(self) -> int:
         """The size of the file now, in bytes; the position is not used, and moving it costs a third of `fstat`."""
@@ -130,11 +145,10 @@ class OpenFile:
 
     # Bound here because the interpreter may have emptied `os` by the time it ends the last open file.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self.fd >= 0:
-            try:
-                close(self.fd)
-            except OSError:  # nothing was written through it; `contextlib` may be empty by now as well
-                return
+        try:
+            close(self.fd)
+        except OSError:  # nothing was written through it; `contextlib` may be empty by now as well
+            return
 
 
 class DescriptorCache:
@@ -162,12 +176,12 @@ class DescriptorCache:
                 return file
             self.forget(where)  # another file has the name by now
         try:
-            file = OpenFile(where)
+            file = OpenFile.at(where)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
             self.forget("")
-            file = OpenFile(where)
+            file = OpenFile.at(where)
         with self._lock.mutex:
             # The oldest goes first; a reader that still uses it keeps it open.
             while len(self._files) >= self._limit:

@@ -136,7 +136,7 @@ class LocalTransport:
         """The whole of a small file, as it is now."""
         where = self._where(path)
         with os_errors(where, "read"):
-            file = OpenFile(where)
+            file = OpenFile.at(where)
             if max_bytes is not None and file.identity[2] > max_bytes:
                 raise too_big(where, size=file.identity[2], max_bytes=max_bytes)
             # The size of a file can change, and some virtual ones report 0: read to the end, within the bound.
