@@ -847,3 +847,13 @@ def test_metrics_count_what_the_transport_counts(tmp_path: Path, kind: type, row
         after, metrics = store.transport.counters, loader.metrics()
     assert metrics.n_requests == after.operations["get_ranges"] - before.operations.get("get_ranges", 0)
     assert metrics.bytes_read == after.bytes_read - before.bytes_read
+
+
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_metrics_count_each_scattered_row_of_mapped_shards(tmp_path: Path, kind: type):
+    """A row that is copied out of a map is a request of its own."""
+    store = ShardStore.open(token_store(tmp_path, n=60, content=16, per_shard=11).path)
+    with kind(store.sel(layer=5, tokens="special"), batch_size=16) as loader:
+        n_rows = sum(len(batch["act"]) for batch in loader)
+        metrics = loader.metrics()
+    assert (n_rows, metrics.n_requests, metrics.bytes_read) == (60, 60, 60 * store.layout.vector_nbytes)

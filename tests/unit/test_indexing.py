@@ -95,6 +95,16 @@ def test_masks_over_several_axes(axes: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(read(key), DENSE[key])
 
 
+@pytest.mark.parametrize("at", range(5))
+def test_an_ellipsis_over_nothing_separates_only_lists_on_both_sides(at: int) -> None:
+    """In front of the first list and behind the last one it is as if it were not there."""
+    for key in ([slice(None), [0, 1], [0, 1], 0], [slice(None), [0, 1], [2, 0], slice(1, 3)], [[3, 1], 0, 2, [0, 1]]):
+        key.insert(at, ...)
+        expected = DENSE[tuple(key)]
+        assert parse_key(tuple(key), SHAPE).shape == expected.shape
+        np.testing.assert_array_equal(read(tuple(key)), expected)
+
+
 def test_an_ellipsis_over_nothing_still_separates_lists() -> None:
     key = (0, [1, 2], slice(None), ..., [0, 4])
     np.testing.assert_array_equal(read(key), DENSE[key])
