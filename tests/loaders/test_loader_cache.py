@@ -90,6 +90,25 @@ def test_a_lock_of_another_process_is_not_waited_for_without_end(plain, tmp_path
     assert near.kept_bytes == 64 + 16
 
 
+def test_a_lock_that_was_waited_for_in_vain_is_only_tried_until_it_is_free(tmp_path, monkeypatch):
+    """Or each extent that cannot be kept would cost the whole wait."""
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("saev_store.loaders._ledger.time", clock)
+    path = tmp_path / ".bytes"
+    path.touch()
+    ledger, waited_s = Ledger(str(path)), []
+    for tries in (2, 1):
+        with open(path) as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            for _ in range(tries):
+                with pytest.raises(DeadlineError):
+                    ledger.get()
+                waited_s.append(round(sum(slept)))
+        assert ledger.get() == 0
+    assert waited_s == [10, 10, 20]
+
+
 def test_an_unlock_that_fails_leaves_no_lock_behind(tmp_path, monkeypatch):
     ledger = Ledger(str(tmp_path / ".bytes"))
     real = fcntl.flock

@@ -61,6 +61,17 @@ def test_texts_do_not_replace_a_file_of_their_data_set(
         assert files(texts) == before
 
 
+def test_a_link_in_the_folder_of_a_data_set_is_a_file_of_it_wherever_it_leads(texts: Path) -> None:
+    """The link would be replaced, not what it leads to."""
+    (texts.parent / "elsewhere.tar.idx").write_bytes(b"mine")
+    link = texts / "s.link.idx"
+    link.symlink_to(texts.parent / "elsewhere.tar.idx")
+    command = ["convert", str(texts), str(link), "--tokenizer", "bytes", "--overwrite", "--no-progress"]
+    assert main(command) == 2
+    assert link.is_symlink()
+    assert link.read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize("name", ["d.idx", "d.bin", "link.bin", "../{}/d.bin"])
 def test_documents_are_not_replaced_by_their_batches(documents: Path, name: str) -> None:
     (documents.parent / "link.bin").symlink_to(documents.with_suffix(".bin"))

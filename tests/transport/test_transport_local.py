@@ -120,6 +120,18 @@ def test_a_replaced_file_is_an_error_until_it_is_opened_again(tmp_path, engine):
     assert bytes(view) == b"old!"
 
 
+def test_a_map_of_a_replaced_file_is_refused_also_where_the_new_file_is_open(tmp_path):
+    """Another reader has opened it: the descriptor is that of the new file, and the map that of the old one."""
+    (tmp_path / "a.bin").write_bytes(b"old!")
+    transport = MmapTransport(tmp_path)
+    transport.check_mapped("a.bin", 4)
+    (tmp_path / "b.bin").write_bytes(b"new!")
+    os.replace(tmp_path / "b.bin", tmp_path / "a.bin")
+    assert bytes(one(MmapTransport(tmp_path), "a.bin", 0, 4)) == b"new!"
+    with pytest.raises(CorruptShardError, match="taken the place"):
+        transport.check_mapped("a.bin", 4)
+
+
 @engines
 @pytest.mark.parametrize("same_time", [False, True])
 def test_a_file_with_the_inode_number_of_the_old_one_is_another_file(tmp_path, engine, same_time):
