@@ -232,8 +232,9 @@ def test_what_a_subclass_of_an_adapter_adds_is_part_of_the_identity(tmp_path: Pa
     model = tiny_bert()
     adapter = OfSegment(model=model, blocks=[*model.encoder.layer], d_model=32, family="bert", segment=1)
     options = {"layers": (0,), "ckpt": "x", "exist_ok": True, "progress": False}
-    for _ in range(2):  # a property is computed by the first one
+    for _ in range(2):  # nothing is recorded, so the property is computed by the test
         assert record(adapter, Texts(IDS, context=6), tmp_path, **options).name == second.name
+        assert adapter.made == 1
     with pytest.raises(ArgumentError, match="OfSegment has .*lock.* whose settings cannot be told") as refused:
         of_bert(OfSegment, tmp_path, segment=threading.Lock())
     assert refused.value.where == "adapter"

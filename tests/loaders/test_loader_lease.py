@@ -65,6 +65,19 @@ def test_who_shows_no_sign_of_life_is_succeeded(monkeypatch):
     assert place.list() == []
 
 
+def test_who_shows_a_sign_of_life_now_and_then_is_never_succeeded(monkeypatch):
+    """Looks that find no change count only if they follow each other."""
+    monkeypatch.setattr(staging, "PATIENCE", 2)
+    place = MemoryTransport()
+    lease = Lease(place, PATH)
+    for sign in range(8):
+        place.put(PATH, b"%d" % sign)
+        for _ in range(2):
+            with lease as ours:
+                assert not ours
+    assert place.read(PATH) == b"7"
+
+
 def test_signs_of_life_until_somebody_else_has_taken_over(monkeypatch):
     monkeypatch.setattr(staging, "BEAT_S", 0.001)
     seen, changed = set(), threading.Event()

@@ -141,6 +141,9 @@ def test_xarray_names_its_axes_and_layers(tmp_path: Path):
     assert ShardStore.from_array(array, tmp_path / "others", layers=(0, 1, 2), **MODEL).layers == (0, 1, 2)
     with pytest.raises(ArgumentError, match=r"given as \[7, 1, 4\]; by the array's coordinate they are \[1, 4, 7\]"):
         ShardStore.from_array(array, tmp_path / "turned", layers=(7, 1, 4), **MODEL)
+    falling = array.assign_coords(layer=[7, 4, 1])
+    with pytest.raises(ArgumentError, match=r"given as \[1, 4, 7\]; by the array's coordinate they are \[7, 4, 1\]"):
+        ShardStore.from_array(falling, tmp_path / "turned", layers=(1, 4, 7), **MODEL)
     assert not (tmp_path / "turned").exists()
 
 
