@@ -222,15 +222,17 @@ def test_no_reference_replaces_what_a_writer_has_begun(
     assert files(begun) == before
 
 
-@pytest.mark.parametrize("how", ["in", "over"])
-def test_no_folder_of_an_export_is_made_in_a_store(store: ShardStore, how: str) -> None:
+@pytest.mark.parametrize("how", ["in", "over", "over another"])
+def test_no_folder_of_an_export_is_made_in_a_store(store: ShardStore, how: str, tmp_path: Path) -> None:
     target = f"{store.url}/labels" if how == "in" else store.url
-    before = files(store.url)
+    if how == "over another":
+        target = str(plain_store(LAYOUT, seed=2).write(tmp_path / "others"))
+    before = files(tmp_path)
     with pytest.raises(ArgumentError, match="is in the folder of a store"):
         store.to_kerchunk(target, format="parquet")
     with pytest.raises(SaevStoreError):
         store.to_icechunk(target)
-    assert files(store.url) == before
+    assert files(tmp_path) == before
 
 
 @pytest.mark.skipif(os.name == "nt" or os.uname().sysname == "Darwin", reason="file systems there take no such name")
