@@ -387,7 +387,9 @@ def test_a_model_that_hides_padding_is_looked_at_once(name: str, dtype: str) -> 
 def test_a_thousandth_is_rounding_only_where_the_model_rounds(rounding: str) -> None:
     """Other tokens behind the text change how some models round; in float32 they change less than that."""
     model = tiny_language("LlamaModel").to(torch.bfloat16 if rounding == "half precision" else torch.float32)
-    model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out + out.mean(1, keepdim=True) / 300)
+    model.get_input_embeddings().register_forward_hook(
+        lambda _module, _args, out: out + out.mean(1, keepdim=True) / 300
+    )
     mask = np.ones((1, 6), np.int64)
     mask[0, 4:] = 0
     torch.set_float32_matmul_precision("medium" if rounding == "precision of products" else "highest")
