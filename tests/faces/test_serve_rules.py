@@ -28,7 +28,7 @@ from waiting import HANG_S
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, TransportError
-from saev_store.serve import _application, application, listen, serve, serve_in_thread
+from saev_store.serve import _application, _server, application, listen, serve, serve_in_thread
 from saev_store.serve._application import UnsatisfiableError, _basenames, parse_range
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
@@ -395,3 +395,16 @@ def test_an_address_of_ipv6_is_in_brackets():
         pytest.skip("there is no IPv6 here")
     assert address == f"http://[::1]:{listening.getsockname()[1]}/"
     listening.close()
+
+
+@pytest.mark.parametrize("n_groups", [0, 1, 2])
+def test_an_answer_that_a_store_breaks_off_is_one_line_in_how_many_tasks_ever(n_groups: int) -> None:
+    error: BaseException = CorruptShardError("it was cut", where="acts000000.bin")
+    for _ in range(n_groups):
+        error = BaseExceptionGroup("of a task", [error])
+    record = logging.makeLogRecord(
+        {"msg": "Exception in %s", "args": ("ASGI",), "exc_info": (type(error), error, None)}
+    )
+    _server._shorten(record)
+    assert record.getMessage() == "an answer was broken off: acts000000.bin: it was cut"
+    assert record.exc_info is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -87,3 +88,9 @@ def test_what_is_printed_of_a_name_that_is_not_utf8(root, what):
 
 def test_other_texts_are_printed_as_they_are():
     assert printable("café 漢字 \\ \n 😀") == "café 漢字 \\ \n 😀"
+
+
+def test_no_control_character_but_tabs_and_ends_of_lines_reaches_a_terminal():
+    for character in map(chr, range(0x250)):
+        is_control = unicodedata.category(character) == "Cc" and character not in "\t\n"
+        assert printable(character) == (f"\\x{ord(character):02x}" if is_control else character)
