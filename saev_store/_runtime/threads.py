@@ -199,6 +199,43 @@ def _renew_all() -> None:
 after_fork_in_child(_renew_all)
 
 
+class Flag:
+    """What one thread sets and others wait for, and no interrupt leaves locked.
+
+    The methods of `threading.Event` are Python code: an interrupt at the first or last line of one that holds its lock leaves it
+    locked, and the next caller waits for ever.
+
+    >>> flag = Flag()
+    >>> flag.set()
+    >>> flag.is_set(), flag.wait(60.0)
+    (True, True)
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._gate = threading.Lock()
+        self._gate.acquire()  # free when the flag is set
+
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it for good; a second call does nothing."""
+        self._is_set = True
+        self._open()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return when it is set, or later than `timeout_s`; whether it is set."""
+        if not self._is_set and self._gate.acquire(timeout=timeout_s):
+            self._open()  # for the next one who waits
+        return self._is_set
+
+    def _open(self) -> None:
+        with suppress(RuntimeError):  # free already
+            self._gate.release()
+
+
 class Closes(Protocol):
     """An object that has to be closed."""
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from saev_store._runtime.threads import ABANDONED, start_thread, without_variables
+from saev_store._runtime.threads import ABANDONED, Flag, raise_hidden_interrupt, start_thread, without_variables
 from saev_store.errors import ArgumentError, DeadlineError, ForkError, TransportError
 from saev_store.loaders._metrics import Totals
 from saev_store.transport.base import STOP
@@ -66,11 +66,13 @@ class Iteration:
     def __init__(
         self, n_threads: int, depth: int, totals: Totals, *, helps: bool, on_close: Callable[[], object] | None = None
     ) -> None:
-        self.stop, self.totals, self.pid = threading.Event(), totals, os.getpid()
+        self.stop, self.totals, self.pid = Flag(), totals, os.getpid()
         self._n_threads, self._depth, self._helps, self._on_close = n_threads, depth, helps, on_close
         self._tasks: SimpleQueue[tuple[Callable[[], None], str, Group] | None] = SimpleQueue()
-        # Notified when a group or a batch is done, a batch is taken, or the iteration is closed. Guards all that follows.
-        self._changed = threading.Condition()
+        # Guards all that follows. Held itself: `with` of a condition has methods in Python, see `Flag`.
+        self._mutex = threading.RLock()
+        #: Notified when a group or a batch is done, a batch is taken, or the iteration is closed.
+        self._changed = threading.Condition(self._mutex)
         self._ready: deque[Batch] = deque()
         self._is_complete = False
         self._error: BaseException | None = None
@@ -111,7 +113,7 @@ class Iteration:
         error: BaseException | None = None
         try:
             for batch in batches():
-                with self._changed:
+                with self._mutex:
                     while len(self._ready) >= self._depth and not self.stop.is_set():
                         self._changed.wait(SLICE_S)
                     if self.stop.is_set():
@@ -125,7 +127,7 @@ class Iteration:
         except BaseException as raised:
             error = without_variables(raised)
         del batches  # the error's traceback may keep this frame
-        with self._changed:
+        with self._mutex:
             self._is_complete, self._error = True, error
             self._changed.notify_all()
         del error
@@ -138,7 +140,7 @@ class Iteration:
         """
         queued = list(tasks)
         group = Group(len(queued))
-        with self._changed:
+        with self._mutex:
             # Behind what tells the threads to end, tasks would stay in the queue, with the memory that they fill.
             if self.stop.is_set():
                 raise StoppedError
@@ -170,7 +172,7 @@ class Iteration:
                 break
             self._carry_out(-1, *item)
             del item
-        with self._changed:
+        with self._mutex:
             while group.n_left and group.error is None:
                 if self.stop.is_set():
                     raise StoppedError
@@ -203,7 +205,7 @@ class Iteration:
                 error = without_variables(raised)
             self._busy.pop(number, None)
         del task  # an error's traceback may keep this frame
-        with self._changed:
+        with self._mutex:
             self._n_open -= 1
             group.n_left -= 1
             group.error = group.error or error
@@ -226,7 +228,7 @@ class Iteration:
         """
         # Slices are counted, not the clock: a process that was stopped (Ctrl-Z, a suspended machine) goes on where it was.
         left, seen = timeout_s, progress()
-        with self._changed:
+        with self._mutex:
             while not self._ready:
                 if self._error is not None:
                     error, self._error = self._error, None
@@ -278,7 +280,7 @@ class Iteration:
             if not self._is_closed:
                 deadline = time.monotonic() + JOIN_S
                 self.stop.set()
-                with self._changed:
+                with self._mutex:
                     self._ready.clear()
                     for _ in range(self._n_readers):
                         self._tasks.put(None)
@@ -336,8 +338,9 @@ class BatchIterator(Iterator[Batch]):
             raise _closed()
         try:
             batch = iteration.get(self._timeout_s, self._progress)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            raise_hidden_interrupt(error)
             raise
         totals = iteration.totals
         totals.waited_s += time.perf_counter() - started

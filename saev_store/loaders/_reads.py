@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.threads import Flag
 from saev_store.core.dtypes import converted
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.plan import requested
@@ -127,7 +127,7 @@ class Reads:
         self,
         reader: Reader,
         totals: Totals,
-        stop: threading.Event,
+        stop: Flag,
         *,
         task_bytes: int,
         advice: Advice | None = None,
@@ -371,7 +371,7 @@ class ScatteredReads:
         self._reads = Reads(
             rows.reader,
             Totals(rows.space.row_nbytes),
-            threading.Event(),
+            Flag(),
             task_bytes=_TASK_BYTES.get(medium.kind, 1 << 20),
             advice=self._advice,
             waits=True,

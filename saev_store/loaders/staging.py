@@ -10,13 +10,14 @@ import shutil
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import cast
 
-from saev_store._runtime.threads import start_thread
+from saev_store._runtime.threads import Flag, start_thread
 from saev_store.core.arguments import check_number
 from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Layers, Tokens, are_several
@@ -63,7 +64,7 @@ class Lease:
         self._attempt = secrets.token_hex(8)
         self._seen: bytes | None = None
         self._n_same = self._n_beats = 0
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._beating: threading.Thread | None = None
 
     def __enter__(self) -> bool:
@@ -80,8 +81,10 @@ class Lease:
                 return False
         if not self.is_ours():  # another process was as quick, where creating is not atomic
             return False
-        self._ended.clear()
-        self._beating = threading.Thread(target=self._beat, name="saev-lease", daemon=True)
+        self._ended = Flag()
+        self._beating = threading.Thread(
+            target=_beat, args=(weakref.ref(self), self._ended), name="saev-lease", daemon=True
+        )
         try:
             start_thread(self._beating)
         except RuntimeError as error:
@@ -92,6 +95,9 @@ class Lease:
                 where=self._folder.where(self._path),
                 remedy="End other processes, or raise the limit (`ulimit -u`, or the container's pids limit).",
             ) from None
+        except BaseException:  # Ctrl-C: nobody will leave what was not entered
+            self._ended.set()
+            raise
         return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -110,13 +116,13 @@ class Lease:
         self._seen = found
         return self._n_same >= self._patience
 
-    def _beat(self) -> None:
-        """Renew the document until the lease ends or is lost."""
-        while not self._ended.wait(BEAT_S):
-            with suppress(SaevStoreError):  # the next beat may arrive
-                if not self.is_ours():
-                    return
-                self._folder.put(self._path, self._document())
+    def renew(self) -> bool:
+        """Change the document; False if the lease was lost."""
+        with suppress(SaevStoreError):  # the next beat may arrive
+            if not self.is_ours():
+                return False
+            self._folder.put(self._path, self._document())
+        return True
 
     def _document(self) -> bytes:
         """The next content of the document."""
@@ -137,6 +143,15 @@ _POLL_S = 0.5
 _REMOVING = b"removing"
 #: What stands before the address of the source in a mark.
 _FROM = b" from "
+
+
+def _beat(found: weakref.ref[Lease], ended: Flag) -> None:
+    """Renew a lease until it ends, is lost, or is held by nobody: an interrupt may come before its end."""
+    while not ended.wait(BEAT_S):
+        lease = found()
+        if lease is None or not lease.renew():
+            return
+        del lease
 
 
 def stage(

@@ -124,7 +124,7 @@ class _Answers:
             return _refusal(error)
 
     async def _answer_value(self, request: Request, key: str, value: bytes | Extent) -> Response:
-        nbytes = len(value) if isinstance(value, bytes) else value.nbytes + value.index_nbytes
+        nbytes = self._view.shown_nbytes(value)
         etag = self._etag(value)
         headers = {"Accept-Ranges": "bytes", "Cache-Control": "no-cache", "ETag": etag}
         unwanted = request.headers.get("if-none-match", "").strip()
@@ -187,7 +187,7 @@ class _Answers:
 
     def _check_ends(self, key: str, value: Extent, start: int, end: int) -> None:
         """Read the first and last byte that have to be in the file; a `CorruptShardError` where they are not."""
-        last = min(end, value.end - value.start)
+        last = min(end, self._view.shown_nbytes_in_file(value))
         if start < last:
             self._read(key, start, start + 1)
             self._read(key, last - 1, last)

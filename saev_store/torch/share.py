@@ -129,8 +129,10 @@ class SharedLoader:
         first = epoch * self.n_batches + batch
         self.consumers = tuple(Consumer(self, name, first) for name in _names(names))
         self.dropped: dict[str, SaevStoreError] = {}
-        # Notified when a batch comes, a consumer moves on or leaves, or all is closed. Guards all that follows.
-        self._changed = threading.Condition()
+        # Guards all that follows. Held itself: an interrupt within the methods of a condition would leave it locked.
+        self._mutex = threading.RLock()
+        #: Notified when a batch comes, a consumer moves on or leaves, or all is closed.
+        self._changed = threading.Condition(self._mutex)
         self._live = list(self.consumers)
         self._window: deque[SharedBatch] = deque()
         self._first = first  # the number of the first batch in the window
@@ -156,7 +158,7 @@ class SharedLoader:
 
     def take(self, consumer: Consumer) -> ExampleBatch:
         """The consumer's next batch."""
-        with self._changed:
+        with self._mutex:
             consumer.thread, consumer.has_begun, consumer.is_between_epochs = threading.current_thread(), True, False
             self._give_back(consumer)
             patience = Patience(self._timeout_s)
@@ -184,7 +186,7 @@ class SharedLoader:
 
     def end_epoch(self, consumer: Consumer) -> None:
         """Note that a consumer has had the last batch of an epoch."""
-        with self._changed:
+        with self._mutex:
             consumer.is_between_epochs = True
             self._give_back(consumer)
             if self._spoiled is not None:
@@ -192,7 +194,7 @@ class SharedLoader:
 
     def move(self, consumer: Consumer, state: Mapping[str, object]) -> None:
         """Let a consumer go on from a state."""
-        with self._changed:
+        with self._mutex:
             if _is_same(state, self.state_of(consumer)):
                 self._give_back(consumer)
                 self._has_order = True
@@ -222,7 +224,7 @@ class SharedLoader:
 
     def leave(self, consumer: Consumer, error: BaseException | None = None) -> None:
         """Wait for a consumer no more; it is dropped if an error is why."""
-        with self._changed:
+        with self._mutex:
             if consumer not in self._live:
                 return
             self._give_back(consumer)
@@ -249,7 +251,7 @@ class SharedLoader:
             SaevStoreError: what the loader raises; it stands in front of the same batch then.
         """
         self._is_reading = True
-        self._changed.release()
+        self._mutex.release()
         try:
             try:
                 # Tensors that are made in inference mode cannot be trained on, wherever they go.
@@ -265,7 +267,7 @@ class SharedLoader:
                 self._loader.load_state_dict(self._loader.state_dict())
                 raise
         finally:
-            self._changed.acquire()
+            self._mutex.acquire()
             self._is_reading = False
             self._changed.notify_all()
         self._window.append(shared)
@@ -363,7 +365,7 @@ class SharedLoader:
 
     def close(self) -> None:
         """End the loader's threads and give back its memory. Consumers that ask for more are told."""
-        with self._changed:
+        with self._mutex:
             self._is_closed = True
             self._window.clear()
             self._changed.notify_all()

@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from threading import Event
 from typing import Protocol, runtime_checkable
+
+from saev_store._runtime.threads import Flag
 
 Buffer = bytes | bytearray | memoryview
 
-#: An event that is set when what this thread reads is not wanted any more: requests to servers are then cancelled.
-STOP: ContextVar[Event | None] = ContextVar("saev_store.transport.STOP", default=None)
+#: A flag that is set when what this thread reads is not wanted any more: requests to servers are then cancelled.
+STOP: ContextVar[Flag | None] = ContextVar("saev_store.transport.STOP", default=None)
 
 
 @dataclass(frozen=True, slots=True)

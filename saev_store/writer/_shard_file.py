@@ -6,7 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
@@ -363,7 +363,8 @@ class Background:
         self._stopping = True
         self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            with suppress(RuntimeError):  # an interrupt came before it had started: it will find nothing to do
+                self._thread.join()
         self._held.close()
 
     def _check(self) -> None:

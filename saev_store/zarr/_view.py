@@ -209,15 +209,22 @@ class ZarrView(Store):
         value = self._keys.find(key)
         if value is None:
             raise FileNotFoundError(key)
-        return self._nbytes(value)
+        return self.shown_nbytes(value)
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def _converts(self, value: bytes | Extent) -> bool:
         return self._keys.converts and not isinstance(value, bytes) and value.shard_idx is not None
 
-    def _nbytes(self, value: bytes | Extent) -> int:
-        nbytes = nbytes_of(value)
+    def shown_nbytes(self, value: bytes | Extent) -> int:
+        """Bytes of a value as it is shown: numbers of 16 bits may be shown as float32, in twice the bytes."""
+        return self._shown(value, nbytes_of(value))
+
+    def shown_nbytes_in_file(self, value: Extent) -> int:
+        """Those of them that come from the file; what follows is padding, or an index."""
+        return self._shown(value, value.end - value.start)
+
+    def _shown(self, value: bytes | Extent, nbytes: int) -> int:
         return nbytes // self._keys.grid.layout.itemsize * FLOAT32.itemsize if self._converts(value) else nbytes
 
     def _find(self, key: str, byte_ranges: Sequence[ByteRequest | None]) -> Parts | None:
@@ -225,7 +232,7 @@ class ZarrView(Store):
         value = self._keys.find(key)
         if value is None:
             return None
-        nbytes = self._nbytes(value)
+        nbytes = self.shown_nbytes(value)
         shown = stored = [bounds(part, nbytes) for part in byte_ranges]
         if isinstance(value, bytes) or not shown:
             return parts_of(value, shown, stored, 0)

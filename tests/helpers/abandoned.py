@@ -33,8 +33,7 @@ def tensors(path: str) -> None:
 def collect_all(loader: object, inner: ShuffledLoader) -> None:
     """Once for each lock."""
     locks: list[Callable[[], object]] = [
-        lambda: inner._iteration._changed,
-        lambda: inner._iteration.stop._cond,
+        lambda: inner._iteration._mutex,
         lambda: inner._iteration._threads[0]._started._cond,
         lambda: inner._totals._lock,
         lambda: inner._lock,

@@ -131,7 +131,7 @@ def test_a_forked_child_leaves_its_parents_threads_alone(plain):
     iterator = iter(loader)
     next(iterator)
     # As if a thread of the parent's was at it in this moment: in the child nobody will ever give these back.
-    with loader._iteration._changed, loader._iteration._closing:
+    with loader._iteration._mutex, loader._iteration._closing:
         process = multiprocessing.get_context("fork").Process(target=forget_in_a_child, args=(loader, [iterator]))
         process.start()
     process.join(HANG_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 
 import numpy as np
@@ -13,6 +12,7 @@ from transports import CountingTransport
 from waiting import soon
 
 from saev_store import ShardStore
+from saev_store._runtime.threads import Flag
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, MissingShardError, TransportError
@@ -135,7 +135,7 @@ class Far(MemoryTransport):
 )
 def test_which_runs_share_a_request(begins, origins, gap, first):
     """Runs of five vectors of 32 bytes."""
-    reads = Reads(Reader(Far({}, gap), LAYOUT), Totals(32), _reads.threading.Event(), task_bytes=1 << 20)
+    reads = Reads(Reader(Far({}, gap), LAYOUT), Totals(32), Flag(), task_bytes=1 << 20)
     runs = Runs(column(0, 0, 0), column(*begins), column(0, 5, 10), column(5, 5, 5), column(*origins))
     starts, ends, found = reads.requests(runs, into_target=False)
     assert (starts, ends) == ([32 * begin for begin in begins], [32 * (begin + 5) for begin in begins])
@@ -227,15 +227,15 @@ def test_a_time_out_says_what_failed_last(plain: Plain, monkeypatch):
         list(OrderedLoader(store.sel(layer=5), batch_size=100, n_threads=1, batch_timeout_s=0.3))
 
 
-class RecordedEvent(threading.Event):
+class RecordedFlag(Flag):
     """Records how long it is waited for, and does not wait; it is set during one of the waits."""
 
     def __init__(self, set_in_wait: int | None) -> None:
         super().__init__()
         self.waits_s, self._set_in_wait = [], set_in_wait
 
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waits_s.append(timeout)
+    def wait(self, timeout_s: float) -> bool:
+        self.waits_s.append(timeout_s)
         if len(self.waits_s) == self._set_in_wait:
             self.set()
         return self.is_set()
@@ -251,7 +251,7 @@ def test_a_failed_read_waits_longer_each_time_and_is_given_up_when_the_loader_is
         reader = ShardStore.open(far).sel(layer=5).reader
     reader.check_size(0)
     far.armed = True
-    stop = RecordedEvent(set_in_wait)
+    stop = RecordedFlag(set_in_wait)
     monkeypatch.setattr(_reads, "_now_s", lambda: sum(stop.waits_s))
     reads = Reads(reader, Totals(64), stop, task_bytes=1 << 20)
     runs = Runs(column(0), column(0), column(0), column(8), column(0))

@@ -26,6 +26,7 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from test_transport_contract import RangeHandler, fill_folder
 from waiting import HANG_S
 
+from saev_store._runtime.threads import Flag
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -464,7 +465,7 @@ def test_ctrl_c_cancels_what_is_waited_for(monkeypatch, moment):
 
 @pytest.mark.parametrize("moment", ["before", "while waiting", "never"])
 def test_a_request_that_is_not_wanted_any_more_is_cancelled(moment):
-    loop, stop, cancelled, n_begun = asyncio.new_event_loop(), threading.Event(), threading.Event(), 0
+    loop, stop, cancelled, n_begun = asyncio.new_event_loop(), Flag(), threading.Event(), 0
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 

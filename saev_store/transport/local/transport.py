@@ -326,12 +326,14 @@ class LocalTransport:
     def lock(self, path: str) -> Generator[None]:
         """Hold `flock` on a file, which is created and stays; the system releases it when this process ends."""
         where = self._where(path)
-        with os_errors(where, "lock"):
-            lock = lock_file(where)
+        lock = None
         try:
+            with os_errors(where, "lock"):
+                lock = lock_file(where)
             yield
         finally:
-            lock.close()
+            if lock is not None:
+                lock.close()
 
     def _changed(self, path: str) -> None:
         """Drop what is known of a file, or of all files in a folder: this transport has changed them."""

@@ -288,6 +288,8 @@ def rename_exclusive(old: str, new: str) -> bool:
 class _LockFile:
     """The descriptor that carries a lock; a forked child closes its copy, or the lock would outlive its owner."""
 
+    fd = -1  # an interrupt may come before it is opened
+
     def __init__(self, where: str) -> None:
         self.fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _LOCKS.add(self)
@@ -295,8 +297,13 @@ class _LockFile:
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            with contextlib.suppress(OSError):  # the descriptor, and the lock with it, is gone whatever it says
+            try:  # noqa: SIM105  # an interrupt within `suppress` would keep the descriptor
                 os.close(fd)
+            except OSError:  # the descriptor, and the lock with it, is gone whatever it says
+                pass
+
+    def __del__(self) -> None:  # an interrupt may come before anybody has it
+        self.close()
 
 
 _LOCKS: weakref.WeakSet[_LockFile] = weakref.WeakSet()
@@ -349,6 +356,9 @@ def _locked(where: str) -> _LockFile:
                     stacklevel=outside(),
                 )
                 return lock
+            lock.close()
+            raise
+        except BaseException:  # the traceback of an interrupt would keep it
             lock.close()
             raise
         return lock

@@ -1,0 +1,229 @@
+"""Raises KeyboardInterrupt at each place of a call where the interpreter can, and uses again what was interrupted.
+
+A program, because a lock that stays locked would end no test; see test_interrupts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from waiting import soon
+
+from saev_store import ShardStore
+from saev_store._runtime.threads import Flag, ahead, share
+from saev_store.loaders import OrderedLoader, ShuffledLoader, staging
+from saev_store.loaders._base import Loader
+from saev_store.transport import open_transport
+
+#: What to interrupt, and what to find out afterwards.
+Attempt = tuple[Callable[[], object], Callable[[bool], object]]
+_lost: list[object] = []
+
+
+def interrupted(call: Callable[[], object], place: int) -> tuple[bool, bool]:
+    """Whether there was such a place, and whether the caller was told. Else the interpreter has ignored it, in a finalizer."""
+    n_events, is_there, is_told = 0, False, False
+
+    def interrupt(_frame: object, event: str, _called: object) -> None:
+        nonlocal n_events, is_there
+        if event in {"call", "c_return"}:
+            n_events += 1
+            if n_events == place:
+                is_there = True
+                raise KeyboardInterrupt
+
+    _lost.clear()
+    sys.setprofile(interrupt)
+    try:
+        call()
+    except KeyboardInterrupt:
+        is_told = True
+    finally:
+        sys.setprofile(None)
+    assert is_told or not is_there or _lost, "nobody was told"
+    return is_there, is_told
+
+
+def at_every_place(begin: Callable[[], Attempt], *, step: int = 1) -> int:
+    """Interrupt a new attempt at each place, or at every so many; how many there were."""
+    place = 1
+    while True:
+        call, check = begin()
+        try:
+            is_there, is_told = interrupted(call, place)
+            check(is_told)
+        except BaseException as error:
+            error.add_note(f"place {place}")
+            raise
+        if not is_there:
+            return place - 1
+        place += step
+
+
+def threads(_path: Path) -> int:
+    """A starting thread is never taken for one that the system refuses, so the caller's own thread never does the work."""
+
+    def begin(call: Callable[[Callable[[int], object]], object]) -> Attempt:
+        by = list[threading.Thread]()
+        return lambda: call(lambda _: by.append(threading.current_thread())), lambda _: by
+
+    def in_others() -> Attempt:
+        call, seen = begin(lambda work: list(ahead(work, [1, 2, 3, 4], 2)))
+
+        def check(_is_told: bool) -> None:
+            by = seen(True)
+            assert isinstance(by, list)
+            assert threading.main_thread() not in by
+
+        return call, check
+
+    def in_all() -> Attempt:
+        return begin(lambda work: share(work, deque([1, 2]), 2))
+
+    return at_every_place(in_others) + at_every_place(in_all)
+
+
+def flags(_path: Path) -> int:
+    def begin() -> Attempt:
+        flag = Flag()
+
+        def call() -> None:
+            flag.wait(0.001)
+            flag.set()
+            flag.wait(60.0)
+
+        def check(_is_told: bool) -> None:
+            flag.set()
+            assert flag.wait(60.0)
+
+        return call, check
+
+    return at_every_place(begin)
+
+
+def loader(path: Path, make: Callable[[ShardStore], Loader]) -> int:
+    """What was handed out, and what a new loader hands out from the state on, is every batch; one may be lost on the way out."""
+    store = ShardStore.open(path)
+    whole = [batch["act"].copy() for batch in make(store)]
+
+    def begin() -> Attempt:
+        loader, found = make(store), list[np.ndarray]()
+
+        def call() -> None:
+            found.extend(batch["act"] for batch in loader)
+
+        def check(is_told: bool) -> None:
+            state = loader.state_dict()
+            if is_told:
+                next(iter(loader))
+            loader.close()
+            if not is_told:
+                assert len(found) == len(whole)
+                return
+            other = make(store)
+            other.load_state_dict(state)
+            rest = [batch["act"] for batch in other]
+            if len(rest) == len(whole) <= len(found) + 1:  # the next epoch
+                return
+            assert len(rest) in {len(whole) - len(found), len(whole) - len(found) - 1}
+            for batch, expected in zip(found, whole, strict=False):
+                np.testing.assert_array_equal(batch, expected)
+            for batch, expected in zip(reversed(rest), reversed(whole), strict=False):
+                np.testing.assert_array_equal(batch, expected)
+
+        return call, check
+
+    return at_every_place(begin, step=3)
+
+
+def ordered(path: Path) -> int:
+    return loader(path, lambda store: OrderedLoader(store.sel(layer=5), batch_size=8, n_threads=2))
+
+
+def shuffled(path: Path) -> int:
+    return loader(path, lambda store: ShuffledLoader(store.sel(layer=5), batch_size=8, n_threads=2))
+
+
+def locks(path: Path) -> int:
+    """A lock is free again in this process."""
+    transport = open_transport(str(path))
+
+    def begin() -> Attempt:
+        def call() -> None:
+            with transport.lock("locked"):
+                pass
+
+        return call, lambda _is_told: call()
+
+    return at_every_place(begin)
+
+
+def leases(path: Path) -> int:
+    """No thread goes on to renew the lease of somebody who never had it."""
+    staging.BEAT_S = 0.01
+    transport = open_transport(str(path))
+
+    def begin() -> Attempt:
+        (path / "leased").unlink(missing_ok=True)
+
+        def call() -> None:
+            with staging.Lease(transport, "leased"):
+                pass
+
+        def check(_is_told: bool) -> None:
+            # The interpreter also lists threads whose start was interrupted.
+            ours = [thread for thread in threading.enumerate() if thread.name == "saev-lease"]
+            assert soon(lambda: not any(thread.is_alive() for thread in ours))
+
+        return call, check
+
+    return at_every_place(begin)
+
+
+def writer(path: Path) -> int:
+    """The same process goes on, to the same bytes."""
+    store = ShardStore.open(path)
+    acts, to = np.asarray(store[...]), path.parent / "written"
+
+    def begin() -> Attempt:
+        shutil.rmtree(to, ignore_errors=True)
+
+        def call() -> None:
+            with ShardStore.create(to, store.metadata, progress=False) as writer:
+                for batch in np.array_split(acts, 5):
+                    writer.append(batch)
+
+        def check(_is_told: bool) -> None:
+            if not (to / store.metadata.hash / "metadata.json").exists():
+                with ShardStore.create(to, store.metadata, resume="auto", progress=False) as writer:
+                    writer.append(acts[writer.next_example :])
+            np.testing.assert_array_equal(ShardStore.open(to / store.metadata.hash)[...], acts)
+
+        return call, check
+
+    return at_every_place(begin, step=97)
+
+
+def main(what: str, path: Path) -> None:
+    sys.unraisablehook = _lost.append
+    scenes = [threads, flags, ordered, shuffled, locks, leases, writer]
+    try:
+        n_places = {scene.__name__: scene for scene in scenes}[what](path)
+        sys.stdout.write("fine\n" if n_places >= 10 else f"{n_places} places\n")
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of the interpreter's own pools may be left as the interrupt found them
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
