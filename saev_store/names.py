@@ -1,6 +1,8 @@
-"""Names of files in a store's folder: those of the protocol, and those that this package adds; and how names are printed."""
+"""Names of files in a store's folder: those of the protocol, and those that this package adds; how names are printed, and names in addresses."""
 
 from __future__ import annotations
+
+import re
 
 METADATA_NAME = "metadata.json"
 SHARDS_NAME = "shards.json"
@@ -34,3 +36,37 @@ def one_line(text: str) -> str:
     'a\\nb'
     """
     return printable(text).replace("\n", "\\n")
+
+
+def joined_url(url: str, path: str) -> str:
+    """The address of what is below another one; of a chain the first link with a place of its own leads there.
+
+    >>> joined_url("s3://bucket/a", "b/c"), joined_url("zip://a::/x.zip", "b"), joined_url("simplecache::http://host", "b")
+    ('s3://bucket/a/b', 'zip://a/b::/x.zip', 'simplecache::http://host/b')
+    """
+    if not path:
+        return url
+    before, link, after = _place(url)
+    return f"{before}{link}{'' if link.endswith('/') else '/'}{path}{after}"
+
+
+def folder_name(url: str) -> str:
+    """The name of the folder that an address leads to; of the first folder of an archive that of the archive.
+
+    >>> folder_name("s3://bucket/a/b/"), folder_name("zip://a::/x.zip"), folder_name("zip://::/a/b.zip")
+    ('b', 'a', 'b')
+    """
+    _, link, after = _place(url)
+    if after and not link.partition("://")[2].strip("/"):
+        return re.sub(r"\.(zip|tar(\.\w+)?|tgz)$", "", folder_name(after.removeprefix("::")), flags=re.IGNORECASE)
+    return link.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _place(url: str) -> tuple[str, str, str]:
+    """A chained address: what comes before the first link with a place, that link, and what follows. Caches have no place."""
+    links = url.split("::")
+    if "://" not in url:
+        return "", url, ""
+    at = next((at for at, link in enumerate(links) if "://" in link), len(links) - 1)
+    before, after = links[:at], links[at + 1 :]
+    return "".join(f"{link}::" for link in before), links[at], "".join(f"::{link}" for link in after)

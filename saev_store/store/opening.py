@@ -38,7 +38,7 @@ from saev_store.errors import (
     SaevStoreWarning,
     outside,
 )
-from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME
+from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME, folder_name
 from saev_store.problems import Problem
 from saev_store.store.card import card_html, card_rows, card_text
 from saev_store.store.identity import recorded_files, recording_identity
@@ -253,7 +253,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
 
     if isinstance(transport, LocalTransport) and transport.opened.files:
         transport = transport.at("")  # it reads for another store
-    name = transport.url.rstrip("/").rsplit("/", 1)[-1]
+    name = folder_name(transport.url)
     try:
         raw = transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES)
     except NotFoundError as error:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, Self, TypeVar
 
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError
+from saev_store.names import joined_url
 from saev_store.transport.base import STOP, Counters
 from saev_store.transport.checks import RequestCounter, check_path
 
@@ -272,4 +273,4 @@ class RemoteTransport(Generic[C]):
 
     def where(self, below: str) -> str:
         """The name of a file for messages."""
-        return f"{self.client.safe_url}/{below}" if below else self.client.safe_url
+        return joined_url(self.client.safe_url, below)

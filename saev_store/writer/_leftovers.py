@@ -23,7 +23,7 @@ from saev_store.errors import (
     WriterConflictError,
     outside,
 )
-from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
+from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER, folder_name
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, Writes, open_transport
 from saev_store.transport.local.write import lock_holder
 from saev_store.writer._locks import lock_names, take_locks
@@ -316,7 +316,7 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
         listed = None
     if listed is None:
         return None
-    root_is_store = _STORE.fullmatch(transport.url.rstrip("/").rpartition("/")[2]) is not None
+    root_is_store = _STORE.fullmatch(folder_name(transport.url)) is not None
     found: list[UnfinishedUpload] = []
     for upload in listed:
         folder, _, name = upload.path.rpartition("/")

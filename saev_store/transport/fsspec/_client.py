@@ -193,6 +193,14 @@ class FsspecClient:
         if not self.is_async:
             self.fs().makedirs(key.rpartition("/")[0] or "/", exist_ok=True)
 
+    def inner_size(self, key: str) -> object:
+        """What the file system behind caches says of a file's size; they look it up in a list of the folder, which may lack it."""
+        fs: object = self.fs()
+        # By the object's own dictionary: a caching file system gives the attributes of the one that it wraps as its own.
+        while (inner := object.__getattribute__(fs, "__dict__").get("fs")) is not None:
+            fs = inner
+        return cast("FileSystem", fs).info(key).get("size")
+
     def ask(self, operation: str, *arguments: object, nbytes: int = 0, once: bool = False, **options: object) -> object:
         """What an operation of the file system gives; `once` asks a busy server no second time.
 

@@ -108,7 +108,9 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             except FileNotFoundError:
                 self._check_link(below)
                 raise
-        size = info.get("size")
+            size = info.get("size")
+            if size is None and info.get("type") == "file" and not self.client.is_async:
+                size = self.client.inner_size(self.key(below))
         if info.get("type") == "directory":
             raise TransportError("this is a folder, but a file is needed", where=self.where(below))
         if not isinstance(size, int):
