@@ -34,7 +34,7 @@ _WORDS = {
     ("repair", "bos", "None"): "none",
 }  # fmt: skip
 #: Arguments whose options, or arguments of commands, have other names.
-_OTHER_NAMES = {"client": "scheduler", "output_path": "dst", "path": "out", "target": "out"}
+_OTHER_NAMES = {"client": "scheduler", "output_path": "dst", "path": "out", "target": "out", "base": "template"}
 #: Methods and functions of the library, and what does the same on the command line.
 _COMMANDS = (
     (r'write it anew with store\.repair\(\)\.restore_array\("\w+", \.\.\.\)', "record it again with `saev-store repair`"),

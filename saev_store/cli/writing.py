@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -131,7 +132,9 @@ def copy(
         client=scheduler,
         progress=progress,
     )
-    say_done("copied", "copying writing", at=url, as_json=as_json)
+    shared = "its shards were there, or share their bytes with the source"
+    nothing = {} if protocol is None else {"nothing": shared}
+    say_done("copied", "copying writing", at=url, as_json=as_json, **nothing)
     if as_json:
         emit_json({"url": url} if url.rounding is None else {"url": url, "conversion": url.rounding.to_dict()})
     else:
@@ -158,8 +161,8 @@ def convert(
     ] = None,
     end_token: Annotated[int | None, typer.Option(help="Token id to append to every document [default: none].")] = None,
     dtype: Annotated[
-        str, typer.Option(help="Integer dtype of the tokens in written documents, such as uint16.")
-    ] = "int32",
+        str | None, typer.Option(help="Integer dtype of the tokens in written documents [default: int32].")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for UTF-8 bytes.")
     ] = None,
@@ -192,6 +195,10 @@ def convert(
         if isinstance(source, IndexedDataset):
             if seq_len is None or batch_size is None:
                 raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
+            _refuse_unused(
+                "documents become batches",
+                {"--dtype": dtype, "--tokenizer": tokenizer, "--part": part != "txt", "--split": split != "all"},
+            )
             _check_fills_a_batch(
                 source, seq_len, batch_size, with_end=end_token is not None, is_padded=pad_token is not None
             )
@@ -206,8 +213,10 @@ def convert(
                 where = "--seq-len, --batch-size, --pad-token"
                 raise ArgumentError("only documents become batches; these options are of no use here", where=where)
             is_text = isinstance(source, EnergonDataset)
+            if not is_text:
+                _refuse_unused("the source has tokens, not texts", {"--tokenizer": tokenizer, "--part": part != "txt"})
             n = samples_to_documents(
-                source.split(split), dst, _tokenizer(tokenizer) if is_text else None, part=part, dtype=dtype,
+                source.split(split), dst, _tokenizer(tokenizer) if is_text else None, part=part, dtype=dtype or "int32",
                 end_token=end_token, overwrite=overwrite, storage_options=target, verify=verify, client=scheduler,
                 progress=progress,
             )  # fmt: skip
@@ -215,6 +224,12 @@ def convert(
     nothing = "all of it was there" if n else "the source has no samples"
     say_done("converted", titles, at=dst, as_json=as_json, nothing=nothing)
     emit_json(done) if as_json else emit(f"{dst}: {n:,} {'batches' if 'batches' in done else 'documents'}")
+
+
+def _refuse_unused(why: str, given: Mapping[str, object]) -> None:
+    """Refuse options that say nothing about this conversion."""
+    if unused := [name for name, value in given.items() if value]:
+        raise ArgumentError(f"{why}; there is no use for this here", where=", ".join(unused), remedy="Leave it out.")
 
 
 def _check_fills_a_batch(

@@ -31,6 +31,7 @@ from saev_store.writer import Cleaned, Leftover
 DATA = Path(__file__).parents[1] / "data"
 DOCUMENTS = str(DATA / "mmididx" / "core_seed_example_3_4_2_int32" / "data.idx")
 TEXTS = str(DATA / "energon" / "captioning_ratio_split" / "dataset")
+BATCHES = str(DATA / "llmbatch" / "padding_small" / "data.batch")
 LAYERS = "Separate them by commas: --layers 2,5. With hook points: --layers 2:attn_out,5:resid_mid."
 SMALLER = "Choose a smaller batch, or shorter records."
 JSON_REMEDY = """Quote it for the shell: '{"anon": true}'."""
@@ -78,6 +79,12 @@ def raises(error: BaseException) -> Callable[..., NoReturn]:
          f"--seq-len, --batch-size: the documents make 2 records of 4 tokens, which fill no batch of 3. {SMALLER}"),
         (["convert", TEXTS, "memory://to/x.batch", "--seq-len", "8", "--tokenizer", "bytes"],
          "--seq-len, --batch-size, --pad-token: only documents become batches; these options are of no use here"),
+        *((["convert", DOCUMENTS, "memory://to/x.batch", "--seq-len", "3", "--batch-size", "1", *option],
+           f"{option[0]}: documents become batches; there is no use for this here. Leave it out.")
+          for option in (("--split", "nope"), ("--part", "json[x]"), ("--tokenizer", "no.json"), ("--dtype", "uint8"))),
+        *((["convert", BATCHES, "memory://to/x.idx", *option],
+           f"{option[0]}: the source has tokens, not texts; there is no use for this here. Leave it out.")
+          for option in (("--part", "json[x]"), ("--tokenizer", "no.json"))),
         (["convert", TEXTS, "memory://to/x.idx"],
          "--tokenizer: converting texts needs a tokenizer. Name a tokenizer.json, or 'bytes'."),
         (["export", "x", "memory://to", "--format", "tensorstore", "--chunks", "1,1,1,1"],
@@ -372,6 +379,21 @@ def test_nothing_to_clean(run, tmp_path: Path) -> None:
     assert run("clean", tmp_path) == (
         0, "Nothing to clean.\n", f"removed nothing: nothing was left over, at {tmp_path}\n"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["tensorstore", "kerchunk"])
+def test_an_address_for_readers_that_is_none_is_named_by_its_option(
+    run, store: Plain, tmp_path: Path, format: str
+) -> None:
+    code, _, err = run("export", store.path, tmp_path / "x.json", "--format", format, "--template", "")
+    assert code == 2
+    assert err.startswith("error: --template: ")
+
+
+def test_a_store_that_shares_its_shards_was_not_there_before(run, store: Plain, tmp_path: Path) -> None:
+    code, _, err = run("copy", store.path, tmp_path / "to", "--protocol", "2.1")
+    assert code == 0
+    assert "all of it was there" not in err
 
 
 def test_what_was_exported_and_converted(run, store: Plain, tmp_path: Path) -> None:
