@@ -13,6 +13,8 @@ DIGESTS_NAME = "digests.json"
 WORK_FOLDER = ".saev_store"
 CLAIM_PATH = f"{WORK_FOLDER}/claim.json"
 
+#: Not within the brackets of an IPv6 address.
+_BETWEEN_LINKS = re.compile(r"::(?![^\[]*\])")
 
 #: Control characters, which a terminal takes for commands, as they are printed; but tabs and ends of lines.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -42,7 +44,9 @@ def joined_url(url: str, path: str) -> str:
     """The address of what is below another one; of a chain the first link with a place of its own leads there.
 
     >>> joined_url("s3://bucket/a", "b/c"), joined_url("zip://a::/x.zip", "b"), joined_url("simplecache::http://host", "b")
-    ('s3://bucket/a/b', 'zip://a/b::/x.zip', 'simplecache::http://host/b')
+    ('s3://bucket/a/b/c', 'zip://a/b::/x.zip', 'simplecache::http://host/b')
+    >>> joined_url("http://[::1]:8000/a", "b")
+    'http://[::1]:8000/a/b'
     """
     if not path:
         return url
@@ -64,9 +68,9 @@ def folder_name(url: str) -> str:
 
 def _place(url: str) -> tuple[str, str, str]:
     """A chained address: what comes before the first link with a place, that link, and what follows. Caches have no place."""
-    links = url.split("::")
     if "://" not in url:
         return "", url, ""
+    links = _BETWEEN_LINKS.split(url)
     at = next((at for at, link in enumerate(links) if "://" in link), len(links) - 1)
     before, after = links[:at], links[at + 1 :]
     return "".join(f"{link}::" for link in before), links[at], "".join(f"::{link}" for link in after)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
@@ -174,6 +175,18 @@ def usable_base(store: ShardStore, base: str | None) -> str:
             remedy="Pass the address for readers, such as base='s3://bucket/shards/<HASH>'.",
         )
     return url
+
+
+def url_parts(url: str, *, where: str) -> SplitResult:
+    """The parts of an address.
+
+    Raises:
+        ArgumentError: it is none, such as one with half of the brackets of an IPv6 address.
+    """
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ArgumentError(f"{brief(url)} is no address: {error}", where=where) from None
 
 
 def check_text(store: ShardStore, base: str | None) -> None:

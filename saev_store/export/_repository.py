@@ -11,7 +11,6 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from saev_store.errors import (
     ArgumentError,
@@ -21,6 +20,7 @@ from saev_store.errors import (
     WriterConflictError,
     brief,
 )
+from saev_store.export._references import url_parts
 from saev_store.transport.checks import os_errors
 from saev_store.transport.local.write import TEMP_PREFIX
 
@@ -56,7 +56,7 @@ def container_of(base: str) -> icechunk.VirtualChunkContainer:
     """
     import icechunk
 
-    prefix, parts = f"{base}/", urlsplit(base)
+    prefix, parts = f"{base}/", url_parts(base, where="base")
     match parts.scheme:
         case "file":
             return icechunk.VirtualChunkContainer(prefix, icechunk.local_filesystem_store(parts.path))
@@ -82,7 +82,7 @@ def storage_of(target: str) -> icechunk.Storage:
     """
     import icechunk
 
-    parts = urlsplit(target)
+    parts = url_parts(target, where="target")
     path = parts.path.strip("/")
     match parts.scheme:
         case "" | "file":

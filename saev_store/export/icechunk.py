@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from saev_store.errors import (
     StoreExistsError,
     WriterConflictError,
 )
-from saev_store.export._references import References, check_text, references, usable_base, warn_if_many
+from saev_store.export._references import References, check_text, references, url_parts, usable_base, warn_if_many
 from saev_store.export._repository import (
     BRANCH,
     check_icechunk_types,
@@ -96,7 +96,7 @@ def write_icechunk(
         )
     check_icechunk_types(target, container)
     where, is_new = str(target), False
-    if isinstance(target, str) and urlsplit(target).scheme in ("", "file"):
+    if isinstance(target, str) and url_parts(target, where="target").scheme in ("", "file"):
         # Icechunk creates the folder that it looks for a repository in, and panics where it cannot read it.
         folder = target.removeprefix("file://")
         above, name = os.path.split(os.path.abspath(folder))
@@ -155,7 +155,7 @@ def _write_to(
     config = icechunk.Repository.fetch_config(storage) if exists else None
     config = config or icechunk.RepositoryConfig.default()
     config.set_virtual_chunk_container(container)
-    if not exists and isinstance(target, str) and urlsplit(target).scheme in ("", "file"):
+    if not exists and isinstance(target, str) and url_parts(target, where="target").scheme in ("", "file"):
         create_whole(target.removeprefix("file://"), config, where)
         exists = True
     create = icechunk.Repository.open if exists else icechunk.Repository.create

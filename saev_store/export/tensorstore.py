@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from saev_store.core.layout import DIMS, shard_name
 from saev_store.errors import ArgumentError, brief
-from saev_store.export._references import usable_base
+from saev_store.export._references import url_parts, usable_base
 from saev_store.zarr.documents import ARRAY, CONTENT, TOKEN_DIMS, array_document, coordinates, token_variables
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _kvstore(base: str | Mapping[str, object]) -> dict[str, object]:
         return {**base, "path": str(base.get("path", "")).rstrip("/")}
     if base.startswith("/"):
         return {"driver": "file", "path": base}
-    scheme, host, path, *_ = urlsplit(base)
+    scheme, host, path, *_ = url_parts(base, where="base")
     match scheme:
         case "file" | "local":
             return {"driver": "file", "path": base.partition("://")[2]}

@@ -14,6 +14,7 @@ import pytest
 from plain_stores import Plain, plain_store
 
 from saev_store import ShardStore
+from saev_store.errors import ArgumentError
 from saev_store.store.listing import list_stores
 from saev_store.transport import open_transport
 from saev_store.writer.copying import copy_store
@@ -83,3 +84,23 @@ def test_a_cache_in_front_of_a_server_that_lists_folders_without_sizes(plains, t
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8000/x", "http://[::1", "simplecache::http://[fe80::1]/x", "s3://[::1"])
+def test_addresses_that_fsspec_takes_for_a_chain_are_refused_with_a_remedy(url):
+    with pytest.raises(ArgumentError, match="two colons in the IPv6 address.*Write all its parts"):
+        ShardStore.open(url, engine="fsspec")
+
+
+def test_half_an_address_is_an_argument_error(plains, tmp_path):
+    store = ShardStore.open(plains[0].path)
+    with pytest.raises(ArgumentError, match="Invalid IPv6 URL") as caught:
+        store.to_tensorstore_spec(base="http://[::1")
+    assert caught.value.where == "base"
+
+
+def test_half_a_target_of_icechunk_is_an_argument_error(plains):
+    pytest.importorskip("icechunk")
+    with pytest.raises(ArgumentError, match="Invalid IPv6 URL") as caught:
+        ShardStore.open(plains[0].path).to_icechunk("http://[::1")
+    assert caught.value.where == "target"

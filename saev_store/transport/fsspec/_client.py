@@ -143,6 +143,12 @@ class FsspecClient:
                     options[protocol] = found
         if drive := next((link for link in self.url.split("::") if re.match(r"[a-zA-Z]://", link)), None):
             raise self._missing(f"Protocol not known: {drive[0]}")  # fsspec takes it for a drive of Windows
+        if re.search(r"://[^/]*\[[^]/]*::", self.url):
+            raise ArgumentError(
+                "fsspec takes the two colons in the IPv6 address for the end of a link of a chain",
+                where=self.safe_url,
+                remedy="Write all its parts: http://[0:0:0:0:0:0:0:1]:8000/…",
+            )
         with self.errors("open", self.safe_url):
             try:
                 found = core.url_to_fs(self.url, **options)
