@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import NoReturn
 
 
 def main() -> int:
@@ -20,7 +19,7 @@ def main() -> int:
     return run()
 
 
-def _interrupted(*_: object) -> NoReturn:
+def _interrupted(*_: object) -> None:
     """End the process at once: nothing was begun, and half-imported modules clean up nothing."""
     os.write(2, b"interrupted\n")
     os._exit(130)

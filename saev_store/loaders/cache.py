@@ -27,8 +27,8 @@ from saev_store.transport.checks import readinto_by_ranges
 Wanted: TypeAlias = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
 
 _DIGEST_BYTES = 16
-_NAME = re.compile(r"(.+)\.(\d+)-\d+(?:\.([0-9a-f]{16}))?")
-_SHARD = re.compile(r"acts(\d{6,})\.bin")
+_NAME = re.compile(r"(.+)\.(\d{1,18})-\d+(?:\.([0-9a-f]{16}))?")
+_SHARD = re.compile(r"acts(\d{6,18})\.bin")
 #: A temporary file of this age was left by a process that has ended.
 _ABANDONED_S = 3600.0
 
@@ -256,7 +256,7 @@ class CachedTransport:
             self.misses += end > start
             return None
         try:
-            with open(self._file(path, version, start, end), "rb", buffering=0) as file:
+            with open(self._file(path, version, start, end), "rb", buffering=0, opener=_without_waiting) as file:
                 data = np.empty(end - start + _DIGEST_BYTES, dtype=np.uint8)
                 n_read = file.readinto(memoryview(data))
         except OSError:
@@ -321,6 +321,11 @@ def _by_file(extents: Sequence[_Extent]) -> dict[str, list[_Extent]]:
     for extent in extents:
         found.setdefault(extent.file, []).append(extent)
     return found
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; of a pipe that somebody has put in its place nobody waits for the other end."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _flat(path: str) -> str:

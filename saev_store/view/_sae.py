@@ -212,7 +212,10 @@ def _tensor(
         if tensor.dtype not in DTYPES:
             raise DocumentError(f"{name!r} is {tensor.dtype}; of an SAE {', '.join(DTYPES)} are read", where=where)
         (raw,) = transport.get_ranges(path, starts=[tensor.start], ends=[tensor.end])
-        stored = np.frombuffer(raw, numpy_dtype(DTYPES[tensor.dtype])).reshape(tensor.shape)
+        try:
+            stored = np.frombuffer(raw, numpy_dtype(DTYPES[tensor.dtype])).reshape(tensor.shape)
+        except ValueError as error:  # an empty one may have sizes that no array has
+            raise DocumentError(f"{name!r} has shape {brief(tensor.shape)}: {error}", where=where) from None
         with np.errstate(over="ignore", invalid="ignore"):
             values = stored.astype(np.float32)
         if not np.isfinite(values).all():

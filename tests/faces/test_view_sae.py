@@ -96,6 +96,14 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> 
         activations(tmp_path, {}, b_enc=[0, bad, 0, 0])
 
 
+def test_an_empty_tensor_with_sizes_that_no_array_has_is_refused(tmp_path: Path) -> None:
+    huge = {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}
+    header = json.dumps({"W_enc": huge, "W_dec": huge}).encode()
+    (tmp_path / "sae.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(DocumentError, match="shape|axes"):
+        read_sae(tmp_path / "sae.safetensors")
+
+
 def test_the_variance_explained_by_hand(tmp_path: Path) -> None:
     """An SAE that gives back what it gets, whatever vectors are normalized by; and one that gives back the mean."""
     both = np.float32(np.hstack([np.eye(3), -np.eye(3)]))

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401 (one is a fixture)
+from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, TransportError
@@ -230,6 +232,29 @@ def test_what_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
     assert near.kept_bytes == 0
     near.get_ranges(NAME, starts=[0], ends=[64])
     assert near.kept_bytes > 0
+
+
+def test_a_pipe_in_the_place_of_an_extent_is_not_waited_for(plain, tmp_path):
+    arguments = (PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
+    right = head(CachedTransport(*arguments))
+    for kept in list((tmp_path / "cache").rglob("acts*")):
+        kept.unlink()
+        os.mkfifo(kept)
+    found = list[object]()
+    reading = threading.Thread(target=lambda: found.append(head(CachedTransport(*arguments))), daemon=True)
+    reading.start()
+    reading.join(HANG_S)
+    assert found == [right]
+
+
+def test_names_with_numbers_that_nothing_has_are_none_of_extents(plain, tmp_path):
+    arguments = (PreadTransport(plain.path), tmp_path / "cache", 1 << 20)
+    head(CachedTransport(*arguments))
+    (kept, *_) = (tmp_path / "cache").rglob("acts*")
+    for name in ("acts000000.bin.99999999999999999999999-5", f"acts{'9' * 26}.bin.0-5"):
+        (kept.parent / name).write_bytes(bytes(5))
+    layout = ShardStore.open(plain.path).layout
+    CachedTransport(*arguments).expect(lambda shard, first: first >= 0, layout)
 
 
 def test_a_planted_link_is_not_written_through(tmp_path):

@@ -664,6 +664,7 @@ def _npy(header: str, data: bytes = b"") -> bytes:
         (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 8)}"), DocumentError, "is empty"),
         (b"\x93NUMPY\x01\xff" + _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2)}", bytes(8))[8:], DocumentError, "version"),
         (_npy("__import__('os').abort()"), DocumentError, "no .npy file"),
+        (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 16)}", bytes(64)), DocumentError, "tells of shape"),
     ],
 )  # fmt: skip
 def test_npy_files_that_are_none_are_refused(raw: bytes, kind: type[Exception], message: str, tmp_path: Path):

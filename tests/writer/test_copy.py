@@ -26,6 +26,7 @@ from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
     LayerNotFoundError,
+    MissingShardError,
     NotFoundError,
     SelectionError,
     StoreExistsError,
@@ -888,3 +889,29 @@ def test_what_a_copy_of_another_store_left_before_it_began_is_replaced(store, tm
     (made / ".saev_store").mkdir(parents=True)
     (made / ".saev_store/copy.json").write_text('{"version": 1, "copy_of": "another store"}')
     assert contents(copy_store(store.path, tmp_path / "to", layers=[5])) == expected
+
+
+@pytest.mark.parametrize("protocol", [None, "2.1"])
+def test_a_shard_that_vanishes_when_the_copy_has_begun_is_an_error(store, tmp_path, monkeypatch, protocol):
+    files, shard = _whole._files, store.path / "acts000000.bin"
+
+    def without_it(*arguments, **options):
+        shard.rename(tmp_path / "aside")
+        try:
+            return files(*arguments, **options)
+        finally:
+            (tmp_path / "aside").rename(shard)
+
+    monkeypatch.setattr(_whole, "_files", without_it)
+    with pytest.raises(MissingShardError, match=r"acts000000\.bin: the shard is missing"):
+        copy_store(store.path, tmp_path / "to", protocol=protocol, progress=False)
+    assert not list(tmp_path.glob("to/*/metadata.json"))
+
+
+def test_a_disk_that_does_not_tell_its_free_room_is_an_error_of_ours(store, tmp_path, monkeypatch):
+    def fails(_path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("saev_store.writer.copying._whole.shutil.disk_usage", fails)
+    with pytest.raises(TransportError, match="could not tell the free room"):
+        copy_store(store.path, tmp_path / "to", progress=False)

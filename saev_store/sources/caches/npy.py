@@ -99,7 +99,7 @@ def _map(file: BinaryIO, nbytes: int, where: str) -> npt.NDArray[np.generic]:
         raise from_os_error(error, where=where, doing="read") from error
     except Exception as error:  # NumPy's reader lets through what Python's parser of literals raises
         raise DocumentError(f"no .npy file: {brief(str(error))}", where=where) from None
-    if min(shape, default=0) < 0:
+    if min(shape, default=0) < 0 or any(isinstance(n, bool) for n in shape):
         raise DocumentError(f"its header tells of shape {shape}", where=where)
     if found.hasobject:
         raise DocumentError("it holds Python objects, which are never loaded", where=where)

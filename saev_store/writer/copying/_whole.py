@@ -18,6 +18,7 @@ from saev_store.documents import shards_bytes
 from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
+    MissingShardError,
     SaevStoreError,
     StoreExistsError,
     TransportError,
@@ -25,6 +26,7 @@ from saev_store.errors import (
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER
 from saev_store.store.card import human_bytes
 from saev_store.transport import Transport
+from saev_store.transport.checks import os_errors
 from saev_store.writer import Digests, FileDigests, load_digests
 from saev_store.writer._digests import BLOCK_BYTES
 from saev_store.writer._locks import take_locks
@@ -150,7 +152,10 @@ def _files(store: ShardStore, *, pads: bool) -> list[CopiedFile]:
         size = layout.shard_nbytes if pads else used
         is_padded = pads and source_pads
         there = source.size(shard_name(shard_idx)) if is_padded or used == 0 else size
-        if there is None:  # only a trailing shard without examples may be missing in a store that validates
+        if there is None and used:
+            where = f"{store.transport.url}/{shard_name(shard_idx)}"
+            raise MissingShardError("the shard is missing", where=where, remedy="Copy again when the file is back.")
+        if there is None:  # a trailing shard without examples may be missing in a store that validates
             continue
         size = min(size, there) if is_padded else size
         files.append(CopiedFile(shard_name(shard_idx), shard_idx, used, max(used, size)))
@@ -328,7 +333,8 @@ def check_space(url: str, nbytes: int) -> None:
         return
     while not os.path.isdir(folder) and folder != "/":
         folder = os.path.dirname(folder)
-    free = shutil.disk_usage(folder).free
+    with os_errors(folder, "tell the free room"):
+        free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise TransportError(
             f"{human_bytes(nbytes)} are to be written, but only {human_bytes(free)} are free",
