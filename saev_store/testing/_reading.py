@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, TransportError, UnsafeContentError
+from saev_store.names import joined_url
 from saev_store.transport import Awaits, Buffer, Lists, Moves, Transport, Writes
 
 #: Files that the transport under test has to hold.
@@ -237,7 +238,7 @@ class ReadContract:
 
     def test_folders_are_roots(self, transport: Transport) -> None:
         part = transport.at("part")
-        assert part.url == f"{transport.url.rstrip('/')}/part"
+        assert part.url == joined_url(transport.url, "part")
         assert part.name == transport.name
         note = FILES["part/deeper/note.txt"]
         assert part.read("deeper/note.txt") == note

@@ -1257,3 +1257,18 @@ def test_a_file_that_cannot_be_created_leaves_nothing_where_there_are_no_links(t
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.json", b"0123")]
     with pytest.raises(StoreExistsError):
         transport.create("a.json", b"4")
+
+
+def test_a_folder_that_is_removed_while_a_lock_makes_it_is_made_again(tmp_path, monkeypatch):
+    make, n_calls = _local_write.make_folders, 0
+
+    def fails_once(where):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 1:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        make(where)
+
+    monkeypatch.setattr(_local_write, "make_folders", fails_once)
+    with open_transport(str(tmp_path)).lock("a/b/lock"):
+        assert (tmp_path / "a/b/lock").exists()

@@ -324,8 +324,8 @@ def lock_file(where: str) -> _LockFile:
         WriterConflictError: another process holds it.
     """
     for _ in range(_N_TRIES):
-        make_folders(os.path.dirname(where))
         with contextlib.suppress(FileNotFoundError):
+            make_folders(os.path.dirname(where))
             return _locked(where)
     return _locked(where)
 
