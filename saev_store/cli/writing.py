@@ -132,9 +132,10 @@ def copy(
         client=scheduler,
         progress=progress,
     )
-    shared = "its shards were there, or share their bytes with the source"
-    nothing = {} if protocol is None else {"nothing": shared}
-    say_done("copied", "copying writing", at=url, as_json=as_json, **nothing)
+    nothing = (
+        "all of it was there" if protocol is None else "its shards were there, or share their bytes with the source"
+    )
+    say_done("copied", "copying writing", at=url, as_json=as_json, nothing=nothing)
     if as_json:
         emit_json({"url": url} if url.rounding is None else {"url": url, "conversion": url.rounding.to_dict()})
     else:

@@ -152,11 +152,11 @@ def _files(store: ShardStore, *, pads: bool) -> list[CopiedFile]:
         size = layout.shard_nbytes if pads else used
         is_padded = pads and source_pads
         there = source.size(shard_name(shard_idx)) if is_padded or used == 0 else size
-        if there is None and used:
-            where = f"{store.transport.url}/{shard_name(shard_idx)}"
-            raise MissingShardError("the shard is missing", where=where, remedy="Copy again when the file is back.")
-        if there is None:  # a trailing shard without examples may be missing in a store that validates
-            continue
+        if there is None:
+            if used:
+                where = f"{store.transport.url}/{shard_name(shard_idx)}"
+                raise MissingShardError("the shard is missing", where=where, remedy="Copy again when the file is back.")
+            continue  # a trailing shard without examples may be missing in a store that validates
         size = min(size, there) if is_padded else size
         files.append(CopiedFile(shard_name(shard_idx), shard_idx, used, max(used, size)))
     for name in store.token_arrays:
