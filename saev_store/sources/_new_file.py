@@ -52,15 +52,23 @@ class NewFile:
         self._local = transport if isinstance(transport, MmapTransport | PreadTransport) else None
         folder, slash, _ = path.rpartition("/")
         self._hidden = f"{folder}{slash}{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+        self.temporary = "" if self._local is None else f"{self._local.local_path}/{self._hidden}"
+        try:
+            self._file = self._opened()
+        except BaseException:  # the system can refuse a file that it has made
+            with contextlib.suppress(OSError):
+                os.unlink(self.temporary)
+            raise
+
+    def _opened(self) -> BinaryIO:
+        """The growing file, empty."""
         if self._local is None:
             with os_errors(temporary_folder(), "write"):
                 descriptor, self.temporary = tempfile.mkstemp(prefix=TEMP_PREFIX)
-                self._file = os.fdopen(descriptor, "w+b")
-        else:
-            self.temporary = f"{self._local.local_path}/{self._hidden}"
-            with os_errors(self._where, "write"):
-                make_folders(os.path.dirname(self.temporary))
-                self._file = open(self.temporary, "x+b")  # noqa: SIM115 (closed by `abort`)
+                return os.fdopen(descriptor, "w+b")
+        with os_errors(self._where, "write"):
+            make_folders(os.path.dirname(self.temporary))
+            return open(self.temporary, "x+b")
 
     def _open_file(self) -> BinaryIO:
         if self._file is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +25,17 @@ from saev_store.errors import (
     SelectionError,
     TransportError,
 )
-from saev_store.sources import ImageFolder, MapStyle, TextFile, image_folder, open_source, recorded_from, reopen, sniff
+from saev_store.sources import (
+    ImageFolder,
+    MapStyle,
+    TextFile,
+    _new_file,
+    image_folder,
+    open_source,
+    recorded_from,
+    reopen,
+    sniff,
+)
 from saev_store.sources._new_file import NewFile
 from saev_store.sources._source import check_index, check_positions
 from saev_store.sources.energon import EnergonDataset
@@ -417,6 +428,28 @@ def test_an_upload_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch):
         assert refused(file.commit).message == "the line is cut"
     assert ended == ["aborted"]
     assert memory.files == {}
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_new_file_that_the_system_refuses_to_open_leaves_nothing(
+    is_local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Python makes the file, and then asks for its position."""
+    opened = os.fdopen
+
+    def failing(file: str | int, mode: str) -> None:
+        if isinstance(file, int):
+            opened(file).close()
+        else:
+            Path(file).touch()
+        raise OSError(errno.EIO, "")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "fdopen", failing)
+    monkeypatch.setattr(_new_file, "open", failing, raising=False)
+    with pytest.raises(TransportError, match="EIO"):
+        NewFile(open_transport(tmp_path) if is_local else MemoryTransport(), "x")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["x", "a/b/x"])

@@ -132,6 +132,19 @@ def test_a_map_of_a_replaced_file_is_refused_also_where_the_new_file_is_open(tmp
         transport.check_mapped("a.bin", 4)
 
 
+def test_a_map_whose_file_cannot_be_asked_for_its_size_is_our_error(tmp_path, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(b"old!")
+    transport = MmapTransport(tmp_path)
+    transport.check_mapped("a.bin", 4)
+
+    def refused(*_):
+        raise OSError(errno.EIO, "")
+
+    monkeypatch.setattr(os, "lseek", refused)
+    with pytest.raises(TransportError, match=r"a\.bin: could not map: .* \(EIO\)"):
+        transport.check_mapped("a.bin", 4)
+
+
 @engines
 @pytest.mark.parametrize("same_time", [False, True])
 def test_a_file_with_the_inode_number_of_the_old_one_is_another_file(tmp_path, engine, same_time):

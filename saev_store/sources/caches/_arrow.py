@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -95,15 +95,45 @@ def read_rows(transport: Transport, path: str, nbytes: int, columns: Collection[
     else:
         file = pa.PythonFile(_Ranges(transport, path, nbytes), "r")
     try:
-        with closing(pa.ipc.open_stream(file)) as stream:
-            missing = sorted(set(columns) - set(stream.schema.names))
-            if missing:
-                raise DocumentError(f"it has no column {missing[0]!r}", where=where)
-            for batch in stream:
-                batch.validate(full=True)
-                yield Rows(batch, where)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        messages = pa.ipc.MessageReader.open_stream(file)
+        schema = pa.ipc.read_schema(messages.read_next_message())
+        missing = sorted(set(columns) - set(schema.names))
+        if missing:
+            raise DocumentError(f"it has no column {missing[0]!r}", where=where)
+        for message in messages:
+            if message.type != "record batch" or _is_compressed(message.metadata.to_pybytes()):
+                raise DocumentError(
+                    "it has dictionaries or compressed record batches, which SAELens does not write",
+                    where=where,
+                    remedy="Write the data set with datasets.Dataset.save_to_disk.",
+                )
+            batch = pa.ipc.read_record_batch(message, schema)
+            batch.validate(full=True)
+            yield Rows(batch, where)
+    except StopIteration:
+        raise CorruptShardError("it is no whole Arrow stream: it is empty", where=where) from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError, struct.error) as error:
         raise CorruptShardError(f"it is no whole Arrow stream: {brief(str(error))}", where=where) from None
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Whether the flatbuffer of a record batch has its field `compression`, which pyarrow does not show.
+
+    Compressed buffers say how large they become, and pyarrow takes that memory first (Arrow columnar format, "Compression").
+    """
+    (message,) = struct.unpack_from("<I", metadata, 0)
+    header = _field(metadata, message, 2)
+    (offset,) = struct.unpack_from("<I", metadata, header)
+    return _field(metadata, header + offset, 3) != 0
+
+
+def _field(metadata: bytes, table: int, number: int) -> int:
+    """Where a field of a table of a flatbuffer is; 0 where it has none."""
+    (back,) = struct.unpack_from("<i", metadata, table)
+    (nbytes,) = struct.unpack_from("<H", metadata, table - back)
+    at = 4 + 2 * number
+    (offset,) = struct.unpack_from("<H", metadata, table - back + at) if at < nbytes else (0,)
+    return offset and table + offset
 
 
 class _Ranges(io.RawIOBase):

@@ -10,7 +10,6 @@ loaded with `weights_only=True`, which executes nothing in them.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple, cast
@@ -18,7 +17,6 @@ from typing import ClassVar, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.optional import need
 from saev_store.core.dtypes import ITEMSIZES, numpy_dtype
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, brief
@@ -26,13 +24,12 @@ from saev_store.sources._files import digest_files
 from saev_store.sources.address import full_url
 from saev_store.sources.caches._cache import Cache, Wanted, by_numbers, check_context, entries_of, layer_axis, sizes_of
 from saev_store.sources.caches._stream import check_starts, stream_arguments, stream_blocks
+from saev_store.sources.caches._torch_file import read_integers
 from saev_store.transport import Entry, Transport
 from saev_store.writer.importing import Block, stored_dtype
 
 _CONFIG, _TOKENS, _RANGES = "config.json", "tokens.pt", "sequence_ranges.pt"
 _MAX_JSON_BYTES = 1 << 20
-#: What torch adds to the numbers of a tensor in a file.
-_TORCH_BYTES = 64 << 10
 
 
 class _Shard(NamedTuple):
@@ -209,31 +206,10 @@ class MemmapCache(Cache):
         return cast("dict[str, object]", found)
 
     def _torch_file(self, name: str, *, most: int) -> IntArray | None:
-        """The integers of a tensor in a file, int64; None where there is no such file. At most so many are loaded."""
+        """The integers of a tensor in a file, int64; None where there is no such file."""
         if name not in self._sizes:
             return None
-        where = full_url(self._transport, name)
-        if self._sizes[name] > most * 8 + _TORCH_BYTES:
-            raise CorruptShardError(
-                f"it has {self._sizes[name]} bytes, too many for {self.n_tokens} tokens", where=where
-            )
-        need("torch", install="saev-store[torch]", where=name)
-        import torch
-
-        raw = io.BytesIO(self._transport.read(name, max_bytes=most * 8 + _TORCH_BYTES))
-        try:
-            found = cast("object", torch.load(raw, map_location="cpu", weights_only=True))  # pyright: ignore[reportUnknownMemberType]  # torch's own types are partial
-        except Exception as error:  # torch raises what its unpickler and its zip reader raise
-            raise DocumentError(
-                f"torch does not load it with weights_only=True: {brief(str(error))}", where=where
-            ) from None
-        kinds = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-        try:
-            if isinstance(found, torch.Tensor) and found.dtype in kinds and found.numel() <= most:
-                return found.resolve_neg().numpy().astype(np.int64)
-        except (TypeError, RuntimeError):  # sparse, nested, without numbers
-            pass
-        raise DocumentError("it is no tensor of integers, one for each token", where=where)
+        return read_integers(self._transport, name, nbytes=self._sizes[name], most=most)
 
 
 def _count(document: Mapping[str, object], key: str, where: str) -> int:

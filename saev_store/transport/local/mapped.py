@@ -76,8 +76,15 @@ class MmapTransport(LocalTransport):
         if mapped is not None:
             file = DESCRIPTORS.peek(mapped.where)
             # The shortest way first: it is on the path of every vector.
-            if file is not None and file.inode == mapped.inode and positions.lseek(file.fd, 0, os.SEEK_END) >= nbytes:
-                return
+            try:
+                if (
+                    file is not None
+                    and file.inode == mapped.inode
+                    and positions.lseek(file.fd, 0, os.SEEK_END) >= nbytes
+                ):
+                    return
+            except OSError as error:
+                raise from_os_error(error, where=mapped.where, doing="map") from error
         where = self._where(path)
         with os_errors(where, "map"):
             if mapped is None or _size_now(mapped) != mapped.nbytes:

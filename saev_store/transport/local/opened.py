@@ -15,15 +15,14 @@ from saev_store.names import DIGESTS_NAME
 _MOST_DIGESTS_BYTES = 64 << 20
 
 
-def digest_of(read: Callable[..., bytes], folder: str = "") -> bytes:
-    """A digest of the digests.json in a folder; empty where there is none that can be read.
+def digest_of(read: Callable[..., bytes]) -> bytes:
+    """A digest of the store's digests.json; empty where there is none that can be read.
 
     Args:
         read: `Transport.read`.
-        folder: Its path.
     """
     try:
-        raw = read(f"{folder}/{DIGESTS_NAME}" if folder else DIGESTS_NAME, max_bytes=_MOST_DIGESTS_BYTES)
+        raw = read(DIGESTS_NAME, max_bytes=_MOST_DIGESTS_BYTES)
     except SaevStoreError:
         return b""
     return xxhash.xxh3_128_digest(raw)
@@ -57,7 +56,7 @@ class OpenedFiles:
         size, modified_ns = self.files.get(path, (status.st_size, status.st_mtime_ns))
         if (status.st_size, status.st_mtime_ns) == (size, modified_ns):
             return
-        if status.st_size == size and self.digests and digest_of(read, path.rpartition("/")[0]) == self.digests:
+        if status.st_size == size and self.digests and digest_of(read) == self.digests:
             return
         raise CorruptShardError(
             "another file has taken the place of the one that was there when the store was opened, or it was changed: it had "
