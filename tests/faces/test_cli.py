@@ -668,6 +668,23 @@ def test_interrupt(tmp_path, receiver):
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_an_interrupt_after_the_work_is_done(tmp_path, is_ignored):
+    """While the interpreter ends: no traceback, and the exit code of Ctrl-C; below `nohup` it is ignored."""
+    code = (
+        "import atexit, os, signal, sys\n"
+        f"if {is_ignored}:\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "from saev_store.cli import main\n"
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "info", str(plain_store(tmp_path).path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert (result.returncode, result.stderr) == (0 if is_ignored else 130, "")
+    assert "example" in result.stdout
+
+
 def test_output_that_the_terminal_cannot_show(store, tmp_path):
     document = json.loads((store.path / "metadata.json").read_text())
     document["ckpt"] = "модель-\u2603"
