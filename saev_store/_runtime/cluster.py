@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from saev_store._runtime.optional import need
+from saev_store._runtime.threads import start_thread
 from saev_store.errors import ArgumentError, TransportError, brief
 
 if TYPE_CHECKING:
@@ -129,8 +130,9 @@ def results(client: Client, call: Callable[[S], T], tasks: Iterable[S]) -> Gener
 
     places = {client.submit(call, task, pure=False): place for place, task in enumerate(tasks)}
     waiting, place = dict[int, T](), 0
-    watch = _NoWorkers(places)
+    watch = _NoWorkers()
     try:
+        watch.begin(places)
         for future, result in as_completed(list(places), client.loop, with_results=True):
             if future.cancelled():  # its result is an error that nobody has raised
                 raise CancelledError(str(result))
@@ -165,13 +167,20 @@ class _NoWorkers:
         gave_up: Whether it has cancelled them.
     """
 
-    def __init__(self, futures: Mapping[Future[T], int]) -> None:
+    def __init__(self) -> None:
         self.gave_up, self._closed = False, threading.Event()
+
+    def begin(self, futures: Mapping[Future[T], int]) -> None:
+        """Watch, in a thread.
+
+        Raises:
+            TransportError: the system gives no more threads.
+        """
         if futures:
             # The caller's client may be another object that submits.
             client = cast("Client", next(iter(futures)).client)
             watch = partial(self._watch, client, futures, _no_workers_timeout_s())
-            threading.Thread(target=watch, name="saev_store no workers", daemon=True).start()
+            start_thread(threading.Thread(target=watch, name="saev_store no workers", daemon=True), where="client")
 
     def close(self) -> None:
         """End watching."""

@@ -24,6 +24,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+from saev_store.errors import TransportError
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -96,18 +98,26 @@ async def off_loop(call: Callable[[], T]) -> T:
     return await waiting
 
 
-def start_thread(thread: threading.Thread) -> None:
+def start_thread(thread: threading.Thread, *, where: str) -> None:
     """Start a thread.
 
+    Args:
+        thread: One that was not started.
+        where: What needs it, for the error.
+
     Raises:
-        RuntimeError: the system refuses it, or the interpreter is ending.
+        TransportError: the system refuses it, or the interpreter is ending.
         KeyboardInterrupt: the user has interrupted the start.
     """
     try:
         thread.start()
     except RuntimeError as error:
         raise_hidden_interrupt(error)
-        raise
+        raise TransportError(
+            f"the system gives no more threads ({error})",
+            where=where,
+            remedy="End other processes, use fewer threads, or raise the limit (`ulimit -u`, or the container's pids limit).",
+        ) from None
 
 
 def hidden_interrupt(error: BaseException) -> KeyboardInterrupt | None:
@@ -152,8 +162,8 @@ def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
     for _ in range(min(n, len(parts)) - 1):
         helper = threading.Thread(target=take, name="saev-store-copy", daemon=True)
         try:
-            start_thread(helper)
-        except RuntimeError:  # no more threads, or the interpreter is ending
+            start_thread(helper, where="copy")
+        except TransportError:  # no more threads, or the interpreter is ending
             break
         started.append(helper)
     take()
@@ -262,11 +272,11 @@ class AbandonedObjects:
         """Close the object when it is enqueued, or at the end of the process, unless it is closed before.
 
         Raises:
-            RuntimeError: the system refuses the thread that closes abandoned objects.
+            TransportError: the system refuses the thread that closes abandoned objects.
         """
         if self._thread is None:
             thread = threading.Thread(target=_close_all, args=(self._found,), name="closes-abandoned", daemon=True)
-            start_thread(thread)
+            start_thread(thread, where="the thread that closes abandoned objects")
             self._thread = thread
             # Registered last, and once, so that it runs before the exit handlers of transports.
             atexit.unregister(self.close_all)

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from saev_store._runtime.threads import ABANDONED, Flag, raise_hidden_interrupt, start_thread, without_variables
-from saev_store.errors import ArgumentError, DeadlineError, ForkError, TransportError
+from saev_store.errors import ArgumentError, DeadlineError, ForkError
 from saev_store.loaders._metrics import Totals
 from saev_store.transport.base import STOP
 
@@ -95,14 +95,7 @@ class Iteration:
 
     def _start(self, thread: threading.Thread) -> None:
         """Start a thread that `close` ends."""
-        try:
-            start_thread(thread)
-        except RuntimeError as error:
-            raise TransportError(
-                f"the system gives no more threads ({error})",
-                where="n_threads",
-                remedy="Raise the limit of processes and threads (ulimit -u, pids.max), or use fewer threads.",
-            ) from None
+        start_thread(thread, where="n_threads")
         self._threads.append(thread)
 
     # -- in the thread that makes batches ------------------------------------------------------------------------------

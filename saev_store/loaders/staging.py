@@ -86,15 +86,11 @@ class Lease:
             target=_beat, args=(weakref.ref(self), self._ended), name="saev-lease", daemon=True
         )
         try:
-            start_thread(self._beating)
-        except RuntimeError as error:
+            start_thread(self._beating, where=self._folder.where(self._path))
+        except TransportError:
             self._beating = None
             self._folder.delete(self._path)
-            raise TransportError(
-                f"a lease needs a thread, and the system gives none: {error}",
-                where=self._folder.where(self._path),
-                remedy="End other processes, or raise the limit (`ulimit -u`, or the container's pids limit).",
-            ) from None
+            raise
         except BaseException:  # Ctrl-C: nobody will leave what was not entered
             self._ended.set()
             raise
@@ -304,7 +300,11 @@ def stage_in_background(
     tokens: Tokens = "all",
     storage_options: Mapping[str, object] | None = None,
 ) -> Future[str]:
-    """`stage` in a thread: train from the far store meanwhile, and go on from `result()` with the same loader state."""
+    """`stage` in a thread: train from the far store meanwhile, and go on from `result()` with the same loader state.
+
+    Raises:
+        TransportError: the system gives no more threads.
+    """
     future: Future[str] = Future()
 
     def work() -> None:
@@ -315,7 +315,7 @@ def stage_in_background(
             future.set_exception(error)
 
     future.set_running_or_notify_cancel()
-    threading.Thread(target=work, name="saev-stage", daemon=True).start()
+    start_thread(threading.Thread(target=work, name="saev-stage", daemon=True), where="stage_in_background")
     return future
 
 

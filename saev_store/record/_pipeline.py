@@ -10,7 +10,6 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from saev_store._runtime.threads import start_thread
-from saev_store.errors import TransportError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -176,14 +175,7 @@ class Pipeline(Generic[S, T]):
 
     def _run(self, after: Callable[[], object]) -> None:
         for thread in (self._reading, self._writing):
-            try:
-                start_thread(thread)
-            except RuntimeError as error:
-                raise TransportError(
-                    f"recording needs two threads, and the system gives none: {error}",
-                    where="record",
-                    remedy="End other processes, or raise the limit (`ulimit -u`, or the container's pids limit).",
-                ) from None
+            start_thread(thread, where="record")
         error = None
         try:
             error = self._compute_all(after)

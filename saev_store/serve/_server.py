@@ -128,14 +128,10 @@ def serve_in_thread(app: Starlette, listening: socket.socket) -> Callable[[], No
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="saev-store-server", daemon=True)
     try:
-        start_thread(thread)
-    except RuntimeError as error:
+        start_thread(thread, where="serve")
+    except TransportError:
         listening.close()
-        raise TransportError(
-            f"the system gives no more threads ({error})",
-            where="serve",
-            remedy="Raise the limit of processes and threads (ulimit -u, pids.max).",
-        ) from None
+        raise
 
     def stop() -> None:
         server.should_exit = True

@@ -315,10 +315,7 @@ class Background:
         self._error_told = False
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
-        try:
-            ABANDONED.add(self)
-        except RuntimeError as error:
-            raise self._no_threads(error) from None
+        ABANDONED.add(self)
 
     def borrow(self) -> npt.NDArray[np.uint8]:
         """A buffer; waits until one is free."""
@@ -338,10 +335,10 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="saev-store-writer", daemon=True)
             try:
-                start_thread(self._thread)
-            except RuntimeError as error:
+                start_thread(self._thread, where=self._where)
+            except TransportError:
                 self._thread = None
-                raise self._no_threads(error) from None
+                raise
         self._jobs.put((job, None))
 
     def drain(self) -> None:
@@ -423,11 +420,3 @@ class Background:
             del job, taken
             if done is not None:
                 done.put(None)
-
-    def _no_threads(self, error: RuntimeError) -> TransportError:
-        """The error for a thread that cannot be started."""
-        return TransportError(
-            f"the writer needs a thread, and the system gives none: {error}",
-            where=self._where,
-            remedy="End other processes, or raise the limit (`ulimit -u`, or the container's pids limit).",
-        )

@@ -42,7 +42,7 @@ def test_without_a_thread_nothing_is_held(monkeypatch):
     place = MemoryTransport()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(TransportError, match="a lease needs a thread"), Lease(place, PATH):
+        with pytest.raises(TransportError, match="no more threads"), Lease(place, PATH):
             pass
     assert place.list() == []
     with Lease(place, PATH) as ours:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from plain_stores import Plain, plain_store
 from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.errors import TransportError
-from saev_store.loaders import stage
+from saev_store.loaders import stage, stage_in_background
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.llmbatch import BatchNativeLoader, write_batch_file
@@ -92,7 +93,56 @@ def served(plain: Plain, root: Path) -> None:
     assert listening.fileno() == -1
 
 
-@pytest.mark.parametrize("work", [listed, computed, copied, prepared, loaded, awaited, served])
+def trained(plain: Plain, root: Path) -> None:
+    """A loader needs the thread that closes those that nobody closes, and threads that read."""
+    del root
+    pytest.importorskip("torch")
+    from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+
+    loader = ShuffledDataLoader(ShuffledConfig(shards=plain.path, layer=5, batch_size=4))
+    with pytest.raises(TransportError, match="no more threads"):
+        next(iter(loader))
+    loader.close()
+
+
+def staged_behind(plain: Plain, root: Path) -> None:
+    with pytest.raises(TransportError, match="no more threads"):
+        stage_in_background(plain.path, root / "staged")
+
+
+def of_a_bucket(plain: Plain, root: Path) -> None:
+    del plain, root
+    pytest.importorskip("obstore")
+    from saev_store.transport.obstore import _client
+
+    with pytest.raises(TransportError, match="no more threads"):
+        _client._Loop()
+
+
+def watched(plain: Plain, root: Path) -> None:
+    """The tasks of a cluster, which would wait for ever where it has no worker."""
+    del plain, root
+    from saev_store._runtime.cluster import results
+
+    future = SimpleNamespace(client=None, cancelled=False)
+    future.cancel = lambda: setattr(future, "cancelled", True)
+    client = SimpleNamespace(loop=None, submit=lambda *_, **__: Hashed(future))
+    with pytest.raises(TransportError, match="no more threads"):
+        list(results(client, abs, [1]))
+    assert future.cancelled
+
+
+class Hashed:
+    """An object that can be a key."""
+
+    def __init__(self, inner: SimpleNamespace) -> None:
+        self.client, self.cancel = inner.client, inner.cancel
+
+
+@pytest.mark.parametrize(
+    "work",
+    [listed, computed, copied, prepared, loaded, awaited, served, trained, staged_behind, of_a_bucket, watched],
+)
 def test_the_calling_thread_does_the_work(
     work: Callable[[Plain, Path], None], plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,7 @@ HEAVY = {
     "torch": (
         "torch/",
         "sources/llmbatch/reader.py",
-        "sources/caches/memmap.py",
+        "sources/caches/_torch_file.py",
         "record/",
         "testing/",
         "compat/",

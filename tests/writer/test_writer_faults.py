@@ -48,7 +48,7 @@ def test_a_system_without_threads_is_a_named_error_and_a_resume_works(tmp_path, 
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(TransportError, match="needs a thread"):
+    with pytest.raises(TransportError, match="no more threads"):
         write_whole(tmp_path, this)
     monkeypatch.undo()
     finish(tmp_path, this)

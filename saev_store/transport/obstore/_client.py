@@ -18,7 +18,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
-from saev_store._runtime.threads import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock, start_thread
 from saev_store.errors import (
     AccessError,
     DeadlineError,
@@ -68,7 +68,11 @@ class _Loop:
         self._has_cancelled = False
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="saev_store-obstore", daemon=True)
-        self.thread.start()
+        try:
+            start_thread(self.thread, where="obstore")
+        except BaseException:
+            self.loop.close()
+            raise
 
     def stop(self) -> None:
         """Cancel what is under way, and wait until no thread of obstore is inside Python.
