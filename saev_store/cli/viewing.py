@@ -46,6 +46,8 @@ def view(
 
             webbrowser.open(address)
 
+    if sae == "":
+        raise ArgumentError("it is empty: pass the path or URL of a safetensors file", where="--sae")
     pages = open_pages(
         url,
         storage_options(options, option),

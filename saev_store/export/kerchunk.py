@@ -89,7 +89,7 @@ def write_kerchunk(
     if store.layout.dtype not in _DTYPES:
         raise ArgumentError(
             f"the store holds {store.layout.dtype}, which Zarr v2, and so these references, have no name for",
-            where="dtype",
+            where=store.url,
             remedy="Export to Icechunk or as a TensorStore spec, or copy the store as float32.",
         )
     if format == "json":

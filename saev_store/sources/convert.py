@@ -27,6 +27,7 @@ from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import BatchFileReader
 from saev_store.sources.llmbatch.writer import as_tokens, write_batch_dataset
+from saev_store.sources.mmididx.index import code_of
 from saev_store.sources.mmididx.reader import IndexedDataset
 from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
 
@@ -233,7 +234,9 @@ def samples_to_documents(
         MissingDependencyError: `client` is an address, and distributed is not installed.
         TransportError: no scheduler answers, or the workers that had a part died, one after the other.
     """
-    end_token = None if end_token is None else check_count(end_token, name="end_token", least=0)
+    code_of(dtype)
+    most = int(np.iinfo(dtype).max) if np.dtype(dtype).kind in "iu" else 2**63 - 1
+    end_token = None if end_token is None else check_count(end_token, name="end_token", least=0, most=most)
     if check_flag(overwrite, name="overwrite"):
         refuse_own_files(source, output_path, storage_options, engine=engine, transport=transport, is_mmididx=True)
     ids = TokenIds(source, tokenizer, part, encoding, end_token)

@@ -360,6 +360,9 @@ def test_the_end_token_of_texts_may_be_zero_and_a_text_may_have_no_tokens(tmp_pa
         ):  # a list of parts, not one of that name
             samples_to_documents(dataset, "b", ids, part="txt,json", transport=memory, progress=False)
         assert memory.files == {}
+        with pytest.raises(ArgumentError, match="end_token is 256; it must be an integer from 0 to 255"):
+            samples_to_documents(dataset, "b", ids, end_token=256, dtype="uint8", transport=memory, progress=False)
+        assert memory.files == {}
         for end, expected in ((None, [[97, 98], [], [99]]), (0, [[97, 98, 0], [0], [99, 0]])):
             memory = MemoryTransport()
             samples_to_documents(
