@@ -439,6 +439,11 @@ def test_labels_of_a_store_that_has_none(tmp_path: Path):
     assert not labels.labels_path.exists()
     labels.write_batch(torch.full((3, 4), 9, dtype=torch.uint8), 2)
     labels.write_batch(np.full((1, 4), 8, dtype=np.uint8), 6)
+    with pytest.raises(ArgumentError, match="4 of 7 examples have labels; the first without is 0"):
+        labels.flush()  # 0 is a label
+    assert not labels.labels_path.exists()
+    labels.write_batch(np.zeros((2, 4), np.uint8), 0)
+    labels.write_batch(np.zeros((1, 4), np.uint8), 5)
     labels.flush()
     assert ShardStore.open(writer.shards_dir).labels.tolist() == [[0] * 4] * 2 + [[9] * 4] * 3 + [[0] * 4] + [[8] * 4]
     before = labels.labels.copy()

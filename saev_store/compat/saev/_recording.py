@@ -98,7 +98,7 @@ class LabelsWriter:
         self.logger = logging.getLogger("labels-writer")
         self.labels_path = path_of(shards_dir, "shards_dir") / LABELS_NAME
         self.labels = np.zeros((md.n_examples, md.content_tokens_per_example), dtype=np.uint8)
-        self.has_written = False
+        self._is_set = np.zeros(md.n_examples, dtype=np.bool_)
 
     def write_batch(self, batch_labels: Labels, start_idx: int) -> None:
         """Set the labels, uint8 (n, content tokens), of the examples from `start_idx` on.
@@ -117,14 +117,27 @@ class LabelsWriter:
                 where="batch_labels",
             )
         self.labels[start_idx:end] = labels
-        self.has_written = True
+        self._is_set[start_idx:end] = True
+
+    @property
+    def has_written(self) -> bool:
+        """Whether labels of an example were set."""
+        return bool(self._is_set.any())
 
     def flush(self) -> None:
         """Write labels.bin, if any labels were set.
 
         Raises:
             StoreExistsError: the store has other labels.
+            ArgumentError: some examples have no labels yet: 0 would be one.
         """
+        if self.has_written and not self._is_set.all():
+            raise ArgumentError(
+                f"{np.count_nonzero(self._is_set)} of {self.md.n_examples} examples have labels; the first without is "
+                f"{int(np.argmin(self._is_set))}",
+                where=str(self.labels_path),
+                remedy="Write the labels of all examples before flush().",
+            )
         if self.has_written:
             create(self.labels_path, self.labels.tobytes())
 
