@@ -18,7 +18,9 @@ from saev_store.cli._common import PipeClosedError, UsageText, discard_output, e
 from saev_store.cli._help import Explained, explain
 from saev_store.cli._tables import is_drawn
 from saev_store.cli._wording import SubCommand, Wording, as_commands
+from saev_store.cli.converting import convert
 from saev_store.cli.documentation import docs
+from saev_store.cli.exporting import export
 from saev_store.cli.finishing import finalize
 from saev_store.cli.importing import import_
 from saev_store.cli.ls import ls
@@ -27,7 +29,7 @@ from saev_store.cli.reading import estimate, head, info, serve, stats, validate
 from saev_store.cli.recording import record
 from saev_store.cli.repairing import repair
 from saev_store.cli.viewing import view
-from saev_store.cli.writing import clean, convert, copy, demo, export
+from saev_store.cli.writing import clean, copy, demo
 from saev_store.errors import ArgumentError, LayerNotFoundError, SaevStoreError, SaevStoreWarning, SelectionError
 
 OK, REFUSED, USAGE, DEFECT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
