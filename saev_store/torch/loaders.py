@@ -35,7 +35,7 @@ from saev_store.torch._device import DeviceMemory, PlainCopies, copies_to, devic
 from saev_store.torch._epochs import EpochLoader, options_of
 from saev_store.torch.batch import ExampleBatch
 from saev_store.torch.config import OrderedConfig, ShuffledConfig, check_config, scaling
-from saev_store.torch.normalize import Normalization, normalizer_of
+from saev_store.torch.normalize import Normalization, normalizer_of, read_dtype
 
 Config = TypeVar("Config", OrderedConfig, ShuffledConfig)
 
@@ -69,7 +69,7 @@ class TorchLoader(EpochLoader[Config, Loader]):
             cache_bytes=cfg.cache_bytes,
             damaged_ok=cfg.damaged_ok,
         )
-        super().__init__(cfg, self._make(), copies, normalizer_of(cfg.normalize, {"act": self._rows}))
+        super().__init__(cfg, self._make(), copies, normalizer_of(cfg.normalize, {"act": self._rows}, cfg.dtype))
         self._logged_s = 0.0
 
     @abstractmethod
@@ -103,7 +103,7 @@ class TorchLoader(EpochLoader[Config, Loader]):
             where=cfg.where,
             examples=examples,
             masked=cfg.masked,
-            dtype=cfg.dtype,
+            dtype=read_dtype(cfg.normalize, cfg.dtype),
             stack_layers=cfg.stack_layers,
         )
         remove_bos = cfg.remove_bos

@@ -21,6 +21,8 @@ from saev_store.torch.batch import ExampleBatch, tensor_of
 Floats = npt.NDArray[np.float64]
 #: What is done to activations; the configs of loaders say what each means.
 Normalize = Literal["scale_norm", "scale_norm_per_layer", "center", "center_and_scale_norm"]
+#: What vectors are rounded to after they were normalized.
+_ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +105,12 @@ class Normalizer:
     Args:
         kind: What to do; part of a loader's state.
         parts: Names of vectors in a batch, to the rows of the loader.
+        dtype: What they are rounded to afterwards; None where they are of that dtype already.
     """
 
-    def __init__(self, kind: Normalize, parts: Mapping[str, Selection]) -> None:
+    def __init__(self, kind: Normalize, parts: Mapping[str, Selection], dtype: torch.dtype | None) -> None:
         self.kind: Normalize = kind
-        self._parts = dict(parts)
+        self._parts, self._dtype = dict(parts), dtype
 
     @cached_property
     def found(self) -> dict[str, Normalization]:
@@ -115,17 +118,40 @@ class Normalizer:
         return {name: Normalization.of(rows, self.kind) for name, rows in self._parts.items()}
 
     def __call__(self, batch: ExampleBatch) -> ExampleBatch:
-        """The batch itself, whose vectors are normalized in place."""
+        """The batch itself, whose vectors are normalized in place, and then rounded."""
         for name, how in self.found.items():
             act = batch[name]
             if isinstance(act, torch.Tensor):
                 how.apply_(act, _layer_idx(batch, how.layer_keys))
+                batch[name] = act if self._dtype is None else act.to(self._dtype)
         return batch
 
 
-def normalizer_of(kind: Normalize | None, parts: Mapping[str, Selection]) -> Normalizer | None:
-    """What normalizes batches; None where nothing is to be done, or where the loader of NumPy batches does it."""
-    return None if kind is None or kind == "scale_norm" else Normalizer(kind, parts)
+def is_of_batches(kind: Normalize | None) -> bool:
+    """Whether batches are normalized after they were made; `"scale_norm"` is of the loader of NumPy batches."""
+    return kind is not None and kind != "scale_norm"
+
+
+def read_dtype(kind: Normalize | None, dtype: str) -> str:
+    """The dtype in which vectors are read: what is normalized is rounded to 16 bits once, at the end.
+
+    >>> read_dtype("center", "bfloat16"), read_dtype("scale_norm", "bfloat16"), read_dtype("center", "stored")
+    ('float32', 'bfloat16', 'stored')
+    """
+    return "float32" if is_of_batches(kind) and dtype in _ROUNDED else dtype
+
+
+def normalizer_of(kind: Normalize | None, parts: Mapping[str, Selection], dtype: str) -> Normalizer | None:
+    """What normalizes batches; None where nothing is to be done, or where the loader of NumPy batches does it.
+
+    Args:
+        kind: What to do.
+        parts: Names of vectors in a batch, to the rows of the loader, read in `read_dtype`.
+        dtype: What the config wants.
+    """
+    if kind is None or not is_of_batches(kind):
+        return None
+    return Normalizer(kind, parts, _ROUNDED.get(dtype))
 
 
 def _layer_idx(batch: ExampleBatch, layer_keys: tuple[LayerKey, ...]) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ from saev_store.torch.config import (
     scaling,
     text_of_path,
 )
-from saev_store.torch.normalize import Normalization, Normalize, normalizer_of
+from saev_store.torch.normalize import Normalization, Normalize, normalizer_of, read_dtype
 
 Address = Annotated[str, BeforeValidator(text_of_path)]
 
@@ -111,12 +111,12 @@ class TorchPairLoader(EpochLoader[PairConfig, PairLoader]):
             ignore_labels=cfg.ignore_labels or None,
             where=cfg.where,
             masked=cfg.masked,
-            dtype=cfg.dtype,
+            dtype=read_dtype(cfg.normalize, cfg.dtype),
         )
         rows = filtered_pair((self.a, self.b), rows, remove_bos=cfg.remove_bos, max_norm_multiple=cfg.max_norm_multiple)
         labels = self.a.labels if self.a.has_labels else self.b.labels
         scale_norm = scaling(cfg.scale_norm, cfg.normalize)
-        normalizer = normalizer_of(cfg.normalize, {"act_a": rows.a, "act_b": rows.b})
+        normalizer = normalizer_of(cfg.normalize, {"act_a": rows.a, "act_b": rows.b}, cfg.dtype)
         super().__init__(
             cfg, self._make(replace(cfg, normalize=None, scale_norm=scale_norm), rows, labels), copies, normalizer
         )

@@ -39,6 +39,7 @@ CHOICES = {
     "scaled": {"scale_norm": True},
     "small reads": {"read_bytes": 100, "n_threads": 8},
     "stored": {"dtype": "stored"},
+    "normalized": {"layer": (11, 5), "normalize": "center_and_scale_norm", "dtype": "bfloat16"},
 }
 
 Batch = dict[str, "torch.Tensor"]

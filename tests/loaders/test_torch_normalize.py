@@ -101,8 +101,21 @@ def test_other_dtypes_are_computed_in_at_least_float32(store: Path, dtype: str):
     truth = normalized(acts_of(), "center_and_scale_norm")
     with make("shuffled", store, layer=(9, 5), dtype=dtype, normalize="center_and_scale_norm") as loader:
         assert next(iter(loader))["act"].dtype == getattr(torch, dtype)
-        # Around a point at 30 times the spread a number of bfloat16 is known to an eighth of the spread.
-        check(loader, truth, [0, 2], rtol={"bfloat16": 0.02, "float16": 0.002, "float64": 1e-6}[dtype])
+        check(loader, truth, [0, 2], rtol={"bfloat16": 2**-8, "float16": 2**-10, "float64": 1e-6}[dtype])
+
+
+@pytest.mark.parametrize("normalize", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["ordered", "shuffled"])
+def test_vectors_are_rounded_once_after_they_are_normalized(store: Path, kind: str, dtype: str, normalize: str):
+    """Around a point at 30 times the spread, what was rounded first would be off by an eighth of the spread."""
+    with (
+        make(kind, store, layer=(9, 5), normalize=normalize) as wide,
+        make(kind, store, layer=(9, 5), dtype=dtype, normalize=normalize) as narrow,
+    ):
+        for whole, rounded in zip(wide, narrow, strict=True):
+            assert torch.equal(rounded["act"], whole["act"].to(getattr(torch, dtype)))
+            assert torch.equal(rounded["token_idx"], whole["token_idx"])
 
 
 def test_on_a_device_with_a_window_there(store: Path):
@@ -185,6 +198,13 @@ def test_both_stores_of_a_pair(tmp_path: Path):
                 wanted = truth[1][example[:, None], [2, 1], token[:, None]]
                 np.testing.assert_allclose(batch["act_b"].numpy(), wanted, rtol=1e-5, atol=3e-4)
         assert [found.layer_keys for found in loader.normalization] == [(9,), (5, 2)]
+    with (
+        OrderedPairDataLoader(OrderedPairConfig(**some)) as wide,
+        OrderedPairDataLoader(OrderedPairConfig(**some, dtype="bfloat16")) as narrow,
+    ):
+        for whole, rounded in zip(wide, narrow, strict=True):
+            for name in ("act_a", "act_b"):
+                assert torch.equal(rounded[name], whole[name].bfloat16())
 
 
 def test_it_is_of_the_rows_that_are_loaded(store: Path):
