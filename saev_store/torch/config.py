@@ -13,7 +13,7 @@ from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError
 from saev_store.loaders import ReadOptions, ShuffleOptions, options_class
 from saev_store.loaders.options import Flag
-from saev_store.torch.normalize import Normalize
+from saev_store.torch.normalize import DType, Normalize
 
 _OLD_TOKENS = {"image": "content", "cls": "special"}
 
@@ -156,7 +156,7 @@ class IndexedConfig(_OldNames):
     debug: Flag = False
     ignore_labels: tuple[int, ...] = ()
     masked: Flag = False
-    dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
+    dtype: DType = "float32"
     token_arrays: tuple[str, ...] = ()
     stack_layers: Flag = False
     storage_options: dict[str, object] | None = None
@@ -174,7 +174,7 @@ class _LoaderConfig(_OldNames):
     layer: Layer = -2
     ignore_labels: tuple[int, ...] = ()
     masked: Flag = False
-    dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
+    dtype: DType = "float32"
     stack_layers: Flag = False
     examples: Examples | None = None
     damaged_ok: Flag = False

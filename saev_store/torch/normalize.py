@@ -21,6 +21,8 @@ from saev_store.torch.batch import ExampleBatch, tensor_of
 Floats = npt.NDArray[np.float64]
 #: What is done to activations; the configs of loaders say what each means.
 Normalize = Literal["scale_norm", "scale_norm_per_layer", "center", "center_and_scale_norm"]
+#: What configs may want.
+DType = Literal["float32", "float64", "bfloat16", "float16", "stored"]
 #: What vectors are rounded to after they were normalized.
 _ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -132,7 +134,7 @@ def is_of_batches(kind: Normalize | None) -> bool:
     return kind is not None and kind != "scale_norm"
 
 
-def read_dtype(kind: Normalize | None, dtype: str) -> str:
+def read_dtype(kind: Normalize | None, dtype: DType) -> DType:
     """The dtype in which vectors are read: what is normalized is rounded to 16 bits once, at the end.
 
     >>> read_dtype("center", "bfloat16"), read_dtype("scale_norm", "bfloat16"), read_dtype("center", "stored")

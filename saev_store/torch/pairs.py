@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 from pydantic import BeforeValidator
 
@@ -33,7 +33,7 @@ from saev_store.torch.config import (
     scaling,
     text_of_path,
 )
-from saev_store.torch.normalize import Normalization, Normalize, normalizer_of, read_dtype
+from saev_store.torch.normalize import DType, Normalization, Normalize, normalizer_of, read_dtype
 
 Address = Annotated[str, BeforeValidator(text_of_path)]
 
@@ -49,7 +49,7 @@ class _PairConfig:
     tokens: Tokens = "content"
     ignore_labels: tuple[int, ...] = ()
     masked: bool = False
-    dtype: Literal["float32", "float64", "bfloat16", "float16", "stored"] = "float32"
+    dtype: DType = "float32"
     examples: Examples | None = None
     storage_options_a: dict[str, object] | None = None
     storage_options_b: dict[str, object] | None = None
