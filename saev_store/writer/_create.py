@@ -29,6 +29,7 @@ from saev_store.writer._resume import Kept, check_claim, kept_of, metadata_diffe
 from saev_store.writer._shard_file import ShardPlan, leading_receipts
 from saev_store.writer.folder import (
     LABELLED,
+    MAX_WORLD,
     TEMPORARY,
     Claim,
     Folder,
@@ -190,9 +191,9 @@ def _checked_part(
         rank, world = (0, 1) if part is None else part
     except (TypeError, ValueError):
         rank, world = -1, -1
-    if not (isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world <= 99_999):
+    if not (isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world <= MAX_WORLD):
         raise ArgumentError(
-            f"part is {brief(part)}; it must be (rank, world) with 0 <= rank < world <= 99999", where="part"
+            f"part is {brief(part)}; it must be (rank, world) with 0 <= rank < world <= {MAX_WORLD}", where="part"
         )
     return rank, world
 

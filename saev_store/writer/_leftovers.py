@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from saev_store.core.arguments import check_flag
 from saev_store.core.layout import shard_name
+from saev_store.documents import parse_metadata
 from saev_store.errors import (
     AccessError,
+    NotFoundError,
     ReadOnlyError,
     SaevStoreError,
     SaevStoreWarning,
@@ -35,10 +37,11 @@ if TYPE_CHECKING:
 
 #: What is younger may belong to a writer that is still alive, or be wanted for a resume.
 OLDER_THAN_S = 86_400.0
-_SHARD = re.compile(r"acts\d{6}\.bin")
+_SHARD = re.compile(r"acts\d{6,}\.bin")
 #: A shard or a token array.
 _FILE = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin")
-_STORE = re.compile(r"[0-9a-f]{64}")
+#: A folder that was named by the hash of its metadata; of protocol 2.1 by 8 digits of it.
+_STORE = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}")
 _OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
 _UNREPAIRED = "a repair has to be finished: open the store with `repair()`"
@@ -195,7 +198,13 @@ def clean_leftovers(
         raise ReadOnlyError(f"the engine {root_transport.name!r} cannot list files", where=root_transport.url)
     now_s = time.time()
     top = Folder(root_transport, "")
-    entries = list(root_transport.list())
+    uploads = _uploads(root_transport)
+    try:
+        entries = list(root_transport.list())
+    except NotFoundError:  # of a bucket: a folder is what it has objects of
+        if not uploads:
+            raise
+        entries = []
     found: list[Leftover] = []
     folders = [top, *(Folder(root_transport, entry.path.strip("/")) for entry in entries if entry.is_dir)]
     for folder in folders:
@@ -206,7 +215,6 @@ def clean_leftovers(
             if not kept_because:
                 kept_because = _in_use(folder, leftover) if dry_run else _remove(folder, leftover)
             found.append(replace(leftover, kept_because=kept_because))
-    uploads = _uploads(root_transport)
     for upload in uploads or ():
         leftover = Leftover(upload.path, "upload", None, None if upload.begun_s is None else now_s - upload.begun_s)
         kept_because = _too_young(leftover, older_than_s)
@@ -239,7 +247,8 @@ def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
     hidden = list(_tree(folder, WORK_FOLDER, _MOST_LEVELS))
     files = [entry for entry in entries if not entry.is_dir]
     is_published = METADATA_NAME in names
-    foreign = sorted(name for name in names - _OURS if not (_SHARD.fullmatch(name) or name.startswith(TEMPORARY)))
+    ours = _OURS if is_published else _OURS | _arrays(folder)
+    foreign = sorted(name for name in names - ours if not (_SHARD.fullmatch(name) or name.startswith(TEMPORARY)))
     because = ""
     if is_published and folder.exists(JOURNAL):
         because = _UNREPAIRED
@@ -247,11 +256,20 @@ def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
         because = "no claim of this package: another program may be writing here"
     elif not is_published and foreign:
         because = f"the folder also holds {foreign[0]}, which is not ours"
-    ours = hidden if is_published else [*hidden, *files]
+    removed = hidden if is_published else [*hidden, *files]
     kind = "hidden files" if is_published else "unfinished store"
-    nbytes = sum(entry.size or 0 for entry in ours)
+    nbytes = sum(entry.size or 0 for entry in removed)
     path = folder.path(WORK_FOLDER) if is_published else folder.name
-    yield Leftover(path, kind, nbytes, _age_s(ours, now_s), because)
+    yield Leftover(path, kind, nbytes, _age_s(removed, now_s), because)
+
+
+def _arrays(folder: Folder) -> set[str]:
+    """The files of token arrays that an unfinished store will have, by its claim."""
+    with suppress(SaevStoreError):
+        if (claim := read_claim(folder)) is not None:
+            raw = claim.metadata.encode("utf-8", "surrogateescape")
+            return {array.file_name for array in parse_metadata(raw, where=folder.where(CLAIM_PATH)).recordable}
+    return set()
 
 
 def _remove(folder: Folder, leftover: Leftover) -> str:
@@ -316,14 +334,23 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
         listed = None
     if listed is None:
         return None
-    root_is_store = _STORE.fullmatch(folder_name(transport.url)) is not None
     found: list[UnfinishedUpload] = []
+    stores: dict[str, bool] = {}
     for upload in listed:
         folder, _, name = upload.path.rpartition("/")
-        is_store = _STORE.fullmatch(folder) is not None if folder else root_is_store
-        if is_store and _FILE.fullmatch(name):
+        if not _FILE.fullmatch(name) or "/" in folder:
+            continue
+        if folder not in stores:
+            stores[folder] = _is_store(Folder(transport, folder))
+        if stores[folder]:
             found.append(upload)
     return found
+
+
+def _is_store(folder: Folder) -> bool:
+    """Whether a folder is a store, or has the name of one."""
+    name = folder.name or folder_name(folder.transport.url)
+    return _STORE.fullmatch(name) is not None or folder.exists(METADATA_NAME) or folder.exists(CLAIM_PATH)
 
 
 def _tree(folder: Folder, path: str, n_levels: int) -> Iterator[Entry]:

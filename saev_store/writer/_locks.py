@@ -9,9 +9,6 @@ from saev_store.errors import IncompleteStoreError
 from saev_store.names import WORK_FOLDER
 from saev_store.writer.folder import Folder, read_claim
 
-#: More parts than the system gives locks to one process; what cannot be locked stays.
-_MOST_PARTS = 1 << 16
-
 
 def take_locks(folder: Folder, held: ExitStack, *, but: Collection[str] = ()) -> None:
     """Hold all locks of a folder but those that are held already: no writer, copy, publisher or repair is at work there then.
@@ -33,5 +30,5 @@ def lock_names(folder: Folder) -> list[str]:
     found |= {"part00000", "publish", "copy", "repair"}
     with suppress(IncompleteStoreError):  # with a claim that is not understood no part can be begun
         if (claim := read_claim(folder)) is not None:
-            found |= {f"part{rank:05d}" for rank in range(min(claim.options.world, _MOST_PARTS))}
+            found |= {f"part{rank:05d}" for rank in range(claim.options.world)}
     return sorted(found)

@@ -308,6 +308,10 @@ def read_claim(folder: Folder) -> Claim | None:
     return parse_claim(raw, folder) if raw else None
 
 
+#: Parts of a store. Each has a lock, and a file name with five digits.
+MAX_WORLD = 99_999
+
+
 def parse_claim(raw: bytes, folder: Folder) -> Claim:
     """The claim in a document; `IncompleteStoreError` if this version does not understand it."""
     try:
@@ -323,7 +327,7 @@ def parse_claim(raw: bytes, folder: Folder) -> Claim:
             and isinstance(world, int)
             and isinstance(metadata, str)
             and block_bytes > 0
-            and world > 0
+            and 0 < world <= MAX_WORLD
         ):
             raise TypeError("a value has the wrong type")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

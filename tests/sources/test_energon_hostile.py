@@ -593,6 +593,23 @@ def test_a_large_extension_header(tmp_path):
         prepare(tmp_path, split="1,0,0", progress=False)
 
 
+@pytest.mark.parametrize("size", [-1, -511, -512, -10_000])
+def test_a_negative_size(tmp_path, size):
+    """Sizes up to a block below zero lead to no place that was seen before."""
+    header = bytearray(tarfile.TarInfo("b.txt").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = (2**96 + size).to_bytes(12, "big")
+    header[148:156] = b"        "
+    header[148:156] = b"%06o\0 " % sum(header)
+    whole = tar_bytes([("a.txt", b"x")], format="gnu", close=False)
+    (tmp_path / "s.tar").write_bytes(tar_bytes([("a.txt", b"x")]))
+    prepare(tmp_path, split="1,0,0", progress=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / ".nv-meta").iterdir() if path.is_file()}
+    (tmp_path / "s.tar").write_bytes(whole + bytes(header) + tar_bytes([("c.txt", b"yz")]))
+    with pytest.raises(CorruptShardError, match="negative size"):
+        prepare(tmp_path, split="1,0,0", progress=False, overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / ".nv-meta").iterdir() if path.is_file()} == before
+
+
 def test_a_long_map_of_a_file_with_holes():
     """GNU's map of such a file goes on in as many blocks as it likes, and `tarfile` keeps all of it."""
     entry = b"00000000001\0" * 2

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
 
-from saev_store.errors import IncompleteStoreError, StoreExistsError, WriterConflictError
+from saev_store.errors import IncompleteStoreError, NotFoundError, StoreExistsError, WriterConflictError
 from saev_store.names import CLAIM_PATH
-from saev_store.transport import Entry, MemoryTransport, open_transport
+from saev_store.transport import Entry, MemoryTransport, UnfinishedUpload, open_transport
 from saev_store.writer import ShardWriter, _leftovers, clean_leftovers, create_store, discard_unfinished, unfinished
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder
 
@@ -203,6 +204,66 @@ def test_a_writer_that_begins_while_another_store_goes_keeps_its_files(tmp_path,
     this.append(writer, 0, this.n)
     writer.close()
     this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})
+
+
+@pytest.mark.parametrize("file", ["token_ids.bin", "acts1000000.bin"])
+def test_token_arrays_of_an_unfinished_store_are_ours(tmp_path, file):
+    """They are written before the metadata, where a writer may be killed."""
+    this = case(protocol="3.0")
+    begun(open_transport(tmp_path), this)
+    (tmp_path / this.name / file).touch()
+    (found,) = clean_leftovers(tmp_path, older_than_s=0).leftovers
+    assert (found.kind, found.kept_because) == ("unfinished store", "")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("file", ["labels2.bin", "tokens.bin", "acts00000.bin"])
+def test_other_files_keep_an_unfinished_store(tmp_path, file):
+    this = case(protocol="3.0")
+    begun(open_transport(tmp_path), this)
+    (tmp_path / this.name / file).touch()
+    (found,) = clean_leftovers(tmp_path, older_than_s=0).leftovers
+    assert found.kept_because == f"the folder also holds {file}, which is not ours"
+
+
+class Uploads(MemoryTransport):
+    """A bucket with unfinished uploads."""
+
+    is_local = False
+    paths: ClassVar[list[str]] = []
+
+    def list_uploads(self, path: str = "") -> list[UnfinishedUpload]:
+        return [UnfinishedUpload(each, "id", 0.0) for each in self.paths]
+
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        self.paths.remove(upload.path)
+
+
+def test_uploads_of_every_kind_of_store_are_removed(monkeypatch):
+    """Folders have names of 64 digits, of 8 (protocol 2.1), or of somebody's choice."""
+    root, name = Uploads(), case().name
+    ours = [f"{name}/acts000000.bin", "17952b89/acts000000.bin", "renamed/mask.bin", "begun/acts000000.bin"]
+    others = ["somebody/acts000000.bin", f"{name}/x.txt", f"deep/{name}/acts000000.bin", "acts000000.bin"]
+    root.put("renamed/metadata.json", b"{}")
+    root.put(f"begun/{CLAIM_PATH}", b"{}")
+    monkeypatch.setattr(Uploads, "paths", [*ours, *others])
+    found = clean_leftovers(root, older_than_s=0)
+    assert [each.path for each in found.leftovers if each.kind == "upload"] == ours
+    assert root.paths == others
+
+
+def test_uploads_are_removed_where_there_is_no_object(monkeypatch):
+    root, path = Uploads(), f"{case().name}/acts000000.bin"
+
+    def missing(path: str = "") -> list[Entry]:
+        raise NotFoundError("there is no such folder", where="memory://")
+
+    monkeypatch.setattr(root, "list", missing)
+    with pytest.raises(NotFoundError):
+        clean_leftovers(root, older_than_s=0)
+    monkeypatch.setattr(Uploads, "paths", [path])
+    assert [each.path for each in clean_leftovers(root, older_than_s=0).leftovers] == [path]
+    assert root.paths == []
 
 
 def test_of_what_one_file_does_not_tell_its_age_none_is_told():

@@ -247,7 +247,17 @@ def test_what_a_publisher_has_deleted_is_not_damage(monkeypatch, protocol):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("world", 0), ("world", -1), ("block_bytes", 0), ("pad", 1), ("version", 0), ("version", 2)]
+    ("key", "value"),
+    [
+        ("world", 0),
+        ("world", -1),
+        ("world", 100_000),
+        ("world", 10**12),
+        ("block_bytes", 0),
+        ("pad", 1),
+        ("version", 0),
+        ("version", 2),
+    ],
 )
 def test_a_claim_with_impossible_options_is_not_understood(key, value):
     this, disk = case(), Disk(posix=True)
@@ -256,8 +266,13 @@ def test_a_claim_with_impossible_options_is_not_understood(key, value):
     claim = json.loads(disk.files[hidden(this, "claim.json")].seen)
     (claim if key in claim else claim["options"])[key] = value
     disk._set(hidden(this, "claim.json"), json.dumps(claim).encode())
-    with pytest.raises(IncompleteStoreError, match="cannot be understood"):
-        create_store(disk, this.metadata, resume=True, **OPTIONS)
+    for call in (
+        lambda: create_store(disk, this.metadata, resume=True, **OPTIONS),
+        lambda: create_store(disk, this.metadata, **OPTIONS),
+        lambda: finalize_store(disk, this.metadata),
+    ):
+        with pytest.raises(IncompleteStoreError, match="cannot be understood"):
+            call()
 
 
 @pytest.mark.parametrize("change", [-1, 1])

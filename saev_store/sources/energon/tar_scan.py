@@ -179,7 +179,7 @@ class Scan:
             while (info := tar.next()) is not None:
                 self.file.begin()
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # or a scan would remember every member
-                if tar.offset <= before:
+                if info.size < 0 or tar.offset <= before:
                     raise self._corrupt(f"{brief(info.name)} has a negative size")
                 before = tar.offset
                 if tar.offset > self.nbytes:
