@@ -13,11 +13,14 @@ import numpy as np
 from saev_store._runtime.optional import need
 from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import numpy_dtype
+from saev_store.core.layout import DIMS
 from saev_store.errors import (
     ArgumentError,
     NotFoundError,
+    SaevStoreError,
     StoreExistsError,
     WriterConflictError,
+    brief,
 )
 from saev_store.export._references import References, check_text, references, url_parts, usable_base, warn_if_many
 from saev_store.export._repository import (
@@ -43,6 +46,10 @@ if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
 
 _NOTHING, _CREATE = "there is no repository to append to", "Create it without append first."
+#: Labels of layers are read only if they are no more, in chunks that are no larger.
+_MOST_LAYERS = 1 << 16
+#: What is known of each store in a repository.
+_PART = {"content_hash", "url", "n_examples"}
 #: Attributes of stores that continue each other.
 _SAME = ("family", "ckpt", "content_tokens_per_example", "cls_token", "d_model", "hook_points")
 
@@ -172,7 +179,12 @@ def _write_to(
     if tip is not None and session.snapshot_id != tip:  # what was read of the repository is not what it is appended to
         raise conflict
     repository.save_config()  # not before: it would forget the containers of the other process
-    _write(found, session.store, before)
+    try:
+        _write(found, session.store, before)
+    except SaevStoreError:
+        raise
+    except (NotImplementedError, ValueError) as error:  # of VirtualiZarr, where the arrays of the two do not fit
+        raise ArgumentError(f"the store does not continue the repository: {brief(str(error))}", where=where) from error
     try:
         return session.commit(f"References to the shards of {found.base}")
     except icechunk.ConflictError as error:
@@ -215,13 +227,25 @@ class _Appended:
     def read(cls, session: icechunk.Session, where: str) -> _Appended:
         import zarr
 
+        other = ArgumentError("the repository is not an export of a store", where=where)
         try:
             group = zarr.open_group(session.store, mode="r")  # pyright: ignore[reportUnknownMemberType]  # a partial type
             arrays = dict(group.arrays())
             acts, layer = arrays[ARRAY], arrays["layer"]
         except (KeyError, FileNotFoundError, ValueError):
-            raise ArgumentError("the repository is not an export of a store", where=where) from None
+            raise other from None
         tokens = {name: array for name, array in arrays.items() if array.ndim == len(TOKEN_DIMS)}
+        # Labels are read after their number is known; the references that are appended have the rank and the rows of these.
+        fits = (
+            acts.ndim == len(DIMS)
+            and layer.shape == acts.shape[1:2]
+            and max(*layer.shape, *layer.chunks) <= _MOST_LAYERS
+        )
+        parts = cast("list[object]", _parts(group.attrs))
+        if not fits or not all(isinstance(part, Mapping) and part.keys() >= _PART for part in parts):
+            raise other
+        if any(array.shape[0] != acts.shape[0] for array in tokens.values()):
+            raise other
         return cls(
             n_examples=acts.shape[0],
             attributes=dict(group.attrs),

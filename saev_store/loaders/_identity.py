@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -126,11 +126,11 @@ def fingerprint(rows: Selection) -> str:
 
 def _recorded(metadata: Metadata) -> bytes:
     """Which model and which data were recorded, the same in every version of the protocol."""
-    data = metadata.data
+    model, data = (metadata.family, metadata.ckpt), metadata.data
     if isinstance(data, str):
         with contextlib.suppress(ValueError, RecursionError):  # protocol 2.1 has the object as text, or any other text
-            data = cast("object", json.loads(data))
-    return json.dumps([metadata.family, metadata.ckpt, data], sort_keys=True, default=repr).encode()
+            return json.dumps([*model, json.loads(data)], sort_keys=True, default=repr).encode()
+    return json.dumps([*model, data], sort_keys=True, default=repr).encode()
 
 
 #: Rows whose norms are averaged: the standard error of the mean is then a hundredth of the norms' spread.

@@ -15,8 +15,11 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import SelectionError
 from saev_store.sources.framing import Box, Framing, SizePx
 
-Count = Annotated[int, Field(ge=1)]
-Pair = Annotated[tuple[Count, Count], Field(strict=False)]
+#: Pixels along an edge, or patches; no image has more, and arrays are made of them.
+EdgePx = Annotated[int, Field(ge=1, le=1 << 20)]
+Pair = Annotated[tuple[EdgePx, EdgePx], Field(strict=False)]
+#: The number of a sample or of a token in it; sums of two are 64-bit integers.
+Position = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class Part(BaseModel):
@@ -28,13 +31,13 @@ class Part(BaseModel):
 class Tokens(Part):
     """Content tokens are tokens of a text: token t of an example is `first + t` of the sample."""
 
-    first: int | None
+    first: Position | None
 
 
 class Framed(Part):
     """How the model's input was made of an image, see `Framing`."""
 
-    resize: Count | Pair | None
+    resize: EdgePx | Pair | None
     crop: Pair | None
 
     def framing(self) -> Framing:

@@ -30,6 +30,7 @@ from saev_store.sources.places import (
     Part,
     Patches,
     PatchPlace,
+    Position,
     TokenPlace,
     Tokens,
     ids_of,
@@ -52,9 +53,9 @@ _REMEDY = "Stores recorded with data=recorded_from(source) name theirs."
 class _Examples(Part):
     """The sample of example i: `samples[i]`, or the i-th one from `first` on that is not skipped; or that of each token, as recorded."""
 
-    first: int | None = None
-    skipped: list[int] | None = None
-    samples: list[int] | None = None
+    first: Position | None = None
+    skipped: list[Position] | None = None
+    samples: list[Position] | None = None
     by_token: bool = False
 
 

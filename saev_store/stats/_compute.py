@@ -18,7 +18,7 @@ from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.layout import IntArray, Layout, shard_name
-from saev_store.errors import CorruptShardError
+from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.validation import Promised
 
@@ -139,7 +139,14 @@ def _compare(store: ShardStore, work: tuple[int, int], digests: Promised) -> Non
         used = layout.used_nbytes(shard_idx)
         for block in range(first * layout.example_nbytes // size, -(-last * layout.example_nbytes // size)):
             low, high = block * size, min((block + 1) * size, used)
-            (found,) = store.transport.get_ranges(name, starts=[low], ends=[high])
+            try:
+                (found,) = store.transport.get_ranges(name, starts=[low], ends=[high])
+            except NotFoundError as error:
+                raise MissingShardError(
+                    f"the shard of examples {start} to {end - 1} is missing",
+                    where=f"{store.url}/{name}",
+                    remedy="`store.validate()` lists everything that is lost, `store.repair()` records it again.",
+                ) from error
             if xxh3_128_hexdigest(found) != digests.files[name][block]:
                 raise CorruptShardError(
                     f"bytes {low:,} to {high:,} differ from their digest in digests.json, so statistics of them are refused",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from plain_stores import plain_store
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
-from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders import OrderedLoader, ShuffledLoader, _identity
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
 from saev_store.writer.copying import copy_store
@@ -345,6 +346,13 @@ def test_rows_in_another_version_of_the_protocol_continue(tmp_path):
     state = ShuffledLoader(ShardStore.open(plain.path).sel(layer=5), batch_size=4).state_dict()
     copy = copy_store(plain.path, tmp_path / "two", protocol="2.1", progress=False)
     ShuffledLoader(ShardStore.open(copy).sel(layer=5), batch_size=4).load_state_dict(state)
+
+
+def test_a_text_that_is_a_deep_object_has_an_identity():
+    """At some depth such a text can be parsed, but not written again one level deeper."""
+    for depth in range(800, 1001):
+        text = "[" * depth + "]" * depth
+        assert text.encode() in _identity._recorded(SimpleNamespace(family="c", ckpt="c", data=text))
 
 
 def test_the_same_rows_elsewhere_continue(tmp_path):

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -623,6 +624,7 @@ def _info(**changes: object) -> Callable[[Path], None]:
         (_info(shape="4x8"), DocumentError, "has shape"),
         (_info(dtype="float16"), DocumentError, "it must have float16"),
         (_info(dtype="int8"), DocumentError, "dtype 'int8'"),
+        (_info(dtype=["float32"]), DocumentError, r"dtype \['float32'\]"),
         (_info(_type="Value"), DocumentError, "no column of activations"),
         (lambda folder: (folder / ARROW).unlink(), CorruptShardError, "is missing"),
         (lambda folder: (folder / ARROW).write_bytes(b""), CorruptShardError, "no whole Arrow stream"),
@@ -693,12 +695,27 @@ def _npy(header: str, data: bytes = b"") -> bytes:
         (b"\x93NUMPY\x01\xff" + _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2)}", bytes(8))[8:], DocumentError, "version"),
         (_npy("__import__('os').abort()"), DocumentError, "no .npy file"),
         (_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 16)}", bytes(64)), DocumentError, "tells of shape"),
+        (_npy(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({'9' * 4200}, {'9' * 4200})}}"), DocumentError, "tells of shape"),
+        (_npy(f"{{'descr': '<f4', 'fortran_order': False, 'shape': (-0x{'f' * 9000}, 8)}}"), DocumentError, "tells of shape"),
+        (_npy(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({'1,' * 65})}}", bytes(4)), DocumentError, "tells of shape"),
+        (_npy("{'descr': '|V0', 'fortran_order': False, 'shape': (5, 8)}"), DocumentError, "have no bytes"),
+        (b"\x93NUMPY\x02\x00\xf0\xff\xff\xffx", DocumentError, "no .npy file"),
     ],
 )  # fmt: skip
 def test_npy_files_that_are_none_are_refused(raw: bytes, kind: type[Exception], message: str, tmp_path: Path):
     (tmp_path / "acts.npy").write_bytes(raw)
     with pytest.raises(kind, match=message):
         import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, layers=[5])
+
+
+def test_no_memory_is_taken_for_a_header_that_is_not_there(tmp_path: Path):
+    (tmp_path / "acts.npy").write_bytes(b"\x93NUMPY\x02\x00\xf0\xff\xff\x3fx")  # of a gibibyte
+    tracemalloc.start()
+    with pytest.raises(DocumentError):
+        import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, layers=[5])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
 
 
 def test_an_npy_file_that_is_cut_while_it_is_imported(tmp_path: Path):

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sqlite3
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -424,6 +425,23 @@ class TestOlderReleases:
             dataset.index_of("sample_0000")
 
 
+def test_a_count_that_no_shard_has(tmp_path):
+    """A list as long as the document says would take all memory."""
+    folder = tmp_path / "d"
+    write_dataset(folder, n_shards=2)
+    prepare(folder, split="1,0,0", progress=False)
+    path = folder / ".nv-meta/.info.json"
+    document = json.loads(path.read_text())
+    document["shard_counts"][next(iter(document["shard_counts"]))] = 200_000_000
+    path.write_text(json.dumps(document))
+    dataset = EnergonDataset(folder, damaged_ok=True)
+    tracemalloc.start()
+    assert not dataset.validate(progress=False).ok
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
 class TestBytesChangedAnywhere:
     """Every file of a data set but its tars, in the newest generation and in one that has no database."""
 
@@ -482,6 +500,37 @@ class TestParts:
         huge = buffer.getvalue().replace(b"(2, 3)", b"(2, 9999999999)".ljust(6))[:128]
         with pytest.raises(DocumentError, match="does not decode"):
             decode("npy", huge, where="x")
+
+    @pytest.mark.parametrize(
+        "header", ["(", '"""', "-" * 9000 + "1", "~" * 9000 + "1", "if 1:\n   2\n 3", "\0", " 1\n  2"]
+    )
+    def test_headers_that_python_does_not_parse(self, header):
+        raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+        with pytest.raises(DocumentError, match="does not decode"):
+            decode("npy", raw, where="x")
+
+    @pytest.mark.parametrize("kind", ["|V0", "<U0", "|S0"])
+    def test_arrays_of_items_without_bytes(self, kind):
+        """Few bytes, and a loop over them that never ends."""
+        header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': (4611686018427387904,)}}"
+        raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+        with pytest.raises(DocumentError, match="have no bytes"):
+            decode("npy", raw, where="x")
+
+    @pytest.mark.parametrize("order", ["C", "F"])
+    @pytest.mark.parametrize("kind", ["<f4", ">i2", "<c8", "|b1", "<U3", "<M8[ns]"])
+    @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3), (1, 2, 3)])
+    def test_arrays_are_those_of_numpy(self, shape, kind, order):
+        array = np.asarray(np.arange(int(np.prod(shape))).reshape(shape).astype(kind), order=order)
+        buffer = io.BytesIO()
+        np.save(buffer, array)
+        found = decode("npy", buffer.getvalue(), where="x")
+        assert (found.dtype, found.shape, found.tobytes(), found.flags.writeable) == (
+            array.dtype,
+            shape,
+            array.tobytes(),
+            True,
+        )
 
     @pytest.mark.parametrize(("part", "raw"), [("json", b"{"), ("json", b"[" * 10**5), ("txt", b"\xff"), ("cls", b"x"), ("cls", b"9" * 5000), ("npy", b"x"), ("jpg", b"no"), ("png", b"\x89PNG\r\n\x1a\n" + bytes(30)), ("mp", b"\xc1")])  # fmt: skip
     def test_what_does_not_decode(self, part, raw):

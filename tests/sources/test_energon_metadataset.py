@@ -20,6 +20,12 @@ def folder(tmp_path) -> Path:
     return write_metadataset(tmp_path)
 
 
+def test_a_module_that_is_a_number_too_long_to_print(tmp_path):
+    (tmp_path / "meta.yaml").write_text(f"__module__: 0x{'f' * 9000}\n__class__: MetadatasetV2\nsplits: {{}}\n")
+    with pytest.raises(DocumentError, match="an integer of 36000 bits"):
+        read_metadataset(tmp_path / "meta.yaml")
+
+
 def test_samples_with_what_they_name(folder):
     joined = open_metadataset(folder / "meta.yaml", names={"images": "json[image]", "clips": "json[clip]"})
     assert len(joined) == 4

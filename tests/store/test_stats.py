@@ -426,10 +426,13 @@ except CorruptShardError as error:
     assert (ended.returncode, ended.stdout.strip()) == (0, "refused True"), ended.stderr
 
 
-def test_a_missing_shard_is_an_error(tmp_path: Path):
+@pytest.mark.parametrize("has_digests", [False, True])
+def test_a_missing_shard_is_an_error(tmp_path: Path, has_digests: bool):
     plain = plain_store(tmp_path)
+    if has_digests:
+        plain.write_digests(64)
     plain.shard(1).unlink()
-    with pytest.raises(CorruptShardError):
+    with pytest.raises(CorruptShardError, match=r"acts000001\.bin: .* `?store\.repair\(\)`? records it again"):
         ShardStore.open(plain.path, damaged_ok=True).stats()
     assert not (plain.path / "stats.json").exists()
 

@@ -446,6 +446,45 @@ def test_other_layers_do_not_continue_a_repository(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("parts", [1]), ("parts", [None]), ("parts", [{}]), ("parts", [[1]]),
+        ("activations", {"shape": ()}),
+        ("activations", {"shape": (4,), "chunks": (1,)}),
+        ("activations", {"shape": (2**40, 3, 5, 8), "chunks": (1, 3, 5, 8)}),
+        ("layer", {"shape": (2**34,), "chunks": (2**34,)}),
+        ("layer", {"shape": (3,), "chunks": (2**34,)}),
+        ("layer", {"shape": (3, 2)}),
+        ("labels", {"shape": (9, 4), "chunks": (1, 4)}),
+        ("labels", {"shape": (7, 9), "chunks": (1, 9)}),
+    ],
+)  # fmt: skip
+def test_a_repository_that_is_no_export_is_refused(name: str, change: Any, tmp_path: Path):
+    """Whatever it says, no memory is taken for it, and it stays as it is."""
+    icechunk = pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    import zarr
+
+    _, first = made(tmp_path / "a", ckpt="one")
+    _, other = made(tmp_path / "b", ckpt="one", seed=1)
+    write_icechunk(first, str(tmp_path / "r"), chunks=(1, 3, 5, 8))
+    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(tmp_path / "r")))
+    session = repository.writable_session("main")
+    group = zarr.open_group(session.store, mode="r+")
+    if name == "parts":
+        group.attrs["parts"] = change
+    else:
+        dtype = group[name].dtype
+        del group[name]
+        group.create_array(name, dtype=dtype, **change)
+    tip = session.commit("changed")
+    error = refused(lambda: write_icechunk(other, str(tmp_path / "r"), append=True))
+    assert type(error) is ArgumentError
+    assert "is not an export of a store" in error.message or "does not continue" in error.message
+    assert repository.lookup_branch("main") == tip
+
+
 def test_what_is_appended_has_the_chunks_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("icechunk")
     pytest.importorskip("virtualizarr")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from typing import BinaryIO, cast
@@ -13,13 +12,11 @@ import numpy.typing as npt
 from saev_store.core.dtypes import StoredDtype, numpy_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, brief
 from saev_store.sources.address import full_url
+from saev_store.sources.npy_header import HEAD_NBYTES, parse_npy_header
 from saev_store.transport import Transport
 from saev_store.transport.checks import from_os_error, os_errors
 
 ENDING = ".npy"
-_MAX_HEADER_NBYTES = 1 << 16
-#: Version 3 differs from 2 in the names of fields only, which no array of numbers has.
-_VERSIONS = {(1, 0), (2, 0), (3, 0)}
 
 
 class NpyArray:
@@ -89,28 +86,20 @@ def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> NpyArr
 def _map(file: BinaryIO, nbytes: int, where: str) -> npt.NDArray[np.generic]:
     """The array in an open file."""
     try:
-        version = np.lib.format.read_magic(file)
-        if version not in _VERSIONS:
-            raise ValueError(f"version {version} of the format is not known")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, found = read(file, max_header_size=_MAX_HEADER_NBYTES)
-        start = file.tell()
+        header = parse_npy_header(file.read(HEAD_NBYTES))
     except OSError as error:
         raise from_os_error(error, where=where, doing="read") from error
-    except Exception as error:  # NumPy's reader lets through what Python's parser of literals raises
-        raise DocumentError(f"no .npy file: {brief(str(error))}", where=where) from None
-    if min(shape, default=0) < 0 or any(isinstance(n, bool) for n in shape):
-        raise DocumentError(f"its header tells of shape {shape}", where=where)
-    if found.hasobject:
-        raise DocumentError("it holds Python objects, which are never loaded", where=where)
-    if start + math.prod(shape) * found.itemsize != nbytes:
+    except ValueError as error:
+        raise DocumentError(f"no .npy file: {error}", where=where) from None
+    if header.end != nbytes:
         raise CorruptShardError(
-            f"its header tells of {found.name} of shape {shape}, which end at byte {start + math.prod(shape) * found.itemsize}; "
+            f"its header tells of {header.dtype.name} of shape {brief(header.shape)}, which end at byte {brief(header.end)}; "
             f"the file has {nbytes} bytes",
             where=where,
         )
-    if nbytes == start:
-        raise DocumentError(f"it is empty: its shape is {shape}", where=where)
-    order = "F" if is_fortran else "C"
+    if nbytes == header.start:
+        raise DocumentError(f"it is empty: its shape is {brief(header.shape)}", where=where)
+    order = "F" if header.is_fortran else "C"
     with os_errors(where, "map"):
-        return cast("npt.NDArray[np.generic]", np.memmap(file, found, "r", offset=start, shape=shape, order=order))
+        found = np.memmap(file, header.dtype, "r", offset=header.start, shape=header.shape, order=order)
+    return cast("npt.NDArray[np.generic]", found)

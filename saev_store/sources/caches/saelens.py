@@ -139,12 +139,12 @@ class SaelensCache(Cache):
                 raise DocumentError(
                     f"{name} has shape {brief(feature.get('shape'))}; it must be [context, d_model]", where=where
                 )
-            if dtype not in _DTYPES:
+            if not isinstance(dtype, str) or dtype not in _DTYPES:
                 raise DocumentError(
                     f"{name} has dtype {brief(dtype)}; it must be one of {sorted(_DTYPES)}", where=where
                 )
             context, d_model = cast("list[int]", sizes)
-            found[name] = (context, d_model), cast("str", dtype)
+            found[name] = (context, d_model), dtype
         if not found:
             raise DocumentError("it has no column of activations (Array2D)", where=where)
         kinds = set(found.values())

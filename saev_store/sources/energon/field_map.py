@@ -4,7 +4,6 @@
 # pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from saev_store.documents import parse_json
 from saev_store.errors import ArgumentError, DocumentError, MissingDependencyError, SaevStoreError, brief
 from saev_store.problems import Problem
 from saev_store.sources.energon._yaml import as_list, as_mapping
+from saev_store.sources.npy_header import parse_npy_header
 from saev_store.sources.pixels import FORMATS, opened
 
 #: An image decodes to uint8 (height, width, 3), to float32 (3, height, width) from 0 to 1 as in Energon, or stays bytes.
@@ -148,15 +148,12 @@ def _integer(raw: bytes) -> int:
 
 
 def _npy(raw: bytes) -> object:
-    stream = io.BytesIO(raw)
-    version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(stream, max_header_size=10_000)
-    # Checked before memory is allocated for it.
-    nbytes = int(np.prod([int(n) for n in shape], dtype=object)) * dtype.itemsize
-    if dtype.hasobject or nbytes != len(raw) - stream.tell():
-        raise ValueError(f"the array is {dtype} of shape {shape}, but {len(raw) - stream.tell():,} bytes follow")
-    return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)
+    header = parse_npy_header(raw)
+    if header.end != len(raw):
+        n_behind = len(raw) - header.start
+        raise ValueError(f"the array is {header.dtype} of shape {brief(header.shape)}, but {n_behind:,} bytes follow")
+    order = "F" if header.is_fortran else "C"
+    return np.ndarray(header.shape, header.dtype, raw, offset=header.start, order=order).copy()
 
 
 def _msgpack(raw: bytes) -> object:

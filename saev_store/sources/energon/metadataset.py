@@ -76,7 +76,7 @@ def read_metadataset(
     where = full_url(transport, name)
     found = as_mapping(_yaml.loads(transport.read(name, max_bytes=_yaml.MAX_NBYTES), where=where)) or {}
     module, kind = found.get("__module__"), found.get("__class__")
-    if kind != _CLASS or not str(module).startswith(MODULE):
+    if kind != _CLASS or not isinstance(module, str) or not module.startswith(MODULE):
         raise DocumentError(f"it is {brief(module)}, {brief(kind)}; {_CLASS} of {MODULE} is read", where=where)
     splits = as_mapping(found.get("splits"))
     if splits is None:
