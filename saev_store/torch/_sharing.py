@@ -85,9 +85,9 @@ class SharedBatch:
         self._of = {name: _alias(batch) for name in names}
         self._there = _event(batch)
 
-    def take(self, name: str) -> ExampleBatch:
-        """The batch of one consumer, ready in its current stream. Each once."""
-        batch = self._of.pop(name)
+    def of(self, name: str) -> ExampleBatch:
+        """The batch of one consumer, ready in its current stream; until it is forgotten."""
+        batch = self._of[name]
         _see(batch, self._there)
         return batch
 

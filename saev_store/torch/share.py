@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, cast
 
 import torch
 
+from saev_store._runtime.threads import raise_hidden_interrupt
 from saev_store.core.arguments import check_count, check_number
 from saev_store.errors import ArgumentError, DeadlineError, SaevStoreError
 from saev_store.torch._sharing import Patience, Shareable, SharedBatch, written
@@ -134,10 +134,13 @@ class SharedLoader:
         #: Notified when a batch comes, a consumer moves on or leaves, or all is closed.
         self._changed = threading.Condition(self._mutex)
         self._live = list(self.consumers)
-        self._window: deque[SharedBatch] = deque()
-        self._first = first  # the number of the first batch in the window
+        #: Batches by their numbers, and the number of the one that is read next.
+        self._window: dict[int, SharedBatch] = {}
+        self._end = first
         self._batches: Iterator[ExampleBatch] | None = None
-        self._has_begun = self._is_reading = False
+        self._has_begun = False
+        #: Whose turn it is to read.
+        self._reading: object = None
         #: Whether a consumer has loaded a state, which says the order of all.
         self._has_order = False
         self._is_closed = False
@@ -158,31 +161,24 @@ class SharedLoader:
 
     def take(self, consumer: Consumer) -> ExampleBatch:
         """The consumer's next batch."""
+        consumer.thread, consumer.has_begun, consumer.is_between_epochs = threading.current_thread(), True, False
+        patience, turn = Patience(self._timeout_s), object()
         with self._mutex:
-            consumer.thread, consumer.has_begun, consumer.is_between_epochs = threading.current_thread(), True, False
             self._give_back(consumer)
-            patience = Patience(self._timeout_s)
-            while True:
-                self._check(consumer)
-                waited_for = [other for other in self._live if not other.has_begun]
-                if not waited_for:
-                    if not self._has_begun:
-                        self._begin()
-                    if consumer.number < self._first + len(self._window):
-                        return self._hand_out(consumer)
-                    if not self._is_reading:
-                        if len(self._window) < self._max_ahead:
-                            self._read()
-                            continue
-                        waited_for = [other for other in self._live if other.number == self._first]
-                self._drop_dead(waited_for)
-                if patience.is_over([(other.name, other.number) for other in waited_for]):
-                    for other in waited_for:
-                        text = f"consumer {other.name!r} kept others waiting for {self._timeout_s:g} s at {self._where(other)}"
-                        remedy = "Allow more timeout_s, or close() a consumer that takes no more batches."
-                        self._drop(other, DeadlineError(text, where="share", remedy=remedy))
-                else:
-                    patience.wait(self._changed)
+        while True:
+            try:
+                with self._mutex:
+                    if (batch := self._waited(consumer, patience, turn)) is not None:
+                        return batch
+                self._read()
+            except RuntimeError as error:
+                raise_hidden_interrupt(error)  # one that came while the condition was waited for
+                raise
+            finally:
+                if self._reading is turn:
+                    self._reading = None
+                    with self._mutex:
+                        self._changed.notify_all()
 
     def end_epoch(self, consumer: Consumer) -> None:
         """Note that a consumer has had the last batch of an epoch."""
@@ -206,16 +202,19 @@ class SharedLoader:
                     remedy="Load the states of all consumers before they take batches.",
                 )
             before, order, place = self._loader.state_dict(), self._loader.state_at(0, 0), self._loader.place
-            self._loader.load_state_dict(state)
-            if self._has_order and self._loader.state_at(0, 0) != order:
+            try:
+                self._loader.load_state_dict(state)
+                if self._has_order and self._loader.state_at(0, 0) != order:
+                    raise ArgumentError(
+                        f"the state of consumer {consumer.name!r} has another order or scale than the state of another consumer",
+                        where="load_state_dict",
+                        remedy="Load states of consumers of one loader.",
+                    )
+                epoch, batch = self._loader.place
+                self._loader.load_state_dict(self._loader.state_at(*place))
+            except BaseException:
                 self._loader.load_state_dict(before)
-                raise ArgumentError(
-                    f"the state of consumer {consumer.name!r} has another order or scale than the state of another consumer",
-                    where="load_state_dict",
-                    remedy="Load states of consumers of one loader.",
-                )
-            epoch, batch = self._loader.place
-            self._loader.load_state_dict(self._loader.state_at(*place))
+                raise
             consumer.number, self._has_order = epoch * self.n_batches + batch, True
 
     def state_of(self, consumer: Consumer) -> dict[str, object]:
@@ -236,61 +235,87 @@ class SharedLoader:
                 dropped.__cause__ = error
                 self._drop(consumer, dropped)
 
-    # -- with the condition held ---------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Start reading with the earliest batch that a consumer needs."""
-        self._first = min(other.number for other in self._live)
-        self._loader.load_state_dict(self._loader.state_at(*divmod(self._first, self.n_batches)))
-        self._has_begun = True
-
     def _read(self) -> None:
         """Bring one more batch into the window. Others may take what is there meanwhile.
 
         Raises:
             SaevStoreError: what the loader raises; it stands in front of the same batch then.
         """
-        self._is_reading = True
-        self._mutex.release()
         try:
-            try:
-                # Tensors that are made in inference mode cannot be trained on, wherever they go.
-                with torch.inference_mode(False):
-                    if self._batches is None:
-                        self._batches = iter(self._loader)
-                    found = next(self._batches)
-                    shared = SharedBatch(found, [one.name for one in self.consumers])
-                    del found
-            except BaseException:
-                self._batches = None
-                # The next iteration begins behind the latest batch.
-                self._loader.load_state_dict(self._loader.state_dict())
-                raise
-        finally:
-            self._mutex.acquire()
-            self._is_reading = False
-            self._changed.notify_all()
-        self._window.append(shared)
-        if (self._first + len(self._window)) % self.n_batches == 0:
-            self._batches = None  # the loader's next iteration is the next epoch
+            # Tensors that are made in inference mode cannot be trained on, wherever they go.
+            with torch.inference_mode(False):
+                if self._batches is None:
+                    self._batches = iter(self._loader)
+                found = next(self._batches)
+                shared = SharedBatch(found, [one.name for one in self.consumers])
+                del found
+            with self._mutex:
+                self._window[self._end] = shared
+                self._end += 1
+                if self._end % self.n_batches == 0:
+                    self._batches = None  # the loader's next iteration is the next epoch
+        except BaseException:
+            self._batches = None
+            # Not where the loader stands: an interrupt may have come behind a batch that nobody has got.
+            self._loader.load_state_dict(self._loader.state_at(*divmod(self._end, self.n_batches)))
+            raise
+
+    # -- with the condition held ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start reading with the earliest batch that a consumer needs."""
+        self._end = min(other.number for other in self._live)
+        self._loader.load_state_dict(self._loader.state_at(*divmod(self._end, self.n_batches)))
+        self._has_begun = True
+
+    def _waited(self, consumer: Consumer, patience: Patience, turn: object) -> ExampleBatch | None:
+        """The consumer's next batch, after a wait; None if it is its turn to read one more."""
+        while True:
+            self._check(consumer)
+            self._forget()
+            waited_for = [other for other in self._live if not other.has_begun]
+            if not waited_for:
+                if not self._has_begun:
+                    self._begin()
+                if consumer.number < self._end:
+                    return self._hand_out(consumer)
+                if self._reading is None:
+                    if len(self._window) < self._max_ahead:
+                        self._reading = turn
+                        return None
+                    waited_for = [other for other in self._live if other.number == min(self._window)]
+            self._drop_dead(waited_for)
+            if patience.is_over([(other.name, other.number) for other in waited_for]):
+                for other in waited_for:
+                    text = (
+                        f"consumer {other.name!r} kept others waiting for {self._timeout_s:g} s at {self._where(other)}"
+                    )
+                    remedy = "Allow more timeout_s, or close() a consumer that takes no more batches."
+                    self._drop(other, DeadlineError(text, where="share", remedy=remedy))
+            else:
+                patience.wait(self._changed)
 
     def _hand_out(self, consumer: Consumer) -> ExampleBatch:
         """Take a batch out of the window for a consumer."""
         self._check_writes()
         self._check(consumer)
-        batch = self._window[consumer.number - self._first].take(consumer.name)
+        shared = self._window[consumer.number]
+        batch = shared.of(consumer.name)
+        found = ExampleBatch(batch)
+        # In one step for an interrupt: the batch is the next one, or it is handed out.
         consumer.held, consumer.has_taken = batch, True
         consumer.number += 1
+        shared.forget(consumer.name)
         self._forget()
-        return ExampleBatch(batch)
+        return found
 
     def _forget(self) -> None:
         """Give back the memory of batches that all have taken."""
-        before, least = self._first, min((other.number for other in self._live), default=self._first)
-        while self._window and self._first < least:
-            self._window.popleft()
-            self._first += 1
-        if self._first != before:
+        least = min((other.number for other in self._live), default=self._end)
+        taken = [number for number in self._window if number < least]
+        for number in taken:
+            del self._window[number]
+        if taken:
             self._changed.notify_all()
 
     def _check(self, consumer: Consumer) -> None:
@@ -349,7 +374,7 @@ class SharedLoader:
             self._is_closed = True
             self._window.clear()
             self._loader.close()
-        for shared in self._window:
+        for shared in self._window.values():
             shared.forget(consumer.name)
         self._forget()
         self._changed.notify_all()

@@ -153,6 +153,38 @@ def shuffled(path: Path) -> int:
     return loader(path, lambda store: ShuffledLoader(store.sel(layer=5), batch_size=8, n_threads=2))
 
 
+def shared(path: Path) -> int:
+    """Each batch is handed out once; one may be lost on the way out, and the consumer counts it."""
+    import torch
+
+    from saev_store.torch import OrderedConfig, OrderedDataLoader
+
+    def make() -> OrderedDataLoader:
+        return OrderedDataLoader(OrderedConfig(shards=path, layer=5, batch_size=8))
+
+    whole = [batch["act"].clone() for batch in make()]
+
+    def begin() -> Attempt:
+        shared, found = make().share(1), list[torch.Tensor]()
+        consumer = shared[0]
+
+        def call() -> None:
+            found.extend(batch["act"] for batch in consumer)
+
+        def check(is_told: bool) -> None:
+            n = consumer.number
+            assert n - len(found) in ({0, 1} if is_told else {0})
+            rest = [batch["act"] for batch in consumer]  # of the next epoch, if this one was at its end
+            shared.close()
+            assert len(rest) == len(whole) - n % len(whole)
+            for batch, expected in zip([*found, *rest], [*whole[: len(found)], *whole[-len(rest) :]], strict=True):
+                assert torch.equal(batch, expected)
+
+        return call, check
+
+    return at_every_place(begin, step=7)
+
+
 def locks(path: Path) -> int:
     """A lock is free again in this process."""
     transport = open_transport(str(path))
@@ -216,7 +248,7 @@ def writer(path: Path) -> int:
 
 def main(what: str, path: Path) -> None:
     sys.unraisablehook = _lost.append
-    scenes = [threads, flags, ordered, shuffled, locks, leases, writer]
+    scenes = [threads, flags, ordered, shuffled, shared, locks, leases, writer]
     try:
         n_places = {scene.__name__: scene for scene in scenes}[what](path)
         sys.stdout.write("fine\n" if n_places >= 10 else f"{n_places} places\n")

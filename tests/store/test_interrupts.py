@@ -10,9 +10,17 @@ import pytest
 from plain_stores import plain_store
 from waiting import HANG_S
 
+#: Scenes, and what they need beside this package.
+SCENES = {
+    **dict.fromkeys(["threads", "flags", "ordered", "shuffled", "locks", "leases", "writer"]),
+    "shared": "torch",
+}
 
-@pytest.mark.parametrize("what", ["threads", "flags", "ordered", "shuffled", "locks", "leases", "writer"])
+
+@pytest.mark.parametrize("what", SCENES)
 def test_at_every_place(tmp_path, what):
+    if (needed := SCENES[what]) is not None:
+        pytest.importorskip(needed)
     plain = plain_store(tmp_path / "root", n=12, tokens=7, per_shard=5)
     script = Path(__file__).parents[1] / "helpers/interrupts.py"
     command = [sys.executable, "-W", "ignore", str(script), what, str(plain.path)]
