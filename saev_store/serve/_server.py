@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
-from saev_store._runtime.threads import start_thread
-from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, TransportError, brief
+from saev_store._runtime.threads import Flag, raise_hidden_interrupt, start_thread
+from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, brief
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -82,10 +82,7 @@ def serve(app: Starlette, listening: socket.socket) -> None:
         app: From `application`.
         listening: From `listen`.
     """
-    config = uvicorn.Config(
-        app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
-    )
-    server = uvicorn.Server(config)
+    server = _server_of(app)
     # Transfers that Ctrl-C cuts are expected: uvicorn would log each with a traceback.
     log = logging.getLogger("uvicorn.error")
 
@@ -101,6 +98,18 @@ def serve(app: Starlette, listening: socket.socket) -> None:
     finally:
         log.removeFilter(is_serving)
         listening.close()
+
+
+def _server_of(app: Starlette) -> uvicorn.Server:
+    """A server that answers requests when it is run."""
+    try:
+        config = uvicorn.Config(
+            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+        )
+    except RuntimeError as error:  # it configures logging, which has locks
+        raise_hidden_interrupt(error)
+        raise
+    return uvicorn.Server(config)
 
 
 def _shorten(record: logging.LogRecord) -> None:
@@ -122,20 +131,31 @@ def serve_in_thread(app: Starlette, listening: socket.socket) -> Callable[[], No
     Raises:
         TransportError: the system gives no more threads. The socket is closed.
     """
-    config = uvicorn.Config(
-        app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="saev-store-server", daemon=True)
-    try:
-        start_thread(thread, where="serve")
-    except TransportError:
-        listening.close()
-        raise
+    server = _server_of(app)
+
+    has_begun, ended = False, Flag()
+
+    def run() -> None:
+        nonlocal has_begun
+        has_begun = True
+        try:
+            if not server.should_exit:
+                server.run(sockets=[listening])
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=run, name="saev-store-server", daemon=True)
 
     def stop() -> None:
         server.should_exit = True
-        thread.join(timeout=2 * _GRACE_S)
+        # What has not begun ends at once. Not by `Thread.join`: a thread counts as ended when an interrupt ends that.
+        if has_begun:
+            ended.wait(2 * _GRACE_S)
         listening.close()
 
+    try:
+        start_thread(thread, where="serve")
+    except BaseException:  # Ctrl-C too: nobody gets what would stop it
+        stop()
+        raise
     return stop

@@ -134,17 +134,25 @@ class View:
         listening, address = listen(_LOOPBACK, 0)
         self.url = f"{address}{token}/"
         stop = serve_in_thread(application(pages, token=token, in_notebook=True), listening)
-        # The thread refers to the application, never to this object, so the object ends when nobody refers to it.
-        self._stop = weakref.finalize(self, stop)
+        try:
+            # The thread refers to the application, never to this object, so the object ends when nobody refers to it.
+            self._finalizer = weakref.finalize(self, stop)
+        except BaseException:  # Ctrl-C: nobody gets what would stop it
+            stop()
+            raise
 
     @property
     def is_running(self) -> bool:
         """Whether the page is served."""
-        return self._stop.alive
+        return self._finalizer.alive
 
     def close(self) -> None:
         """Stop serving; the store stays open."""
-        self._stop()
+        if (kept := self._finalizer.peek()) is not None:
+            # Not by the finalizer: after an interrupt in its call it may be dead, and have stopped nothing.
+            stop = kept[1]
+            stop()
+            self._finalizer.detach()
 
     def __enter__(self) -> Self:
         return self

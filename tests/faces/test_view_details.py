@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from saev_store.errors import (
 )
 from saev_store.problems import Problem
 from saev_store.transport import MemoryTransport
-from saev_store.view import LOCAL, Budget, Pages, Viewed, _application, application, open_pages, read_sae
+from saev_store.view import LOCAL, Budget, Pages, View, Viewed, _application, _server, application, open_pages, read_sae
 from saev_store.view._answers import _provenance, shard_strip, store_answer
 from saev_store.view._application import _static_files
 from saev_store.view._arithmetic import cosine_rows, nearest, norms_of, principal_components
@@ -610,3 +611,40 @@ def raising(error: Exception) -> Callable[..., None]:
         raise error
 
     return fails
+
+
+@pytest.mark.parametrize("moment", ["start", "end"])
+def test_a_view_whose_start_or_end_is_interrupted_serves_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    n_stopped = 0
+
+    def stop() -> None:
+        nonlocal n_stopped
+        n_stopped += 1
+        if n_stopped == 1 and moment == "end":
+            raise KeyboardInterrupt
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def serve(_app: object, listening: socket.socket) -> Callable[[], None]:
+        listening.close()
+        return stop
+
+    monkeypatch.setattr(_server, "serve_in_thread", serve)
+    store = ShardStore.open(store_of(tmp_path, numbers(4, 1, 3, 4)))
+    if moment == "start":
+        monkeypatch.setattr(_server, "weakref", SimpleNamespace(finalize=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            View(store)
+        assert n_stopped == 1
+        return
+    view = View(store)
+    with pytest.raises(KeyboardInterrupt):
+        view.close()
+    assert view.is_running
+    view.close()
+    assert not view.is_running
+    view.close()
+    assert n_stopped == 2
