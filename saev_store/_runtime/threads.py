@@ -19,10 +19,10 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Generic, Protocol, TypeVar, cast
 
 from saev_store.errors import TransportError
 
@@ -56,36 +56,22 @@ def ahead(work: Callable[[S], T], items: Iterable[S], n: int) -> Generator[T]:
     if n < 2 or (isinstance(items, Sequence) and len(items) < 2):
         yield from map(work, items)
         return
-    pool = ThreadPoolExecutor(n, thread_name_prefix="saev-store-ahead")
-    begun: deque[Future[T]] = deque()
+    workers = Workers(n, name="saev-store-ahead")
+    begun: deque[Task[T]] = deque()
     finished = False
     try:
         for item in items:
             if len(begun) == n:
-                yield _awaited(begun.popleft())
+                yield begun.popleft().result()
             try:
-                begun.append(pool.submit(work, item))
-            except RuntimeError as error:  # no more threads
-                raise_hidden_interrupt(error)
-                while begun:
-                    yield _awaited(begun.popleft())
+                begun.append(workers.begin(partial(work, item)))
+            except TransportError:  # no more threads
                 yield work(item)
         while begun:
-            yield _awaited(begun.popleft())
+            yield begun.popleft().result()
         finished = True
     finally:
-        pool.shutdown(wait=finished, cancel_futures=True)
-
-
-def _awaited(future: Future[T]) -> T:
-    """The result of a future. Waits in slices: an interrupt that another thread receives does not end an unbounded wait."""
-    try:
-        while not future.done():
-            wait([future], timeout=_SLICE_S)
-    except RuntimeError as error:
-        raise_hidden_interrupt(error)
-        raise
-    return future.result()
+        workers.close(wait=finished)
 
 
 async def off_loop(call: Callable[[], T]) -> T:
@@ -159,16 +145,19 @@ def share(work: Callable[[T], None], parts: deque[T], n: int) -> None:
                 parts.clear()
 
     started: list[threading.Thread] = []
-    for _ in range(min(n, len(parts)) - 1):
-        helper = threading.Thread(target=take, name="saev-store-copy", daemon=True)
-        try:
-            start_thread(helper, where="copy")
-        except TransportError:  # no more threads, or the interpreter is ending
-            break
-        started.append(helper)
-    take()
-    for helper in started:
-        helper.join()
+    try:
+        for _ in range(min(n, len(parts)) - 1):
+            helper = threading.Thread(target=take, name="saev-store-copy", daemon=True)
+            try:
+                start_thread(helper, where="copy")
+            except TransportError:  # no more threads, or the interpreter is ending
+                break
+            started.append(helper)
+        take()
+        for helper in started:
+            helper.join()
+    finally:
+        parts.clear()  # there are some only after an interrupt
     if errors:
         raise errors[0]
 
@@ -244,6 +233,95 @@ class Flag:
     def _open(self) -> None:
         with suppress(RuntimeError):  # free already
             self._gate.release()
+
+
+class Task(Generic[T]):
+    """A call that another thread makes, and its result."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call, self._ended = call, Flag()
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Make the call, in the other thread, once."""
+        try:
+            self._found.append(self._call())
+        except BaseException as error:  # raised by who waits
+            self._error = error
+        self._ended.set()
+        del self  # the traceback of the error keeps this frame
+
+    def wait(self) -> None:
+        """Return when the call has ended. Waits in slices: an interrupt that another thread receives does not end an unbounded wait."""
+        while not self._ended.wait(_SLICE_S):
+            pass
+
+    def result(self) -> T:
+        """What the call gave, or raise its error; waits for it."""
+        self.wait()
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._found[0]
+        finally:
+            del self  # likewise
+
+
+class Workers:
+    """Threads that make calls, in order, until `close` or the end of this object.
+
+    In the place of a `ThreadPoolExecutor`: its methods and those of a `Future` are Python code that holds locks, as those of
+    `threading.Event`. After an interrupt in one, its threads wait for ever, and so does the end of the process.
+
+    Args:
+        n: How many threads at most; each is started when there is a call for it.
+        name: What they are called.
+    """
+
+    def __init__(self, n: int, *, name: str) -> None:
+        self._n, self._name = n, name
+        self._threads: list[threading.Thread] = []
+        self._todo: SimpleQueue[Task[object] | None] = SimpleQueue()
+
+    def begin(self, call: Callable[[], T]) -> Task[T]:
+        """Let a thread make the call.
+
+        Raises:
+            TransportError: the system refuses the first thread. Without a further one, there are fewer.
+        """
+        task = Task(call)
+        if len(self._threads) < self._n:
+            thread = threading.Thread(target=_run_all, args=(self._todo,), name=self._name, daemon=True)
+            try:
+                start_thread(thread, where=self._name)
+                self._threads.append(thread)
+            except TransportError:
+                if not self._threads:
+                    raise
+        self._todo.put(cast("Task[object]", task))
+        return task
+
+    def close(self, *, wait: bool) -> None:
+        """Begin no further call and end the threads; `wait` for them."""
+        with suppress(Empty):
+            while True:
+                self._todo.get_nowait()
+        self._todo.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+    def __del__(self) -> None:
+        self._todo.put(None)
+
+
+def _run_all(todo: SimpleQueue[Task[object] | None]) -> None:
+    """Run tasks up to the end: the work of a thread."""
+    while (task := todo.get()) is not None:
+        task.run()
+        del task  # the caller alone decides how long its result lives
+    todo.put(None)  # for the other threads
 
 
 class Closes(Protocol):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import cast
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate  # pyright: ignore[reportUnknownVariableType]  # of any lists
 
-from saev_store._runtime.threads import n_cores
+from saev_store._runtime.threads import Task, Workers, n_cores
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import LayerKey
 from saev_store.documents import Metadata
@@ -70,7 +71,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         self._several = self.rows.space.rows_per_token > 1
         self._n_batches = 0
         self._look_at_medium()
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        self._pool: tuple[int, Workers] | None = None
         self._buffers: BufferPool | None = None
         self._scattered: ScatteredReads | None = None
 
@@ -173,11 +174,12 @@ class IndexedDataset(Dataset[ExampleBatch]):
             self._read(picked, act)
             return
         bounds = [len(picked) * part // n_parts for part in range(n_parts + 1)]
-        tasks = [self._executor().submit(self.rows.rows, picked[lo:hi], act[lo:hi]) for lo, hi in pairwise(bounds[1:])]
+        tasks = self._begun([partial(self.rows.rows, picked[lo:hi], act[lo:hi]) for lo, hi in pairwise(bounds[1:])])
         try:
             self.rows.rows(picked[: bounds[1]], out=act[: bounds[1]])
         finally:
-            wait(tasks)
+            for task in tasks:
+                task.wait()
         for task in tasks:
             task.result()
 
@@ -186,17 +188,18 @@ class IndexedDataset(Dataset[ExampleBatch]):
         if self._scattered is None:
             self._scattered = ScatteredReads(self.rows, self._medium)
         vectors = act.reshape(-1, self.d_model)
-        tasks = [self._executor().submit(task) for task in self._scattered.tasks(picked, vectors)]
-        wait(tasks)
+        tasks = self._begun(self._scattered.tasks(picked, vectors))
+        for task in tasks:
+            task.wait()
         for task in tasks:
             task.result()
 
-    def _executor(self) -> ThreadPoolExecutor:
-        """Gathering threads of this process."""
+    def _begun(self, calls: Iterable[Callable[[], object]]) -> list[Task[object]]:
+        """Calls that threads of this process make."""
         # Threads do not survive a fork.
         if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = (os.getpid(), ThreadPoolExecutor(self._n_threads - 1, "saev-indexed"))
-        return self._pool[1]
+            self._pool = (os.getpid(), Workers(self._n_threads - 1, name="saev-indexed"))
+        return [self._pool[1].begin(call) for call in calls]
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[IndexedConfig]]:
         return IndexedDataset, (self.cfg,)
@@ -217,7 +220,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
     def close(self) -> None:
         """End the gathering threads and release files; the dataset can be used again."""
         if self._pool is not None and self._pool[0] == os.getpid():
-            self._pool[1].shutdown()
+            self._pool[1].close(wait=True)
         if self._scattered is not None:
             self._scattered.close()
         self._pool = self._buffers = self._scattered = None

@@ -7,8 +7,10 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import CancelledError
 from typing import Generic, Protocol, Self, TypeVar
 
+from saev_store._runtime.threads import Flag
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError
 from saev_store.names import joined_url
 from saev_store.transport.base import STOP, Counters
@@ -42,32 +44,36 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
         Exception: its own error.
     """
     task: asyncio.Task[T] | None = None
-    is_wanted, stop = True, STOP.get()
+    is_wanted, ended, stop = True, Flag(), STOP.get()
     if stop is not None and stop.is_set():
         raise _stopped()
 
     async def wanted() -> T:
-        nonlocal task
-        task = asyncio.current_task()
         if not is_wanted:
             raise asyncio.CancelledError
         return await within(work, limit_s)
 
+    def begin() -> None:
+        nonlocal task
+        task = loop.create_task(wanted())
+        task.add_done_callback(lambda _: ended.set())
+
     # The loop keeps the time-out; this thread does so where the loop itself is stuck.
     deadline = time.monotonic() + limit_s + STUCK_S
     try:
-        future = asyncio.run_coroutine_threadsafe(wanted(), loop)
-        while not future.done():
-            left = deadline - time.monotonic()
-            if left <= _SLICE_S:
-                return future.result(max(left, 0.0))
-            with contextlib.suppress(TimeoutError):  # if it is the future's own, it is raised below
-                return future.result(_SLICE_S)
+        # Without a future of `concurrent`: an interrupt within its methods leaves it locked, and the loop would wait for it.
+        loop.call_soon_threadsafe(begin)
+        while not ended.wait(_SLICE_S):
+            if time.monotonic() > deadline:
+                raise TimeoutError
             if stop is not None and stop.is_set():
                 raise _stopped()
-        return future.result()
+        assert task is not None  # noqa: S101  # the flag is set by it
+        if task.cancelled():
+            raise CancelledError
+        return task.result()
     except BaseException:
-        # Not by the future: a Ctrl-C may come before this thread has it, while the loop is already at work.
+        # Not only the task: a Ctrl-C may come before there is one.
         is_wanted = False
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: task is not None and task.cancel())

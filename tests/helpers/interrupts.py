@@ -5,6 +5,7 @@ A program, because a lock that stays locked would end no test; see test_interrup
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import shutil
@@ -23,6 +24,7 @@ from saev_store._runtime.threads import Flag, ahead, share
 from saev_store.loaders import OrderedLoader, ShuffledLoader, staging
 from saev_store.loaders._base import Loader
 from saev_store.transport import open_transport
+from saev_store.transport._remote import run_in_loop
 
 #: What to interrupt, and what to find out afterwards.
 Attempt = tuple[Callable[[], object], Callable[[bool], object]]
@@ -92,6 +94,24 @@ def threads(_path: Path) -> int:
     return at_every_place(in_others) + at_every_place(in_all)
 
 
+def requests(_path: Path) -> int:
+    """The loop that all requests of a client share goes on."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def answer() -> int:
+        await asyncio.sleep(0.001)
+        return 5
+
+    def begin() -> Attempt:
+        def call() -> None:
+            assert run_in_loop(answer, loop, limit_s=30.0) == 5
+
+        return call, lambda _is_told: call()
+
+    return at_every_place(begin)
+
+
 def flags(_path: Path) -> int:
     def begin() -> Attempt:
         flag = Flag()
@@ -151,6 +171,27 @@ def ordered(path: Path) -> int:
 
 def shuffled(path: Path) -> int:
     return loader(path, lambda store: ShuffledLoader(store.sel(layer=5), batch_size=8, n_threads=2))
+
+
+def gathered(path: Path) -> int:
+    """The threads that a data set keeps go on."""
+    from saev_store.torch import IndexedConfig, IndexedDataset, indexed
+
+    indexed._MIN_ROWS_PER_THREAD = 8
+    dataset = IndexedDataset(IndexedConfig(shards=path, layer=5))
+    dataset._n_threads = 3
+    picked = np.random.default_rng(0).permutation(len(dataset))
+    whole = dataset.batch(picked)["act"].clone()
+
+    def begin() -> Attempt:
+        dataset.close()
+
+        def call() -> None:
+            assert dataset.batch(picked)["act"].equal(whole)
+
+        return call, lambda _is_told: call()
+
+    return at_every_place(begin, step=3)
 
 
 def shared(path: Path) -> int:
@@ -222,6 +263,36 @@ def leases(path: Path) -> int:
     return at_every_place(begin)
 
 
+def servers(_path: Path) -> int:
+    """No server runs on that nobody can stop."""
+    import uvicorn
+    from starlette.applications import Starlette
+
+    from saev_store.serve import listen, serve_in_thread
+
+    uvicorn.Config.configure_logging = lambda _config: None  # an interrupt within `logging` leaves its lock taken
+
+    def begin() -> Attempt:
+        listening, _ = listen("127.0.0.1", 0)
+        stops = list[Callable[[], None]]()
+
+        def call() -> None:
+            stops.append(serve_in_thread(Starlette(), listening))
+            stops[0]()
+
+        def check(_is_told: bool) -> None:
+            for stop in stops:
+                stop()
+            ours = [thread for thread in threading.enumerate() if thread.name == "saev-store-server"]
+            assert soon(lambda: not any(thread.is_alive() for thread in ours))
+            assert listening.fileno() == -1 or not ours
+            listening.close()
+
+        return call, check
+
+    return at_every_place(begin)
+
+
 def writer(path: Path) -> int:
     """The same process goes on, to the same bytes."""
     store = ShardStore.open(path)
@@ -248,7 +319,8 @@ def writer(path: Path) -> int:
 
 def main(what: str, path: Path) -> None:
     sys.unraisablehook = _lost.append
-    scenes = [threads, flags, ordered, shuffled, shared, locks, leases, writer]
+    of_threads, of_loaders = [threads, requests, flags], [ordered, shuffled, gathered, shared]
+    scenes = [*of_threads, *of_loaders, locks, leases, servers, writer]
     try:
         n_places = {scene.__name__: scene for scene in scenes}[what](path)
         sys.stdout.write("fine\n" if n_places >= 10 else f"{n_places} places\n")

@@ -12,8 +12,10 @@ from waiting import HANG_S
 
 #: Scenes, and what they need beside this package.
 SCENES = {
-    **dict.fromkeys(["threads", "flags", "ordered", "shuffled", "locks", "leases", "writer"]),
+    **dict.fromkeys(["threads", "requests", "flags", "ordered", "shuffled", "locks", "leases", "writer"]),
+    "gathered": "torch",
     "shared": "torch",
+    "servers": "uvicorn",
 }
 
 

@@ -11,7 +11,6 @@ import threading
 import traceback
 import weakref
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from waiting import HANG_S
@@ -110,16 +109,18 @@ def test_results_that_wait_are_no_more_than_threads(n):
 
 @pytest.mark.parametrize("refused", [{0}, {2}, {1, 2, 4}, set(range(6))])
 def test_the_order_is_kept_where_the_system_refuses_threads(monkeypatch, refused):
-    """An item that gets no thread is computed by the caller, behind those that were begun before it."""
-    submit, numbers = ThreadPoolExecutor.submit, itertools.count()
+    """Without any thread the caller computes; else there are fewer."""
+    start, numbers = _threads.start_thread, itertools.count()
 
-    def refusing(pool, work, item):
+    def refusing(thread):
         if next(numbers) in refused:
             raise RuntimeError("can't start new thread")
-        return submit(pool, work, item)
+        start(thread)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", refusing)
-    assert list(ahead(abs, range(6), 3)) == list(range(6))
+    monkeypatch.setattr(_threads, "start_thread", refusing)
+    by = []
+    assert list(ahead(lambda item: by.append(threading.current_thread()) or item, range(6), 3)) == list(range(6))
+    assert by.count(threading.current_thread()) == min({*range(7)} - refused)
 
 
 def test_what_nobody_waits_for_is_not_begun():
