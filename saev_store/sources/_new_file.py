@@ -52,23 +52,26 @@ class NewFile:
         self._local = transport if isinstance(transport, MmapTransport | PreadTransport) else None
         folder, slash, _ = path.rpartition("/")
         self._hidden = f"{folder}{slash}{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-        self.temporary = "" if self._local is None else f"{self._local.local_path}/{self._hidden}"
+        self._identity: os.stat_result | None = None
+        self._is_uploaded = False
+        if self._local is None:
+            with os_errors(temporary_folder(), "write"):
+                self.temporary = os.path.join(tempfile.gettempdir(), f"{TEMP_PREFIX}{secrets.token_hex(12)}")
+                self._create()
+        else:
+            self.temporary = f"{self._local.local_path}/{self._hidden}"
+            with os_errors(self._where, "write"):
+                make_folders(os.path.dirname(self.temporary))
+                self._create()
+
+    def _create(self) -> None:
+        """Make the growing file, which nobody else may read where others have files, too."""
         try:
-            self._file = self._opened()
-        except BaseException:  # the system can refuse a file that it has made
+            self._file = open(self.temporary, "x+b", opener=_private if self._local is None else None)  # noqa: SIM115 (closed by `abort`)
+        except BaseException:  # nobody has the file yet; the system can also refuse one that it has made
             with contextlib.suppress(OSError):
                 os.unlink(self.temporary)
             raise
-
-    def _opened(self) -> BinaryIO:
-        """The growing file, empty."""
-        if self._local is None:
-            with os_errors(temporary_folder(), "write"):
-                descriptor, self.temporary = tempfile.mkstemp(prefix=TEMP_PREFIX)
-                return os.fdopen(descriptor, "w+b")
-        with os_errors(self._where, "write"):
-            make_folders(os.path.dirname(self.temporary))
-            return open(self.temporary, "x+b")
 
     def _open_file(self) -> BinaryIO:
         if self._file is None:
@@ -103,22 +106,30 @@ class NewFile:
         Raises:
             StoreExistsError: another writer has published a file of that name meanwhile, and `overwrite` is false.
         """
-        file, transport = self._open_file(), self.transport
+        file = self._open_file()
         with self._whole_or_none(), os_errors(self._where, "commit"):
             file.flush()
             if self._local is not None:
                 os.fsync(file.fileno())
+                self._identity = os.fstat(file.fileno())
+        try:
+            self._publish(file)
+            self.abort()
+        except BaseException:
+            if not self._overwrite:
+                self.retract()
+            raise
+
+    def _publish(self, file: BinaryIO) -> None:
+        """Give the complete file its name, and take the hidden one away."""
+        transport = self.transport
         if not isinstance(transport, Moves):  # an object appears when its upload is complete
             if not self._overwrite:
                 refuse_existing(transport, self.path)
             self._upload(file, self.path)
+            self._is_uploaded = True
         elif not self._overwrite and self._link():
-            try:
-                transport.delete(self._hidden)  # also makes the new name durable
-            except BaseException:
-                with contextlib.suppress(SaevStoreError):
-                    transport.delete(self.path)
-                raise
+            transport.delete(self._hidden)  # also makes the new name durable
         else:
             try:
                 if self._local is None:
@@ -126,10 +137,22 @@ class NewFile:
                 if not self._overwrite:
                     transport.create(self.path, b"")  # takes the name, or fails; it is empty for a moment
                 transport.move(self._hidden, self.path)
+                self._is_uploaded = True
             except BaseException:
                 transport.delete(self._hidden)
                 raise
-        self.abort()
+
+    def retract(self) -> None:
+        """Delete the published file; another one of that name stays."""
+        is_there = self._is_uploaded
+        if self._local is not None:
+            is_there = False
+            with contextlib.suppress(OSError):
+                found = os.stat(f"{self._local.local_path}/{self.path}")
+                is_there = self._identity is not None and os.path.samestat(found, self._identity)
+        if is_there:
+            with contextlib.suppress(SaevStoreError):
+                self.transport.delete(self.path)
 
     def _link(self) -> bool:
         """Publish by a hard link, or by a rename that replaces nothing; False where the storage has neither."""
@@ -179,6 +202,11 @@ class NewFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.abort()
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file of the temporary folder."""
+    return os.open(path, flags, 0o600)
 
 
 def _discard_buffer(file: BinaryIO) -> None:

@@ -23,6 +23,7 @@ from saev_store import ShardStore
 from saev_store._runtime.threads import Flag, ahead, share
 from saev_store.loaders import OrderedLoader, ShuffledLoader, staging
 from saev_store.loaders._base import Loader
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.transport import open_transport
 from saev_store.transport._remote import run_in_loop
 
@@ -317,10 +318,34 @@ def writer(path: Path) -> int:
     return at_every_place(begin, step=97)
 
 
+def documents(path: Path) -> int:
+    """Both files are there, or neither is, and no other one."""
+    sequences, to = [np.arange(size, dtype=np.uint16) for size in (5, 0, 7)], path.parent / "documents"
+
+    def begin() -> Attempt:
+        shutil.rmtree(to, ignore_errors=True)
+
+        def call() -> None:
+            with IndexedDatasetBuilder(to / "tokens", dtype="uint16") as builder:
+                for sequence in sequences:
+                    builder.add_document(sequence)
+
+        def check(_is_told: bool) -> None:
+            if not (to / "tokens.idx").exists():
+                call()
+            assert sorted(os.listdir(to)) == ["tokens.bin", "tokens.idx"]
+            with IndexedDataset(to / "tokens") as found:
+                assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in sequences]
+
+        return call, check
+
+    return at_every_place(begin, step=2)
+
+
 def main(what: str, path: Path) -> None:
     sys.unraisablehook = _lost.append
     of_threads, of_loaders = [threads, requests, flags], [ordered, shuffled, gathered, shared]
-    scenes = [*of_threads, *of_loaders, locks, leases, servers, writer]
+    scenes = [*of_threads, *of_loaders, locks, leases, servers, writer, documents]
     try:
         n_places = {scene.__name__: scene for scene in scenes}[what](path)
         sys.stdout.write("fine\n" if n_places >= 10 else f"{n_places} places\n")

@@ -435,17 +435,12 @@ def test_a_new_file_that_the_system_refuses_to_open_leaves_nothing(
     is_local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Python makes the file, and then asks for its position."""
-    opened = os.fdopen
 
-    def failing(file: str | int, mode: str) -> None:
-        if isinstance(file, int):
-            opened(file).close()
-        else:
-            Path(file).touch()
+    def failing(file: str, mode: str, opener: object) -> None:
+        Path(file).touch()
         raise OSError(errno.EIO, "")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "fdopen", failing)
     monkeypatch.setattr(_new_file, "open", failing, raising=False)
     with pytest.raises(TransportError, match="EIO"):
         NewFile(open_transport(tmp_path) if is_local else MemoryTransport(), "x")

@@ -19,7 +19,7 @@ from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import code_of, index_header
 from saev_store.sources.mmididx.reader import IndexedDataset, file_names
-from saev_store.transport import Moves
+from saev_store.transport import Moves, Writes
 from saev_store.transport.local.write import TEMP_PREFIX
 
 if TYPE_CHECKING:
@@ -195,22 +195,30 @@ class IndexedDatasetBuilder:
                 try:
                     self._publish(self._bin)
                 finally:
-                    with suppress(SaevStoreError):  # it does no harm
-                        transport.delete(lock)
+                    try:
+                        self._delete_lock(lock)
+                    except BaseException:  # Ctrl-C
+                        self._delete_lock(lock)
+                        raise
         finally:
             self.abort()
+
+    def _delete_lock(self, lock: str) -> None:
+        if isinstance(self._transport, Writes):
+            with suppress(SaevStoreError):  # it does no harm
+                self._transport.delete(lock)
 
     def _publish(self, bin_file: NewFile) -> None:
         """Publish `.bin`, which decides between several writers, then the index; delete `.bin` if the index fails."""
         with NewFile(self._transport, self._idx_path) as index_file:
             for piece in self._index():
                 index_file.write(piece)
-            bin_file.commit()
             try:
+                bin_file.commit()
                 index_file.commit()
             except BaseException:
                 if not self._overwrite:
-                    bin_file.transport.delete(self._bin_path)
+                    bin_file.retract()
                 raise
 
     def _index(self) -> Iterator[memoryview]:
