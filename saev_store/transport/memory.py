@@ -28,7 +28,7 @@ class _Files:
             raise ArgumentError(f"files is {brief(files)}; it must be a mapping of paths to bytes", where="files")
         self.content = {check_path(path): as_bytes(data, where=path) for path, data in files.items()}
         self.open: dict[str, bytearray] = {}
-        self.held: set[str] = set()
+        self.held: dict[str, object] = {}
         self.lock = ForkSafeLock()
         self.requests = RequestCounter()
 
@@ -183,21 +183,22 @@ class MemoryTransport:
         with self._files.lock.mutex:
             if old not in self._files.content:
                 raise NotFoundError("there is no such file", where=self._where(source))
-            self._files.content[new] = self._files.content.pop(old)
+            content = self._files.content[old]
+            del self._files.content[old]
+            self._files.content[new] = content
 
     @contextlib.contextmanager
     def lock(self, path: str) -> Generator[None]:
         """Hold a lock among the threads of this process."""
-        key = self._key(path)
-        with self._files.lock.mutex:
-            if key in self._files.held:
-                raise WriterConflictError("another thread is writing here", where=self._where(path))
-            self._files.held.add(key)
+        key, held, mine = self._key(path), self._files.held, object()
         try:
+            if held.setdefault(key, mine) is not mine:
+                raise WriterConflictError("another thread is writing here", where=self._where(path))
             yield
         finally:
-            with self._files.lock.mutex:
-                self._files.held.discard(key)
+            # Steps without a call: an interrupt would come behind one.
+            if key in held and held[key] is mine:
+                del held[key]
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> MemorySink:
         """A file that appears when it is committed; an aborted one can be resumed."""
@@ -248,8 +249,8 @@ class MemorySink(BaseSink):
         self._check_complete()
         with self._files.lock.mutex:
             self._check_open()
-            del self._files.open[self._key]
             self._files.content[self._key] = bytes(self._buffer)
+            del self._files.open[self._key]
 
     def abort(self) -> None:
         """Leave what was written to be resumed."""

@@ -24,7 +24,7 @@ from saev_store._runtime.threads import Flag, ahead, share
 from saev_store.loaders import OrderedLoader, ShuffledLoader, staging
 from saev_store.loaders._base import Loader
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.transport import open_transport
+from saev_store.transport import MemoryTransport, Writes, open_transport
 from saev_store.transport._remote import run_in_loop
 
 #: What to interrupt, and what to find out afterwards.
@@ -228,17 +228,27 @@ def shared(path: Path) -> int:
 
 
 def locks(path: Path) -> int:
-    """A lock is free again in this process."""
-    transport = open_transport(str(path))
+    """A lock is free again in this process; a file in memory that is moved under it is not lost."""
+    memory = MemoryTransport()
 
-    def begin() -> Attempt:
+    def begin(transport: Writes) -> Attempt:
         def call() -> None:
             with transport.lock("locked"):
                 pass
 
         return call, lambda _is_told: call()
 
-    return at_every_place(begin)
+    def begin_to_move() -> Attempt:
+        memory.put("a", b"x")
+
+        def check(_is_told: bool) -> None:
+            assert [*memory.files.values()] == [b"x"]
+            memory.delete("b")
+
+        return lambda: memory.move("a", "b"), check
+
+    transport = open_transport(str(path))
+    return sum(map(at_every_place, [lambda: begin(transport), lambda: begin(memory), begin_to_move]))
 
 
 def leases(path: Path) -> int:
