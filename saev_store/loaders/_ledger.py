@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from typing import TypeVar
 
 from saev_store.errors import DeadlineError
+
+T = TypeVar("T")
 
 #: How long to wait for the lock, which is held for microseconds, and how often to look.
 _LOCK_WAIT_S, _LOCK_POLL_S = 10.0, 0.01
@@ -26,9 +29,10 @@ class Ledger:
     def __init__(self, path: str) -> None:
         self._path, self._wait_s = path, _LOCK_WAIT_S
 
-    @contextlib.contextmanager
-    def _open(self) -> Generator[int]:
-        """The open file, locked.
+    def _locked(self, step: Callable[[int], T]) -> T:
+        """What `step` gives for the open file, which is locked meanwhile.
+
+        No context: an interrupt at the first line of leaving one would keep the lock until nobody has the error.
 
         Raises:
             DeadlineError: another process keeps the lock; the message names it. After that one try is made, without waiting.
@@ -40,7 +44,7 @@ class Ledger:
         try:
             self._lock(fd)
             try:
-                yield fd
+                return step(fd)
             finally:
                 # Closing is not enough: a child that was forked meanwhile has the descriptor too, and the lock with it.
                 fcntl.flock(fd, fcntl.LOCK_UN)
@@ -82,38 +86,52 @@ class Ledger:
 
     def get(self) -> int:
         """The number."""
-        with self._open() as fd:
-            return self._number(fd)
+        return self._locked(self._number)
 
     def recount(self, count: Callable[[], int]) -> None:
         """Count anew, while no file comes or goes."""
-        with self._open() as fd:
-            self._set(fd, count())
+        self._locked(lambda fd: self._set(fd, count()))
 
     def reserve(self, path: str, nbytes: int, limit: int) -> bool:
         """Create a file of that many zeros, unless the number would be above a limit then."""
-        with self._open() as fd:
-            number = self._number(fd) + nbytes
-            if number > limit:
+
+        def create(fd: int) -> bool:
+            before = self._number(fd)
+            if before + nbytes > limit:
                 return False
-            with open(path, "xb") as file:
-                file.truncate(nbytes)
-            self._set(fd, number)
+            try:
+                self._set(fd, before + nbytes)
+                with open(path, "xb") as file:
+                    file.truncate(nbytes)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                self._set(fd, before)
+                raise
             return True
+
+        return self._locked(create)
 
     def place(self, temporary: str, final: str) -> None:
         """Rename a file to its name; a file of that name, kept by another process meanwhile, is replaced."""
-        with self._open() as fd:
+
+        def rename(fd: int) -> None:
             there = os.path.getsize(final) if os.path.exists(final) else 0
             os.replace(temporary, final)
             self._set(fd, self._number(fd) - there)
 
+        self._locked(rename)
+
     def remove(self, path: str) -> None:
         """Delete a file; fine if there is none."""
-        with self._open() as fd, contextlib.suppress(FileNotFoundError):
-            size = os.path.getsize(path)
-            os.unlink(path)
-            self._set(fd, self._number(fd) - size)
+
+        def delete(fd: int) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                size = os.path.getsize(path)
+                os.unlink(path)
+                self._set(fd, self._number(fd) - size)
+
+        self._locked(delete)
 
 
 def _lock_holder(fd: int) -> str:

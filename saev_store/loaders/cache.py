@@ -285,9 +285,11 @@ class CachedTransport:
                     file.write(view)
                 file.write(digest.digest())
             self._ledger.place(temporary, final)
-        except OSError:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 self._ledger.remove(temporary)
+            if not isinstance(error, OSError):  # Ctrl-C
+                raise
 
     def _reserved(self, temporary: str, final: str, nbytes: int) -> bool:
         """Whether an extent may be kept; extents outside the loader's reads are removed for it."""

@@ -23,6 +23,7 @@ from saev_store import ShardStore
 from saev_store._runtime.threads import Flag, ahead, share
 from saev_store.loaders import OrderedLoader, ShuffledLoader, staging
 from saev_store.loaders._base import Loader
+from saev_store.loaders.cache import CachedTransport
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.transport import MemoryTransport, Writes, open_transport
 from saev_store.transport._remote import run_in_loop
@@ -251,6 +252,30 @@ def locks(path: Path) -> int:
     return sum(map(at_every_place, [lambda: begin(transport), lambda: begin(memory), begin_to_move]))
 
 
+def kept(path: Path) -> int:
+    """A cache has no temporary files, and the bytes that it counts."""
+    inner = MemoryTransport({"a.bin": bytes(range(200))})
+    folder = path.parent / "cache"
+
+    def begin() -> Attempt:
+        shutil.rmtree(folder, ignore_errors=True)
+        transport = CachedTransport(inner, folder, 150)
+
+        def call() -> None:
+            found = transport.get_ranges("a.bin", starts=[0, 50], ends=[50, 70])
+            assert [*map(bytes, found)] == [bytes(range(50)), bytes(range(50, 70))]
+
+        def check(_is_told: bool) -> None:
+            call()
+            sizes = {file.name: file.stat().st_size for file in folder.glob("*/a.bin*")}
+            assert [size for name, size in sizes.items() if not name.endswith(".tmp")] == [*sizes.values()]
+            assert transport.kept_bytes == sum(sizes.values())
+
+        return call, check
+
+    return at_every_place(begin)
+
+
 def leases(path: Path) -> int:
     """No thread goes on to renew the lease of somebody who never had it."""
     staging.BEAT_S = 0.01
@@ -355,7 +380,7 @@ def documents(path: Path) -> int:
 def main(what: str, path: Path) -> None:
     sys.unraisablehook = _lost.append
     of_threads, of_loaders = [threads, requests, flags], [ordered, shuffled, gathered, shared]
-    scenes = [*of_threads, *of_loaders, locks, leases, servers, writer, documents]
+    scenes = [*of_threads, *of_loaders, kept, locks, leases, servers, writer, documents]
     try:
         n_places = {scene.__name__: scene for scene in scenes}[what](path)
         sys.stdout.write("fine\n" if n_places >= 10 else f"{n_places} places\n")

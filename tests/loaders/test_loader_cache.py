@@ -49,8 +49,7 @@ def forked(work: Callable[[], object]) -> int:
 def test_a_child_that_is_forked_while_bytes_are_counted_blocks_nobody(tmp_path):
     ledger = Ledger(str(tmp_path / ".bytes"))
     waits, ends = os.pipe()
-    with ledger._open():
-        child = forked(lambda: os.read(waits, 1))
+    child = ledger._locked(lambda _: forked(lambda: os.read(waits, 1)))
     try:
         with open(tmp_path / ".bytes") as other:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

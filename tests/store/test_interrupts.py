@@ -12,7 +12,9 @@ from waiting import HANG_S
 
 #: Scenes, and what they need beside this package.
 SCENES = {
-    **dict.fromkeys(["threads", "requests", "flags", "ordered", "shuffled", "locks", "leases", "writer", "documents"]),
+    **dict.fromkeys(
+        ["threads", "requests", "flags", "ordered", "shuffled", "kept", "locks", "leases", "writer", "documents"]
+    ),
     "gathered": "torch",
     "shared": "torch",
     "servers": "uvicorn",
