@@ -14,14 +14,13 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import ahead, share
+from saev_store._runtime.threads import Task, ahead, share
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import (
     AccessError,
@@ -188,16 +187,9 @@ class Folder:
         """
         if self.transport.is_local or not self.is_far:
             return [call() for call in calls]
-        answers: list[Future[T]] = [Future() for _ in calls]
-
-        def make(number: int) -> None:
-            try:
-                answers[number].set_result(calls[number]())
-            except BaseException as error:
-                answers[number].set_exception(error)
-
-        share(make, deque(range(len(calls))), len(calls))
-        return [answer.result() for answer in answers]
+        tasks = [Task(call) for call in calls]
+        share(lambda task: task.run(), deque(tasks), len(tasks))
+        return [task.result() for task in tasks]
 
     def digests(self, path: str, ranges: Sequence[tuple[int, int]]) -> Generator[str]:
         """The digest of each of some ranges of a file, in order."""

@@ -27,6 +27,7 @@ from saev_store.loaders.cache import CachedTransport
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.transport import MemoryTransport, Writes, open_transport
 from saev_store.transport._remote import run_in_loop
+from saev_store.transport.fsspec._transport import FsspecTransport
 
 #: What to interrupt, and what to find out afterwards.
 Attempt = tuple[Callable[[], object], Callable[[bool], object]]
@@ -112,6 +113,28 @@ def requests(_path: Path) -> int:
         return call, lambda _is_told: call()
 
     return at_every_place(begin)
+
+
+def opened(_path: Path) -> int:
+    """The loop of fsspec runs."""
+    from fsspec import asyn
+    from fsspec.implementations.http import HTTPFileSystem
+
+    def begin() -> Attempt:
+        HTTPFileSystem.clear_instance_cache()
+        asyn.loop[0] = asyn.iothread[0] = None
+
+        def call() -> None:
+            FsspecTransport("http://127.0.0.1:9/a")
+
+        def check(_is_told: bool) -> None:
+            loop = FsspecTransport("http://127.0.0.1:9/a").client.fs().loop
+            assert soon(loop.is_running)
+            loop.call_soon_threadsafe(loop.stop)
+
+        return call, check
+
+    return at_every_place(begin, step=5)
 
 
 def flags(_path: Path) -> int:
@@ -379,7 +402,7 @@ def documents(path: Path) -> int:
 
 def main(what: str, path: Path) -> None:
     sys.unraisablehook = _lost.append
-    of_threads, of_loaders = [threads, requests, flags], [ordered, shuffled, gathered, shared]
+    of_threads, of_loaders = [threads, requests, opened, flags], [ordered, shuffled, gathered, shared]
     scenes = [*of_threads, *of_loaders, kept, locks, leases, servers, writer, documents]
     try:
         n_places = {scene.__name__: scene for scene in scenes}[what](path)

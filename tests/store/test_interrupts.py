@@ -15,6 +15,7 @@ SCENES = {
     **dict.fromkeys(
         ["threads", "requests", "flags", "ordered", "shuffled", "kept", "locks", "leases", "writer", "documents"]
     ),
+    "opened": "aiohttp",
     "gathered": "torch",
     "shared": "torch",
     "servers": "uvicorn",

@@ -8,13 +8,13 @@ import errno
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from typing import BinaryIO, NoReturn, Protocol, TypeVar, cast
 
-from saev_store._runtime.threads import ForkSafeLock
+from saev_store._runtime.threads import ForkSafeLock, hidden_interrupt, raise_hidden_interrupt
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -85,6 +85,24 @@ class _WebFileSystem(FileSystem, Protocol):
     async def set_session(self) -> _Session: ...
 
 
+class _Loops(Protocol):
+    loop: list[object]
+    iothread: list[object]
+
+
+@contextlib.contextmanager
+def _whole_loop(asyn: _Loops) -> Generator[None]:
+    """A block that may start the loop of fsspec: one whose start is interrupted never runs, and all requests would wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or hidden_interrupt(error) is not None:
+            if asyn.iothread[0] is None:
+                asyn.loop[0] = None
+            raise_hidden_interrupt(error)
+        raise
+
+
 class FsspecClient:
     """The file system behind a URL, shared by all transports below it; thread-safe.
 
@@ -151,7 +169,8 @@ class FsspecClient:
             )
         with self.errors("open", self.safe_url):
             try:
-                found = core.url_to_fs(self.url, **options)
+                with _whole_loop(cast("_Loops", asyn)):
+                    found = core.url_to_fs(self.url, **options)
             except ImportError as error:
                 raise self._missing(str(error)) from error
             except (TypeError, ValueError) as error:

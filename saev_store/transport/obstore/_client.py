@@ -18,7 +18,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
-from saev_store._runtime.threads import ForkSafeLock, start_thread
+from saev_store._runtime.threads import Flag, ForkSafeLock, start_thread
 from saev_store.errors import (
     AccessError,
     DeadlineError,
@@ -70,7 +70,7 @@ class _Loop:
         self.thread = threading.Thread(target=self.loop.run_forever, name="saev_store-obstore", daemon=True)
         try:
             start_thread(self.thread, where="obstore")
-        except BaseException:
+        except TransportError:
             self.loop.close()
             raise
 
@@ -134,8 +134,9 @@ def running_loop() -> asyncio.AbstractEventLoop:
         raise fork_error()
     with _lock.mutex:
         if _loop is None:
-            _loop = _Loop()
-            atexit.register(_loop.stop)
+            begun = _Loop()
+            atexit.register(begun.stop)  # first: an interrupt may come behind it
+            _loop = begun
         return _loop.loop
 
 
@@ -249,7 +250,7 @@ class ObstoreClient:
 
     def in_loop(self, step: Callable[[], object]) -> None:
         """Carry out `step()` in the loop's thread, between two steps of what runs there, and wait for it."""
-        done = threading.Event()
+        done = Flag()
         running_loop().call_soon_threadsafe(lambda: (step(), done.set()))
         done.wait(STUCK_S)
 
