@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from saev_store._runtime.optional import need
-from saev_store._runtime.threads import start_thread
+from saev_store._runtime.threads import Flag, start_thread
 from saev_store.errors import ArgumentError, TransportError, brief
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class _NoWorkers:
     """
 
     def __init__(self) -> None:
-        self.gave_up, self._closed = False, threading.Event()
+        self.gave_up, self._closed = False, Flag()
 
     def begin(self, futures: Mapping[Future[T], int]) -> None:
         """Watch, in a thread.

@@ -94,7 +94,11 @@ def threads(_path: Path) -> int:
     def in_all() -> Attempt:
         return begin(lambda work: share(work, deque([1, 2]), 2))
 
-    return at_every_place(in_others) + at_every_place(in_all)
+    def in_background() -> Attempt:
+        return lambda: staging.stage_in_background("from", "to"), lambda _is_told: None
+
+    staging.stage = lambda *_args, **_options: "to"
+    return sum(map(at_every_place, [in_others, in_all, in_background]))
 
 
 def requests(_path: Path) -> int:
