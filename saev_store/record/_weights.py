@@ -111,6 +111,6 @@ def hub_refusal(timeout_s: float) -> str:
             answer.append("")
 
     asking = threading.Thread(target=ask, daemon=True)
-    start_thread(asking)
+    start_thread(asking, where="demo")
     asking.join(timeout_s)
     return answer[0] if answer else f"the hub did not answer within {timeout_s:g} s"
