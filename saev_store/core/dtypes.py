@@ -140,6 +140,32 @@ def stored_as(source: npt.NDArray[np.generic], dtype: np.dtype[np.generic]) -> n
     return out
 
 
+def narrowed(source: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.generic]:
+    """float64 as float32, on the way to the dtype of a store; all else as it is.
+
+    To float32 the numbers are rounded to nearest even. On the way to 16 bits, where another rounding follows, they are rounded to
+    odd: the last bit of what is not exact is 1, so that the two give what one rounding to nearest even gives (Boldo and Melquiond,
+    "Emulation of a FMA and correctly rounded sums", 2008).
+
+    >>> tie = np.array([1 + 2**-11 + 2**-30])  # just above the middle of two numbers of float16
+    >>> float(narrowed(tie, "float16").astype(np.float16)[0]), float(tie.astype(np.float32).astype(np.float16)[0])
+    (1.0009765625, 1.0)
+    """
+    if source.dtype.name != "float64":
+        return source
+    found = stored_as(source, FLOAT32)
+    if dtype == "float32":
+        return found
+    wide = found.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        is_inexact = (wide != source) & ~np.isnan(source)
+        is_beyond = is_inexact & (np.abs(wide) > np.abs(source))
+    bits = found.view(np.uint32)
+    bits -= is_beyond  # towards zero; infinity becomes the largest number
+    bits |= is_inexact
+    return found
+
+
 def _copy_cast(source: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
     # Signalling NaNs are invalid, and numbers that the narrower dtype does not hold overflow.
     with np.errstate(over="ignore", invalid="ignore"):

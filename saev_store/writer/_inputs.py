@@ -20,7 +20,12 @@ NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)
 OverflowPolicy = Literal["raise", "warn", "saturate"]
 
 #: The smallest number that rounds to infinity: half a step beyond the largest finite one, which is odd.
-_TOO_LARGE = {"bfloat16": float.fromhex("0x1.ffp127"), "float16": 65520.0}
+_TOO_LARGE = {"float32": float.fromhex("0x1.ffffffp127"), "bfloat16": float.fromhex("0x1.ffp127"), "float16": 65520.0}
+_WIDER = {
+    "float32": "a store holds no wider numbers",
+    "bfloat16": "float32 has those up to 3.40282e+38",
+    "float16": "bfloat16 has nearly the range of float32",
+}
 
 
 def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
@@ -134,7 +139,9 @@ def check_overflow(
 
     With "saturate" they come back in the store's dtype where there is such a number.
     """
-    if layout.dtype not in _TOO_LARGE or array.dtype.name == layout.dtype or array.size == 0:
+    # Only float64 has numbers that float32 has not.
+    fits = layout.dtype == "float32" and array.dtype.name != "float64"
+    if fits or array.dtype.name == layout.dtype or array.size == 0:
         return array
     largest, too_large = LARGEST[layout.dtype], _TOO_LARGE[layout.dtype]
     with np.errstate(invalid="ignore"):  # NumPy warns of NaN in bfloat16
@@ -158,7 +165,7 @@ def check_overflow(
                 message,
                 where="acts",
                 remedy=f'Nothing of this batch was written. on_overflow="saturate" stores ±{largest:g} instead; '
-                f"{'float32 has them all' if layout.dtype == 'bfloat16' else 'bfloat16 has nearly the range of float32'}.",
+                f"{_WIDER[layout.dtype]}.",
             )
         warnings.warn(f"{message}; recorded as infinity.", SaevStoreWarning, stacklevel=outside())
         break

@@ -105,7 +105,7 @@ PUBLIC = {
         Copied RoundingReport check_bytes copy_store
     """,
     "saev_store.writer.importing": """
-        Block Examples ImportOptions MAX_BLOCK_BYTES check_options from_array import_examples narrowed stored_dtype
+        Block Examples ImportOptions MAX_BLOCK_BYTES check_options from_array import_examples stored_dtype
     """,
     "saev_store.xarray": """
         SaevBackend concat dataset_of open_store

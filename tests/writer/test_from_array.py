@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -19,7 +20,14 @@ from counted_arrays import OPTIONS, SHAPE, Counted, killed_import, numbers
 from waiting import HANG_S
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, CorruptShardError, ResumeError, SaevStoreError, StoreExistsError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    ResumeError,
+    SaevStoreError,
+    SaevStoreWarning,
+    StoreExistsError,
+)
 from saev_store.writer import shard_writer
 from saev_store.writer.importing import _arrays
 from saev_store.zarr import BFloat16
@@ -181,8 +189,44 @@ def test_float64_is_rounded_to_the_dtype_that_is_asked_for(tmp_path: Path):
     store = ShardStore.from_array(acts, tmp_path, **OPTIONS, dtype="bfloat16")
     assert_same_bits(store, acts.astype(np.float32).astype(ml_dtypes.bfloat16))
     acts[3, 1, 2, 4] = 1e39
-    with pytest.raises(ArgumentError, match="example 3 holds numbers that float32 cannot hold"):
+    with pytest.raises(
+        ArgumentError, match=r"example 3 holds 1 numbers that float32 cannot hold; the first is 1e\+39 .*saturate"
+    ):
         ShardStore.from_array(acts, tmp_path, **OPTIONS, dtype="float32", max_block_bytes=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_policy_for_large_numbers_holds_beyond_float32(tmp_path: Path, dtype: str):
+    acts = np.random.default_rng(0).standard_normal(SHAPE)
+    acts[3, 1, 2, :2] = 1e39, -1e300
+    largest = float(ml_dtypes.finfo(dtype).max) if dtype == "bfloat16" else float(np.finfo(dtype).max)
+    with pytest.raises(
+        ArgumentError, match=rf"example 3 holds 2 numbers that {dtype} cannot hold; the first is 1e\+39"
+    ):
+        ShardStore.from_array(acts, tmp_path / "a", **OPTIONS, dtype=dtype)
+    found = ShardStore.from_array(acts, tmp_path / "b", **OPTIONS, dtype=dtype, on_overflow="saturate")[3, 1, 2, :2]
+    assert found.tolist() == [largest, -largest]
+    with pytest.warns(SaevStoreWarning, match=f"{dtype} cannot hold"):
+        store = ShardStore.from_array(
+            acts, tmp_path / "c", **OPTIONS, dtype=dtype, on_overflow="warn", on_nonfinite="allow"
+        )
+    assert store[3, 1, 2, :2].tolist() == [np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_float64_is_rounded_once(tmp_path: Path, dtype: str):
+    """By way of float32, numbers near the middle of two become the wrong one."""
+    bits = {"bfloat16": 7, "float16": 10}[dtype]
+    rng = np.random.default_rng(0)
+    n = math.prod(SHAPE)
+    exponent = rng.integers(-10, 10, n)
+    whole = rng.integers(2**bits, 2 ** (bits + 1), n)
+    near = rng.choice([0.0, 2.0**-40, -(2.0**-40), 2.0**-20, -(2.0**-20)], n)
+    sign = rng.choice([-1.0, 1.0], n)
+    acts = (sign * np.ldexp(whole + 0.5 + near, exponent - bits)).reshape(SHAPE)
+    up = (near > 0) | ((near == 0) & (whole % 2 == 1))  # to nearest, of two equally near to the even one
+    truth = (sign * np.ldexp(whole + up.astype(np.int64), exponent - bits)).reshape(SHAPE)
+    assert ShardStore.from_array(acts, tmp_path, **OPTIONS, dtype=dtype)[...].tolist() == truth.tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError
-from saev_store.writer.importing import Block, narrowed
+from saev_store.writer.importing import Block
 
 #: What stands at padding, which is of no document.
 _NONE = -1
@@ -77,7 +77,7 @@ def stream_blocks(tokens: Tokens, context: int, first: int, end: int, max_block_
         stop = min(start + most, end)
         low, high = start * context, min(stop * context, tokens.n_tokens)
         n_padding, shape = stop * context - high, (stop - start, context)
-        acts = narrowed(tokens.acts(low, high), start)
+        acts = tokens.acts(low, high)
         arrays: dict[str, npt.NDArray[np.generic]] = {"mask": np.ones(high - low, np.bool_)}
         if tokens.has_ids:
             arrays["token_ids"] = tokens.ids(low, high)

@@ -20,7 +20,7 @@ from saev_store.sources.address import full_url
 from saev_store.sources.caches._arrow import Rows, read_rows
 from saev_store.sources.caches._cache import Cache, Wanted, layer_axis, sizes_of
 from saev_store.transport import Entry, Transport
-from saev_store.writer.importing import Block, narrowed, stored_dtype
+from saev_store.writer.importing import Block, stored_dtype
 
 _INFO, _STATE, _RUN = "dataset_info.json", "state.json", "cache_activations_runner_cfg.json"
 _IDS = "token_ids"
@@ -99,7 +99,7 @@ class SaelensCache(Cache):
                     some = rows.part(start - at, min(most, high - start))
                     acts = np.stack([some.numbers(hook, shape, self._dtype) for hook in self._hooks], axis=1)
                     ids = some.numbers(_IDS, shape[:1], "int32")[:, is_special:] if self._has_ids else None
-                    yield Block(start, narrowed(acts, start), {} if ids is None else {_IDS: ids})
+                    yield Block(start, acts, {} if ids is None else {_IDS: ids})
                 at += len(rows)
 
     # -- files -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from saev_store.writer.importing._arrays import (
     ArrayExamples,
     checked_token_arrays,
     identity,
-    narrowed,
     stored_dtype,
 )
 from saev_store.writer.importing._cluster import import_on_cluster
@@ -40,7 +39,6 @@ __all__ = [
     "check_options",
     "from_array",
     "import_examples",
-    "narrowed",
     "stored_dtype",
 ]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 from numpy.lib.array_utils import byte_bounds
 
-from saev_store.core.dtypes import ITEMSIZES, LARGEST, StoredDtype
+from saev_store.core.dtypes import ITEMSIZES, StoredDtype
 from saev_store.core.token_arrays import DTYPES, MEANINGS
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief, kind_of
@@ -124,7 +124,7 @@ class ArrayExamples:
         offset = self._first
         most = max(1, max_block_bytes // (math.prod(self._acts.shape[1:]) * self._acts.dtype.itemsize))
         for start, stop in self._acts.steps(first - offset, end - offset, most):
-            acts = narrowed(self._acts.read(start, stop), start + offset)
+            acts = self._acts.read(start, stop)
             rows = {name: computed(values[start:stop,], where=name) for name, values in self._token_arrays.items()}
             yield Block(start + offset, acts, rows)
 
@@ -234,27 +234,6 @@ def stored_dtype(found: np.dtype[np.generic], asked: StoredDtype | None) -> Stor
         where="array",
         remedy="If these are the bits of bfloat16, pass array.view(ml_dtypes.bfloat16)." if is_bits else "Convert it.",
     )
-
-
-def narrowed(acts: npt.NDArray[np.generic], first_example: int) -> npt.NDArray[np.generic]:
-    """float64 as float32, rounded to nearest even; all else as it is.
-
-    Raises:
-        ArgumentError: a finite number becomes infinite.
-    """
-    if acts.dtype.name != "float64":
-        return acts
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = acts.astype(np.float32)
-    wrong = np.isinf(found) & np.isfinite(acts)
-    if wrong.any():
-        example, *_ = np.argwhere(wrong)[0].tolist()
-        raise ArgumentError(
-            f"example {first_example + example} holds numbers that float32 cannot hold; the largest is {LARGEST['float32']:g}",
-            where="array",
-            remedy="Scale the numbers first.",
-        )
-    return cast("npt.NDArray[np.generic]", found)
 
 
 def computed(value: object, *, where: str) -> npt.NDArray[np.generic]:

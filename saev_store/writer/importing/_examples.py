@@ -19,7 +19,7 @@ class Block(NamedTuple):
 
     Attributes:
         first: The position of the first one.
-        acts: (k, layers, tokens, d_model), of a dtype that a store may hold.
+        acts: (k, layers, tokens, d_model), of a dtype that a store may hold, or float64.
         token_arrays: (k, content tokens) for each token array, by name.
     """
 

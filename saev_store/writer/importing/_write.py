@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from saev_store.core.layout import shard_name
+from saev_store.core.dtypes import narrowed
+from saev_store.core.layout import Layout, shard_name
 from saev_store.documents import Metadata
 from saev_store.errors import CorruptShardError, ResumeError, StoreExistsError
 from saev_store.store.store import ShardStore
@@ -73,14 +75,24 @@ def import_examples(
             return
         writer.verify = "digests" if options.verify else "sizes"
         for block in examples.blocks(first if options.verify else kept, end, options.max_block_bytes):
+            acts = _as_accepted(block, metadata.layout, options.on_overflow)
             if options.verify:
-                comparison.add(block)
+                comparison.add(block._replace(acts=acts))
             new = max(0, kept - block.first)
-            if new < len(block.acts):
-                writer.append(block.acts[new:], **{name: rows[new:] for name, rows in block.token_arrays.items()})
+            if new < len(acts):
+                writer.append(acts[new:], **{name: rows[new:] for name, rows in block.token_arrays.items()})
         if not writer.complete:
             writer.checkpoint()
         comparison.finish()
+
+
+def _as_accepted(block: Block, layout: Layout, on_overflow: OverflowPolicy) -> npt.NDArray[np.generic]:
+    """The activations of a block as a writer takes them, which does not take float64."""
+    acts = block.acts
+    # To 16 bits the writer's own check follows; before it only errors are raised, which show the number as it is.
+    if acts.dtype.name == "float64" and (layout.dtype == "float32" or on_overflow == "raise"):
+        acts = check_overflow(acts, block.first, layout, on_overflow)
+    return narrowed(acts, layout.dtype)
 
 
 def check_unchanged(root: Transport, metadata: Metadata) -> None:
