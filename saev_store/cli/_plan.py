@@ -6,6 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -69,6 +70,10 @@ class Plan(BaseModel):
     resume: Resume = "auto"
 
 
+#: Of the mistakes in a file, and of the name of an option, that an error shows.
+_MOST_SHOWN, _MOST_CHARACTERS = 20, 100
+
+
 def plan_of(config: Path | None, flags: Mapping[str, object], otherwise: Mapping[str, object] | None = None) -> Plan:
     """The plan of a file and flags.
 
@@ -88,10 +93,13 @@ def plan_of(config: Path | None, flags: Mapping[str, object], otherwise: Mapping
         problems: dict[str, str] = {}
         for found in error.errors(include_url=False):
             name = str(found["loc"][0])
+            shown = name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}…"
             place = f" in {config}" if name in said and name not in flags else ""
-            problems.setdefault(name, f"{name}{place} {_broken_rule(name, {**said, **flags}.get(name), found)}")
+            problems.setdefault(shown, f"{shown}{place} {_broken_rule(name, {**said, **flags}.get(name), found)}")
         remedy = "Give options, or a TOML file with --config." if any(map(_is_missing, error.errors())) else None
-        raise ArgumentError("; ".join(problems.values()), where=", ".join(problems), remedy=remedy) from None
+        told = dict(islice(problems.items(), _MOST_SHOWN))
+        more = [f"and {len(problems) - len(told):,} more problems"] if len(problems) > len(told) else []
+        raise ArgumentError("; ".join([*told.values(), *more]), where=", ".join(told), remedy=remedy) from None
 
 
 def _is_missing(found: ErrorDetails) -> bool:

@@ -119,7 +119,7 @@ def _cached_share(path: str, layout: Layout) -> float | None:
         example = (2 * probe + 1) * layout.n_examples // (2 * _N_PROBES)
         shard, within = divmod(example, layout.examples_per_shard)
         try:
-            fd = os.open(os.path.join(path, shard_name(shard)), os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(os.path.join(path, shard_name(shard)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
         try:

@@ -11,9 +11,10 @@ from typing import cast
 
 import numpy as np
 
-#: A URL, a chain of them, or an absolute path; up to what cannot be part of one in a sentence.
+#: A URL, a chain of them, or an absolute path; up to what cannot be part of one in a sentence. What is before `://` begins where a
+#: word does: tried from every letter of a long word, it would take a time that grows with the square of the length.
 _PLACE = re.compile(
-    r"""(?:[A-Za-z][\w+.-]*::)*(?:[A-Za-z][\w+.-]*://|(?<![\w./:])~?/|(?<![\w./:])[A-Za-z]:\\|\\\\)[^\s'"`,;()\[\]{}<>|]*"""
+    r"""(?:(?<![\w+.:-])[\w+.:-]*://|(?<![\w./:])~?/|(?<![\w./:])[A-Za-z]:\\|\\\\)[^\s'"`,;()\[\]{}<>|]*"""
 )
 _MOST_DEPTH = 20
 #: Places of the metadata that are looked for, with blanks, in what is shown.

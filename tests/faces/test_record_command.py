@@ -262,6 +262,18 @@ def test_files_of_options_that_say_something_else(run, tmp_path: Path, text: str
     assert (code, said in err) == (2, True), err
 
 
+def test_of_many_mistakes_in_a_file_some_are_told(run, tmp_path: Path) -> None:
+    (tmp_path / "dump.toml").write_text("".join(f"{'x' * 5000}{i} = 1\n" for i in range(2000)) + "y1 = 2\nz1 = 3\n")
+    code, _, err = run("--config", tmp_path / "dump.toml")
+    assert code == 2
+    assert "…" in err
+    assert len(err) < 20_000
+    (tmp_path / "dump.toml").write_text("".join(f"x{i} = 1\n" for i in range(200)))
+    code, _, err = run("--config", tmp_path / "dump.toml")
+    assert "more problems" in err
+    assert len(err) < 5_000
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -401,6 +401,13 @@ def test_of_every_place_the_last_component_is_left(text: str, places: tuple[str,
     assert without_places(text, places) == expected
 
 
+@pytest.mark.parametrize("word", ["a", "a::", "a:", "/", "a:/", "s3://", "~/", "\\"])
+def test_long_words_are_searched_in_linear_time(word: str) -> None:
+    """Some letters for each of which all the rest is read would take days."""
+    assert len(without_places(word * 1_000_000)) <= len(word) * 1_000_000
+    assert without_places(f"{word * 1000} is at s3://bucket/a/b").endswith("b")
+
+
 def test_places_in_deep_and_long_documents() -> None:
     assert places_in([f"/data/{number}" for number in range(70)]) == tuple(f"/data/{number}" for number in range(64))
     deep: object = "/data/deep"

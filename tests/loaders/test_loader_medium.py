@@ -36,6 +36,14 @@ def test_by_what_the_system_says(tmp_path, monkeypatch, file_system, spins, cach
     assert medium_of(store.transport, store.layout, "remote").kind == "remote"
 
 
+def test_a_pipe_in_the_place_of_a_shard_is_not_waited_for(tmp_path):
+    plain = plain_store(tmp_path, n=7)
+    layout = ShardStore.open(plain.path).layout
+    plain.shard(1).unlink()
+    os.mkfifo(plain.shard(1))
+    assert _medium._cached_share(str(plain.path), layout) is None
+
+
 @pytest.mark.parametrize(
     ("device", "says", "expected"),
     [

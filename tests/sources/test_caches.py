@@ -32,6 +32,7 @@ from saev_store.errors import (
     NotFoundError,
     ResumeError,
     SaevStoreError,
+    TransportError,
 )
 from saev_store.sources.caches import FORMATS, import_cache
 from saev_store.sources.caches._cache import Cache, Wanted, entries_of, layer_axis
@@ -705,6 +706,13 @@ def _npy(header: str, data: bytes = b"") -> bytes:
 def test_npy_files_that_are_none_are_refused(raw: bytes, kind: type[Exception], message: str, tmp_path: Path):
     (tmp_path / "acts.npy").write_bytes(raw)
     with pytest.raises(kind, match=message):
+        import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, layers=[5])
+
+
+def test_a_pipe_is_no_npy_file(tmp_path: Path):
+    """Opening it would wait for its writer."""
+    os.mkfifo(tmp_path / "acts.npy")
+    with pytest.raises(TransportError, match="this is a named pipe"):
         import_cache(tmp_path / "acts.npy", tmp_path / "out", **MODEL, layers=[5])
 
 

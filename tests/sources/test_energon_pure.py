@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tarfile
 
 import pytest
@@ -35,6 +36,19 @@ name_text = st.text(st.characters(blacklist_categories=["Cs"], blacklist_charact
 def test_keys_and_parts(name, expected):
     assert split_name(name) == expected
     assert expected is None or join_name(*expected) == name
+
+
+@given(st.text("a./_\n", max_size=12))
+def test_names_are_split_as_energon_splits_them(name):
+    """By the expression in its code, which takes quadratic time for long names."""
+    found = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL).fullmatch(name)
+    is_meta = re.match(r"__[^/]*__(?:/|$)", name, re.DOTALL) is not None
+    assert split_name(name) == (None if found is None or is_meta else (found[1], found[2]))
+
+
+def test_a_long_name_is_split_in_linear_time():
+    assert split_name("a/" * 1_000_000) is None
+    assert split_name("a/" * 1_000_000 + "b.txt") == ("a/" * 1_000_000 + "b", "txt")
 
 
 @given(st.lists(st.text("ab0129{},.\\/", min_size=1, max_size=6), max_size=30))

@@ -427,7 +427,8 @@ def test_the_wait_for_workers_begins_anew_with_each_that_comes(monkeypatch: pyte
     future = Future()
     monkeypatch.setattr(_cluster, "_no_workers_timeout_s", lambda: 0.04)
     monkeypatch.setattr(_cluster, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    watch = _cluster._NoWorkers({future: 0})
+    watch = _cluster._NoWorkers()
+    watch.begin({future: 0})
     assert cancelled.wait(HANG_S)
     watch.close()
     assert watch.gave_up

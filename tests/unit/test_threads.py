@@ -110,14 +110,14 @@ def test_results_that_wait_are_no_more_than_threads(n):
 @pytest.mark.parametrize("refused", [{0}, {2}, {1, 2, 4}, set(range(6))])
 def test_the_order_is_kept_where_the_system_refuses_threads(monkeypatch, refused):
     """Without any thread the caller computes; else there are fewer."""
-    start, numbers = _threads.start_thread, itertools.count()
+    start, numbers = threading.Thread.start, itertools.count()
 
     def refusing(thread):
         if next(numbers) in refused:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(_threads, "start_thread", refusing)
+    monkeypatch.setattr(threading.Thread, "start", refusing)
     by = []
     assert list(ahead(lambda item: by.append(threading.current_thread()) or item, range(6), 3)) == list(range(6))
     assert by.count(threading.current_thread()) == min({*range(7)} - refused)

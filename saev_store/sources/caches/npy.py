@@ -15,6 +15,7 @@ from saev_store.sources.address import full_url
 from saev_store.sources.npy_header import HEAD_NBYTES, parse_npy_header
 from saev_store.transport import Transport
 from saev_store.transport.checks import from_os_error, os_errors
+from saev_store.transport.local.files import check_regular
 
 ENDING = ".npy"
 
@@ -71,9 +72,12 @@ def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> NpyArr
             "a .npy file is mapped, so it has to be on this machine", where=where, remedy="Copy it first."
         )
     with os_errors(where, "open"):
-        file = open(f"{transport.local_path}/{name}", "rb")  # noqa: SIM115 (closed with the array)
-        nbytes = os.fstat(file.fileno()).st_size
+        # Opening a pipe would wait for its writer.
+        file = open(f"{transport.local_path}/{name}", "rb", opener=_without_waiting)  # noqa: SIM115 (closed with the array)
+        status = os.fstat(file.fileno())
+    nbytes = status.st_size
     try:
+        check_regular(status.st_mode, where=where)
         array = _map(file, nbytes, where)
     except BaseException:
         file.close()
@@ -81,6 +85,10 @@ def mapped(transport: Transport, name: str, dtype: StoredDtype | None) -> NpyArr
     if dtype == "bfloat16" and array.dtype.itemsize == 2 and array.dtype.kind in "iuV":
         array = array.view(numpy_dtype("bfloat16"))
     return NpyArray(array, file, nbytes)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _map(file: BinaryIO, nbytes: int, where: str) -> npt.NDArray[np.generic]:

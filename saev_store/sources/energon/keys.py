@@ -14,13 +14,11 @@ SPLIT_YAML, SPLIT_JSON = f"{META}/split.yaml", f"{META}/split.json"
 DATASET_YAML = f"{META}/dataset.yaml"
 INDEX_SQLITE, INDEX_UUID = f"{META}/index.sqlite", f"{META}/index.uuid"
 
-# A key ends at the first dot of the file's own name; dots in folder names belong to it.
-_MEMBER = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
 _META_MEMBER = re.compile(r"__[^/]*__(?:/|$)", re.DOTALL)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and part of a member's name; None for a member that is no part of a sample.
+    """Key and part of a member's name; None for a member that is no part of a sample. Energon's expression `((?:.*/|)[^.]+)[.]([^/]*)`.
 
     No parts are names without a dot or with nothing before it, and everything below a leading folder such as `__meta__/`.
 
@@ -29,8 +27,12 @@ def split_name(name: str) -> tuple[str, str] | None:
     """
     if _META_MEMBER.match(name):
         return None
-    match = _MEMBER.fullmatch(name)
-    return (match[1], match[2]) if match else None
+    # The file's own name begins behind the last slash. Dots of folders belong to the key.
+    own = name.rfind("/") + 1
+    dot = name.find(".", own)
+    if dot == own and "." in name[name.rfind("/", 0, max(own - 1, 0)) + 1 : own]:
+        return None  # with nothing before it, the folder's name is before it: it has no dot then
+    return (name[:dot], name[dot + 1 :]) if dot > 0 else None
 
 
 def join_name(key: str, part: str) -> str:
