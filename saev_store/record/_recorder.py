@@ -97,17 +97,29 @@ class Recorder:
             raise ArgumentError("this recorder is already entered; it hooks its model once", where="Recorder")
         model = self.adapter.model
         self._modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        for slot, (module, side) in enumerate(self._hooked):
-            if side == "input":
-                self._handles.append(module.register_forward_pre_hook(self._on_input(slot), with_kwargs=True))
-            else:
-                self._handles.append(module.register_forward_hook(self._on_output(slot)))
+        try:
+            model.eval()
+            for slot, (module, side) in enumerate(self._hooked):
+                if side == "input":
+                    self._handles.append(module.register_forward_pre_hook(self._on_input(slot), with_kwargs=True))
+                else:
+                    self._handles.append(module.register_forward_hook(self._on_output(slot)))
+        except BaseException:  # Ctrl-C: nobody will leave what was not entered
+            self._restore()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        try:
+            self._restore()
+        except BaseException:  # Ctrl-C within it
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        """Leave the model as it was; again after a part of that."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

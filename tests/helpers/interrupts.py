@@ -404,10 +404,40 @@ def documents(path: Path) -> int:
     return at_every_place(begin, step=2)
 
 
+def hooks(_path: Path) -> int:
+    """No hook stays in a model, and its modules train as before."""
+    import torch
+
+    from saev_store.record import Recorder, TextAdapter
+
+    blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    adapter = TextAdapter(model=blocks, blocks=list(blocks), d_model=4)
+
+    def begin() -> Attempt:
+        recorder = Recorder(adapter, layers=(0, 2))
+        entered = list[bool]()
+
+        def call() -> None:
+            with recorder:
+                entered.append(True)
+
+        def check(_is_told: bool) -> None:
+            n_hooks = sum(len(module._forward_hooks) for module in blocks)
+            if n_hooks and entered:
+                recorder.__exit__(None, None, None)  # an interrupt at its first line
+                n_hooks = sum(len(module._forward_hooks) for module in blocks)
+            assert n_hooks == 0
+            assert all(module.training for module in blocks.modules())
+
+        return call, check
+
+    return at_every_place(begin)
+
+
 def main(what: str, path: Path) -> None:
     sys.unraisablehook = _lost.append
     of_threads, of_loaders = [threads, requests, opened, flags], [ordered, shuffled, gathered, shared]
-    scenes = [*of_threads, *of_loaders, kept, locks, leases, servers, writer, documents]
+    scenes = [*of_threads, *of_loaders, kept, locks, leases, servers, writer, documents, hooks]
     try:
         n_places = {scene.__name__: scene for scene in scenes}[what](path)
         sys.stdout.write("fine\n" if n_places >= 10 else f"{n_places} places\n")

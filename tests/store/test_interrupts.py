@@ -18,6 +18,7 @@ SCENES = {
     "opened": "aiohttp",
     "gathered": "torch",
     "shared": "torch",
+    "hooks": "torch",
     "servers": "uvicorn",
 }
 
