@@ -262,10 +262,15 @@ class SharedLoader:
 
     # -- with the condition held ---------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Start reading with the earliest batch that a consumer needs."""
-        self._end = min(other.number for other in self._live)
-        self._loader.load_state_dict(self._loader.state_at(*divmod(self._end, self.n_batches)))
+    def _skip(self) -> None:
+        """Read on with the earliest batch that a consumer needs: when reading begins, and when those that needed earlier ones have left."""
+        least = min(other.number for other in self._live)
+        if self._has_begun and self._end >= least:
+            return
+        # The end comes last: where an interrupt comes between, all is done again.
+        self._batches = None
+        self._loader.load_state_dict(self._loader.state_at(*divmod(least, self.n_batches)))
+        self._end = least
         self._has_begun = True
 
     def _waited(self, consumer: Consumer, patience: Patience, turn: object) -> ExampleBatch | None:
@@ -275,8 +280,8 @@ class SharedLoader:
             self._forget()
             waited_for = [other for other in self._live if not other.has_begun]
             if not waited_for:
-                if not self._has_begun:
-                    self._begin()
+                if self._reading is None:
+                    self._skip()
                 if consumer.number < self._end:
                     return self._hand_out(consumer)
                 if self._reading is None:
