@@ -366,6 +366,26 @@ def test_memmaps_with_ranges_become_a_stream_of_documents(pairs: bool, name: str
         assert document.token_arrays["token_ids"].tolist() == ids[start:end].tolist()
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("bounds", [
+    [0, 3, 3, 10, 20], [0, 0, 20], [0, 0, 0, 4, 4, 4, 5, 20], [0, 7, 20, 20, 20], [0, 0, 20, 20], [0, 20],
+])  # fmt: skip
+def test_documents_of_memmaps_have_their_numbers_beside_empty_ones(bounds: list[int], pairs: bool, tmp_path: Path):
+    acts = RNG.standard_normal((20, 1, 8)).astype(np.float32)
+    memmaps(tmp_path / "c", [acts[:, 0]], [12, 8], dtype="float32")
+    saved(tmp_path / "c" / "tokens.pt", list(range(100, 120)))
+    saved(tmp_path / "c" / "sequence_ranges.pt", list(pairwise(bounds)) if pairs else bounds)
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[9], context=3, max_block_bytes=100)
+    wanted = {number: range(start, end) for number, (start, end) in enumerate(pairwise(bounds)) if start < end}
+    numbers, positions = (store.token_arrays[name][...].ravel()[:20] for name in ("document_ids", "positions"))
+    assert numbers.tolist() == [number for number, tokens in wanted.items() for _ in tokens]
+    assert positions.tolist() == [token - tokens[0] for tokens in wanted.values() for token in tokens]
+    for number, tokens in wanted.items():
+        document = store.document(number, dtype="stored")
+        assert document.token_arrays["token_ids"].tolist() == [100 + token for token in tokens]
+        assert document.acts.tobytes() == acts[tokens].swapaxes(0, 1).tobytes()
+
+
 def test_memmaps_without_ranges_have_documents_where_a_bos_token_says_so(tmp_path: Path):
     acts = RNG.standard_normal((11, 1, 8)).astype(np.float32)
     memmaps(tmp_path / "c", [acts[:, 0]], [11], dtype="torch.float32")
@@ -861,14 +881,6 @@ def joined(cache: Cache, first: int, end: int, max_block_bytes: int) -> Iterator
         pieces.append([block.acts, *(block.token_arrays[name] for name in sorted(block.token_arrays))])
     assert at == end
     yield [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("starts", "n_tokens", "expected"),
-    [([0], 1, [0]), ([0, 3], 9, [0, 3]), ([0, 3, 3, 9], 9, [0, 3]), ([0, 0, 2], 4, [0, 2]), ([0, 5, 5, 5], 5, [0])],
-)
-def test_documents_without_tokens_are_left_out(starts: list[int], n_tokens: int, expected: list[int]):
-    assert check_starts(np.array(starts), n_tokens, where="x").tolist() == expected
 
 
 @pytest.mark.parametrize("starts", [[], [1], [0, 3, 2], [0, 10], [-1, 0]])

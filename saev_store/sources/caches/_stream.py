@@ -24,7 +24,7 @@ class Tokens(Protocol):
         n_layers: How many vectors each has.
         d_model: Their length.
         dtype: The dtype of their numbers.
-        starts: The first token of each document, ascending; None where documents are not known.
+        starts: The first token of each document, ascending, that of the next one where it is empty; None where documents are not known.
         document_ids: The number of each document.
         has_ids: Whether token ids are known.
     """
@@ -94,12 +94,11 @@ def stream_blocks(tokens: Tokens, context: int, first: int, end: int, max_block_
         yield Block(start, examples, {name: values.reshape(shape) for name, values in arrays.items()})
 
 
-def check_starts(starts: IntArray, n_tokens: int, *, where: str) -> IntArray:
-    """The starts of documents that cover all tokens, without empty documents.
+def check_starts(starts: IntArray, n_tokens: int, *, where: str) -> None:
+    """Refuse starts of documents that do not cover all tokens. Documents may be empty: of equal starts the last one has the tokens.
 
     Raises:
         ArgumentError: they do not begin with 0, do not ascend, or go beyond the tokens.
     """
     if len(starts) == 0 or starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > n_tokens:
         raise ArgumentError(f"the documents do not cover the {n_tokens} tokens in order", where=where)
-    return np.unique(starts[starts < n_tokens])

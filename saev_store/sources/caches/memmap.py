@@ -98,7 +98,8 @@ class MemmapCache(Cache):
                 ranges = ranges[:, 0]
             elif ranges.ndim != 1 or len(ranges) == 0 or ranges[-1] != self.n_tokens:
                 raise CorruptShardError(f"it does not end with {self.n_tokens}, the number of tokens", where=where)
-            return check_starts(ranges, self.n_tokens, where=where)
+            check_starts(ranges, self.n_tokens, where=where)
+            return ranges
         if bos is None:
             return None
         if self._ids is None:
@@ -110,7 +111,7 @@ class MemmapCache(Cache):
 
     @property
     def document_ids(self) -> IntArray:
-        """The numbers of the documents, from 0."""
+        """The numbers of the documents, from 0; those without tokens have theirs, too."""
         return np.arange(0 if self.starts is None else len(self.starts), dtype=np.int64)
 
     def arguments(self) -> dict[str, object]:
