@@ -176,6 +176,7 @@ def estimate_recording(
     check_count(n_examples, name="n_examples")
     of_ranks = this_part(part)
     recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
+    transport = open_transport(root, storage_options)
     metadata = describe(
         recorder,
         source,
@@ -185,12 +186,12 @@ def estimate_recording(
         family=family,
         ckpt=ckpt,
         protocol=protocol,
+        root=transport,
     )
     layout = metadata.layout
     arrays = metadata.token_arrays
     if not metadata.declares_token_arrays and LABELS.name in source.geometry(recorder.adapter).token_arrays:
         arrays = (LABELS,)
-    transport = open_transport(root, storage_options)
     left = n_left(transport.at(metadata.hash), layout, of_ranks)
     measured = _measure(recorder, source, n_examples, layout.n_examples)
     folder = transport.local_path

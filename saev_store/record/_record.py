@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast, get_args, overload
 
 from saev_store.core.dtypes import ITEMSIZES, StoredDtype
@@ -17,6 +18,7 @@ from saev_store.record._adapt import adapt
 from saev_store.record._adapters import dtype_of, place
 from saev_store.record._examples import ExampleSource, as_stored
 from saev_store.record._identity import describe_recording
+from saev_store.record._names import named
 from saev_store.record._part import this_device, this_part
 from saev_store.record._pipeline import Lane, Pipeline, closing_in_thread
 from saev_store.record._ranks import write_part
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from saev_store.record._part import Part
     from saev_store.record._ranks import RecordedPart, RunWriter
     from saev_store.store.store import ShardStore
+    from saev_store.transport import Transport
     from saev_store.writer import ShardWriter
 
 #: Vectors are appended in pieces of about this length.
@@ -142,7 +145,8 @@ def record(
         max_tokens_per_shard: Upper bound on the vectors (tokens x layers x examples) of a shard.
         dataset: Address of the original data, for the metadata.
         family: Name of the architecture's family for the metadata; None: from the configuration.
-        ckpt: Name of the weights for the metadata; None: from the configuration.
+        ckpt: Name of the weights for the metadata; None: from the configuration. Of a folder that is there, its own name without
+            those above it.
         protocol: Version of the documents, see `saev_store.new_metadata`; None: the oldest that can say everything.
         device: Device of the computation, such as `"cuda"`; None: that of the model.
         storage_options: Options of the file system of `root`.
@@ -178,17 +182,11 @@ def record(
     recorder = prepare(
         model, source, layers, hook_points=hook_points, device=this_device(device) if part == "auto" else device
     )
-    metadata = describe(
-        recorder,
-        source,
-        dtype=dtype,
-        max_tokens_per_shard=max_tokens_per_shard,
-        dataset=dataset,
-        family=family,
-        ckpt=ckpt,
-        protocol=protocol,
-    )
     transport = open_transport(root, storage_options)
+    metadata = describe(
+        recorder, source, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard, dataset=dataset, family=family,
+        ckpt=ckpt, protocol=protocol, root=transport,
+    )  # fmt: skip
     report, written_s = NOTHING_RECORDED, time.perf_counter()
 
     def open_writer(of: tuple[int, int] | None) -> ShardWriter:
@@ -260,8 +258,10 @@ def describe(
     family: str | None = None,
     ckpt: str | None = None,
     protocol: str | None = None,
+    like: Metadata | None = None,
+    root: Transport | None = None,
 ) -> Metadata:
-    """The metadata of a recording; arguments as of `record`.
+    """The metadata of a recording; arguments as of `record`, but `like` and `root`, which are those of `named`.
 
     Raises:
         ArgumentError: an argument breaks a rule, or nothing names the family or the weights.
@@ -288,10 +288,10 @@ def describe(
         and {*points} == {RESID_POST}
         and {*geometry.token_arrays} <= {"labels"}
     )
-    return new_metadata(
+    make = partial(
+        new_metadata,
         protocol=protocol,
         family=family,
-        ckpt=ckpt,
         layers=[label for label, _ in recorder.axis],
         hook_points=points,
         content_tokens_per_example=geometry.content_tokens,
@@ -303,8 +303,8 @@ def describe(
         dataset=dataset,
         dtype=dtype,
         token_arrays=None if is_old else geometry.token_arrays,
-        text=geometry.text,
     )
+    return named(make, ckpt=ckpt, text=geometry.text, like=like, root=root)
 
 
 def fill(

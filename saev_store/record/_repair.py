@@ -131,6 +131,7 @@ def repair(
         family=family or there.family,
         ckpt=ckpt or there.ckpt,
         protocol=protocol or there.protocol,
+        like=there,
     )
     differences = metadata_differences(there.raw.decode(), here.raw.decode())
     if differences:

@@ -94,7 +94,7 @@ def test_the_store_is_that_of_the_library(run, folder: Path, tmp_path: Path) -> 
         progress=False,
     )
     assert store[:].tobytes() == by_library[:].tobytes()
-    assert store.metadata.ckpt == str(folder)
+    assert store.metadata.ckpt == store.metadata.text["tokenizer"]["name"] == folder.name
     assert store.metadata.text == by_library.metadata.text | {"tokenizer": store.metadata.text["tokenizer"]}
     assert store.metadata.text["tokenizer"]["digest"] == by_library.metadata.text["tokenizer"]["digest"]
     code, out, _ = run(*flags(folder, tmp_path / "a"), "--hook-points", "mlp_out,resid_post", "--dtype", "bfloat16")

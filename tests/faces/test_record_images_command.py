@@ -73,7 +73,7 @@ def test_images_are_recorded_with_the_models_own_processor(run, folder: Path, tm
     store = ShardStore.open(found["url"])
     assert found["shape"] == [5, 2, 17, D_MODEL]
     assert store[:].tobytes() == by_hand(folder, [0, 1, 2, 3, 4], 2).tobytes()
-    assert (store.metadata.ckpt, store.metadata.dataset) == (str(folder), str(folder / "images"))
+    assert (store.metadata.ckpt, store.metadata.dataset) == (folder.name, str(folder / "images"))
     for example, name in enumerate(NAMES):
         origin = store.origin(example, 5)
         assert (origin.key, origin.place.original_box) == (name, pytest.approx((7.5, 5.0, 15.0, 10.0)))
