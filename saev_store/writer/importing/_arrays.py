@@ -11,6 +11,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, SupportsIndex, cast
 
@@ -125,7 +126,7 @@ class ArrayExamples:
         most = max(1, max_block_bytes // (math.prod(self._acts.shape[1:]) * self._acts.dtype.itemsize))
         for start, stop in self._acts.steps(first - offset, end - offset, most):
             acts = self._acts.read(start, stop)
-            rows = {name: computed(values[start:stop,], where=name) for name, values in self._token_arrays.items()}
+            rows = {name: _rows(values, name, start, stop) for name, values in self._token_arrays.items()}
             yield Block(start + offset, acts, rows)
 
     @property
@@ -136,7 +137,7 @@ class ArrayExamples:
 
     def part(self, first: int, end: int, prepared: Callable[[object], object]) -> ArrayExamples:
         """Some examples, to be sent to another process: their token arrays, and the prepared array, which is not read."""
-        arrays = {name: computed(values[first:end,], where=name) for name, values in self._token_arrays.items()}
+        arrays = {name: _rows(values, name, first, end) for name, values in self._token_arrays.items()}
         acts = self._acts.part(first, end, prepared)
         return ArrayExamples(acts, cast("Mapping[str, Sliceable]", arrays), self.metadata, first=first)
 
@@ -155,15 +156,24 @@ def identity(acts: ArrayAxes, token_arrays: Mapping[str, Sliceable]) -> dict[str
     }
     if token_arrays:
         digests = {
-            name: _digest(_rows_of(values), acts.shape[0], is_small=is_small) for name, values in token_arrays.items()
+            name: _digest(partial(_rows, values, name), acts.shape[0], is_small=is_small)
+            for name, values in token_arrays.items()
         }
         found["token_arrays"] = digests
     return found
 
 
-def _rows_of(values: Sliceable) -> Callable[[int, int], npt.NDArray[np.generic]]:
-    """What reads some rows of a token array."""
-    return lambda start, end: computed(values[start:end,], where="token_arrays")
+def _rows(values: Sliceable, name: str, start: int, end: int) -> npt.NDArray[np.generic]:
+    """Some rows of a token array."""
+    found = computed(values[start:end,], where=name)
+    if found.shape != (end - start, values.shape[1]) or found.dtype.kind == "O":  # a sparse matrix of scipy
+        raise ArgumentError(
+            f"examples {start} to {end - 1} of {name} come as {found.dtype.name} {found.shape}; they must be numbers, "
+            f"{(end - start, values.shape[1])}",
+            where=name,
+            remedy="Pass a dense array.",
+        )
+    return found
 
 
 def _digest(read: Callable[[int, int], npt.NDArray[np.generic]], n: int, *, is_small: bool) -> dict[str, object]:
@@ -204,7 +214,14 @@ def checked_token_arrays(
                 where=name,
                 remedy=f"Transpose it: {name}.transpose().",
             )
-        dtypes[name] = MEANINGS.get(name) or _numbers(arrays[name]).name
+        found = _numbers(arrays[name], where=name)
+        if found.kind not in "biuf" and found.name != "bfloat16":
+            raise ArgumentError(
+                f"{name} has dtype {found}; it must be one of {', '.join(DTYPES)}",
+                where=name,
+                remedy=f"Convert it: {name}.astype({MEANINGS.get(name, 'float32')!r}).",
+            )
+        dtypes[name] = MEANINGS.get(name) or found.name
         if dtypes[name] not in DTYPES:
             raise ArgumentError(f"{name} has dtype {dtypes[name]}; it must be one of {', '.join(DTYPES)}", where=name)
     return arrays, dtypes
@@ -246,7 +263,13 @@ def computed(value: object, *, where: str) -> npt.NDArray[np.generic]:
 
 
 def _sliceable(array: object, *, where: str) -> Sliceable:
-    if isinstance(array, (str, bytes, Mapping)) or not hasattr(array, "shape") or not hasattr(array, "dtype"):
+    try:
+        is_array = hasattr(array, "shape") and hasattr(array, "dtype")
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"{kind_of(array)} without a shape: {error}", where=where, remedy="Pass a dense tensor, or a NumPy array."
+        ) from error
+    if isinstance(array, (str, bytes, Mapping)) or not is_array:
         raise ArgumentError(
             f"it is of type {type(cast('object', array)).__name__}; it must be an array of NumPy, zarr, h5py, xarray, dask or torch",
             where=where,
@@ -272,9 +295,12 @@ def _sizes(array: object, *, where: str) -> tuple[int, ...]:
     shape = cast("Sequence[SupportsIndex]", cast("Any", array).shape)
     try:
         return tuple(operator.index(size) for size in shape)
-    except TypeError:
+    except (TypeError, AttributeError):  # of torch, what is jagged has no such method
+        is_dask = hasattr(array, "compute_chunk_sizes")
         raise ArgumentError(
-            f"it has shape {tuple(shape)}, of which not all is known", where=where, remedy="Call compute_chunk_sizes()."
+            f"it has shape {tuple(shape)}, of which not all is known",
+            where=where,
+            remedy="Call compute_chunk_sizes()." if is_dask else "Pass a dense tensor, or a NumPy array.",
         ) from None
 
 
@@ -300,7 +326,7 @@ def _dims_of(array: object, dims: Sequence[str] | None, n_axes: int) -> tuple[st
     return found
 
 
-def _numbers(array: Sliceable) -> np.dtype[np.generic]:
+def _numbers(array: Sliceable, *, where: str) -> np.dtype[np.generic]:
     """Its dtype; that of torch is found by an empty slice."""
     try:
         return np.dtype(cast("Any", array.dtype))
@@ -310,14 +336,14 @@ def _numbers(array: Sliceable) -> np.dtype[np.generic]:
         except (RuntimeError, NotImplementedError, TypeError) as error:  # a sparse tensor
             raise ArgumentError(
                 f"{kind_of(array)} that cannot be sliced: {error}",
-                where="array",
+                where=where,
                 remedy="Pass a dense tensor, or a NumPy array.",
             ) from error
-        return as_array(none, where="array").dtype
+        return as_array(none, where=where).dtype
 
 
 def _dtype_of(array: Sliceable) -> np.dtype[np.generic]:
-    found = _numbers(array)
+    found = _numbers(array, where="array")
     if found.kind not in "fiuV":
         raise ArgumentError(f"the array has dtype {found}; a store holds {', '.join(ITEMSIZES)}", where="array")
     return found
