@@ -47,12 +47,15 @@ def test_stores_of_an_archive_keep_their_names(plains, tmp_path, below):
         root = open_transport(f"zip://{below.rstrip('/')}::{archive}")
         assert sorted(entry.name for entry in list_stores(root)) == sorted(plain.path.name for plain in plains)
         for plain in plains:  # an address that is shown can be opened
-            assert ShardStore.open(root.at(plain.path.name).url).name == plain.path.name
+            url = root.at(plain.path.name).url
+            assert url == f"zip://{below}{plain.path.name}::{archive}"
+            assert ShardStore.open(url).name == plain.path.name
 
 
-def test_a_store_that_is_an_archive_is_named_like_it(plains, tmp_path):
+@pytest.mark.parametrize("ending", ["zip", "ZIP"])
+def test_a_store_that_is_an_archive_is_named_like_it(plains, tmp_path, ending):
     path = plains[0].path
-    archive = zipped(tmp_path / f"{path.name}.zip", path, below="")
+    archive = zipped(tmp_path / f"{path.name}.{ending}", path, below="")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ShardStore.open(f"zip://::{archive}").name == path.name
