@@ -375,6 +375,20 @@ def test_lists_that_end_behind_their_numbers_are_refused():
         assert (type(error), error.where) == (CorruptShardError, "memory://x")
 
 
+def test_lists_between_others_that_lie_behind_all_numbers_are_refused():
+    """pyarrow ends the process where it takes the items of such lists apart, beside one that is null."""
+    pa = pytest.importorskip("pyarrow")
+    sink = io.BytesIO()
+    table = pa.table({"a": pa.array([[1, 2], [3, 4], None], pa.list_(pa.int32()))})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    whole, offsets = sink.getvalue(), struct.pack("<4i", 0, 2, 4, 4)
+    assert whole.count(offsets) == 1
+    memory = MemoryTransport({"x": whole.replace(offsets, struct.pack("<4i", 0, 100, 102, 4))})
+    error = refused(lambda: list(read_rows(memory, "x", memory.size("x"), ["a"])))
+    assert (type(error), error.where) == (CorruptShardError, "memory://x")
+
+
 def test_numbers_of_another_width_are_refused():
     pa = pytest.importorskip("pyarrow")
     sink = io.BytesIO()
