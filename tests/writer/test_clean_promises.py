@@ -244,7 +244,10 @@ def test_uploads_of_every_kind_of_store_are_removed(monkeypatch):
     root, name = Uploads(), case().name
     ours = [f"{name}/acts000000.bin", "17952b89/acts000000.bin", "renamed/mask.bin", "begun/acts000000.bin"]
     others = ["somebody/acts000000.bin", f"{name}/x.txt", f"deep/{name}/acts000000.bin", "acts000000.bin"]
+    others += ["deep/published/acts000000.bin", "deep/begun/acts000000.bin"]  # of another root
     root.put("renamed/metadata.json", b"{}")
+    root.put("deep/published/metadata.json", b"{}")
+    root.put(f"deep/begun/{CLAIM_PATH}", b"{}")
     root.put(f"begun/{CLAIM_PATH}", b"{}")
     monkeypatch.setattr(Uploads, "paths", [*ours, *others])
     found = clean_leftovers(root, older_than_s=0)
