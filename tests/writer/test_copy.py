@@ -915,3 +915,20 @@ def test_a_disk_that_does_not_tell_its_free_room_is_an_error_of_ours(store, tmp_
     monkeypatch.setattr("saev_store.writer.copying._whole.shutil.disk_usage", fails)
     with pytest.raises(TransportError, match="could not tell the free room"):
         copy_store(store.path, tmp_path / "to", progress=False)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 8, -4])
+def test_a_padded_shard_that_is_cut_when_the_copy_has_begun_is_an_error_of_the_source(tmp_path, monkeypatch, n_bytes):
+    source = plain_store(tmp_path / "source", padded=True)
+    files, shard = _whole._files, source.shard(source.n_shards - 1)
+    used = ShardStore.open(source.path).layout.used_nbytes(source.n_shards - 1)
+
+    def of_a_cut_one(*arguments, **options):
+        os.truncate(shard, n_bytes % used)
+        return files(*arguments, **options)
+
+    monkeypatch.setattr(_whole, "_files", of_a_cut_one)
+    with pytest.raises(CorruptShardError) as caught:
+        copy_store(source.path, tmp_path / "copies")
+    assert caught.value.where == str(shard)
+    assert not (tmp_path / "copies" / source.path.name / "metadata.json").exists()

@@ -275,6 +275,19 @@ def test_a_claim_with_impossible_options_is_not_understood(key, value):
             call()
 
 
+def test_the_last_of_as_many_parts_as_there_may_be_is_resumed():
+    this, disk, part = case(n=8, per_shard=4), Disk(posix=True), (99_998, 99_999)
+    with pytest.raises(IncompleteStoreError), create_store(disk, this.metadata, part=part, **OPTIONS) as writer:
+        first, end = writer.example_range
+        assert (first, end) == (4, 8)
+        this.append(writer, first, first + 1)
+    with create_store(disk, this.metadata, part=part, resume=True, **OPTIONS) as writer:
+        assert writer.next_example == first + 1
+        this.append(writer, first + 1, end)
+    with pytest.raises(IncompleteStoreError, match="lacks 1 of 1 shards"):
+        finalize_store(disk, this.metadata)
+
+
 @pytest.mark.parametrize("change", [-1, 1])
 def test_digests_json_has_one_digest_for_each_block(change):
     document = {"version": 1, "algorithm": "xxh3_128", "block_bytes": 64, "files": {}}
