@@ -67,6 +67,12 @@ def test_only_what_is_asked_for_comes_and_the_order_stays(made, kind):
             assert np.array_equal(values, other[key], equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_key_of_an_array_does_not_depend_on_which_others_are_asked_for(made, name):
+    for batch in batches_of(made, token_arrays=[name]):
+        check(batch, made, (name,))
+
+
 def test_special_tokens_alone_have_none(made):
     for kind in KINDS:
         for batch in batches_of(made, kind, tokens="special"):
