@@ -24,6 +24,7 @@ class _Tensor(Protocol):
     def dtype(self) -> object: ...
     def view(self, dtype: object) -> _Tensor: ...
     def cpu(self) -> _Tensor: ...
+    def resolve_neg(self) -> _Tensor: ...
     def numpy(self) -> object: ...
 
 
@@ -35,7 +36,7 @@ def as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
     try:
         if not callable(detach):
             return np.asarray(value)
-        tensor = cast("_Tensor", detach())
+        tensor = cast("_Tensor", detach()).resolve_neg()  # negative views, such as the imaginary part of a conjugate
         if str(tensor.dtype) == "torch.bfloat16":  # NumPy takes its bits only
             bits = np.asarray(tensor.cpu().view(sys.modules["torch"].int16).numpy())
             return bits.view(numpy_dtype("bfloat16"))

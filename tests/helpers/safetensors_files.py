@@ -13,6 +13,7 @@ SPELLED = {
     "float16": "F16",
     "bfloat16": "BF16",
     "float64": "F64",
+    "int16": "I16",
     "int64": "I64",
     "int32": "I32",
     "uint8": "U8",

@@ -331,8 +331,9 @@ def test_files_of_requests_are_closed_again_and_again(tmp_path: Path, monkeypatc
         (lambda t: t.update(hidden_states_scales=np.ones(1, np.float32)), DocumentError, "its hidden states are scaled 8-bit numbers, which no store holds"),
         (lambda t: t.update(hidden_states=t["hidden_states"].astype(np.float64)), DocumentError, "in hs_0.safetensors it is F32 with [2, 4]"),
         (lambda t: t.update(hidden_states=t["hidden_states"].astype(np.int32)), DocumentError, "hidden_states is I32 of shape [5, 2, 4]; it must be F32, F16 or BF16"),
-        (lambda t: t.update(token_ids=np.arange(4)), CorruptShardError, "hidden_states has 5 tokens, token_ids is I64 of shape [4]"),
-        (lambda t: t.update(token_ids=np.arange(5)[:, None]), CorruptShardError, "hidden_states has 5 tokens, token_ids is I64 of shape [5, 1]"),
+        (lambda t: t.update(token_ids=np.arange(4)), CorruptShardError, "hidden_states has 5 tokens, token_ids has 4"),
+        (lambda t: t.update(token_ids=np.arange(5)[:, None]), DocumentError, "token_ids is I64 of shape [5, 1]; it must be I64 or I32 and (tokens)"),
+        (lambda t: t.update(token_ids=np.arange(5, dtype=np.int16)), DocumentError, "token_ids is I16 of shape [5]; it must be I64 or I32 and (tokens)"),
         (lambda t: t.update(hidden_states=t["hidden_states"].astype(np.float16)), DocumentError, "hidden_states is F16 with [2, 4] numbers for each token; in hs_0.safetensors it is F32 with [2, 4]"),
     ],
 )  # fmt: skip

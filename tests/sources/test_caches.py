@@ -169,7 +169,7 @@ def _changed(name: str, **values: object) -> Callable[[dict], None]:
         (_changed("hidden_states", data_offsets=[192, 0]), DocumentError, "bytes in the file"),
         (_changed("hidden_states", data_offsets=[0]), DocumentError, "no dtype, shape and data_offsets"),
         (_changed("hidden_states", data_offsets="all"), DocumentError, "no dtype, shape and data_offsets"),
-        (_changed("token_ids", dtype="F64"), CorruptShardError, "token_ids is F64"),
+        (_changed("token_ids", dtype="F64"), DocumentError, "token_ids is F64"),
         (lambda header: header.update(token_ids=7), DocumentError, "no dtype, shape and data_offsets"),
         (lambda header: header.update(hidden_states_scales=dict(header["token_ids"])), DocumentError, "scaled 8-bit"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -81,3 +82,60 @@ def test_an_array_that_is_not_dense_is_refused(tmp_path: Path, made: Callable):
     with pytest.raises(ArgumentError) as error:
         ShardStore.from_array(made(), tmp_path, **OPTIONS)
     assert error.value.where == "array"
+
+
+# -- remedies ------------------------------------------------------------------------------------------------------------------
+
+
+def numpy_bits(_: Path, bits: np.ndarray) -> object:
+    return bits
+
+
+def h5py_bits(folder: Path, bits: np.ndarray) -> object:
+    file = pytest.importorskip("h5py").File(folder / "a.h5", "w")
+    file["x"] = bits
+    return file["x"]
+
+
+def zarr_bits(_: Path, bits: np.ndarray) -> object:
+    return pytest.importorskip("zarr").array(bits)
+
+
+def dask_bits(_: Path, bits: np.ndarray) -> object:
+    return pytest.importorskip("dask.array").from_array(bits, chunks=2)
+
+
+def xarray_bits(_: Path, bits: np.ndarray) -> object:
+    return pytest.importorskip("xarray").DataArray(bits, dims=("example", "layer", "token", "d_model"))
+
+
+def torch_bits(_: Path, bits: np.ndarray) -> object:
+    return pytest.importorskip("torch").from_numpy(bits)
+
+
+@pytest.mark.parametrize("made", [numpy_bits, h5py_bits, zarr_bits, dask_bits, xarray_bits, torch_bits])
+def test_bits_of_bfloat16_are_taken_as_the_remedy_says(tmp_path: Path, made: Callable):
+    pytest.importorskip("dask.array")
+    array = made(tmp_path, ACTS.astype(ml_dtypes.bfloat16).view(np.int16))
+    with pytest.raises(ArgumentError, match="the array is int16") as error:
+        ShardStore.from_array(array, tmp_path / "out", **OPTIONS)
+    call = error.value.remedy.removeprefix("If these are the bits of bfloat16, pass ").removesuffix(".")
+    names = {"array": array, "ml_dtypes": ml_dtypes} | {name: pytest.importorskip(name) for name in ("dask", "torch")}
+    store = ShardStore.from_array(eval(call, names), tmp_path / "out", **OPTIONS)  # the remedy is what is tested
+    assert store.metadata.dtype == "bfloat16"
+    assert np.array_equal(store[:], ACTS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_negative_views_of_torch_are_taken(tmp_path: Path, dtype: str):
+    """Such as the imaginary part of a conjugate. They are dense; only their sign is not in memory."""
+    torch = pytest.importorskip("torch")
+    acts = torch._neg_view(-torch.from_numpy(ACTS).to(getattr(torch, dtype)))  # of bfloat16 there is no public way
+    score = torch.complex(torch.zeros(6, 3), -torch.from_numpy(IDS).float()).conj().imag
+    assert acts.is_neg() and score.is_neg()
+    store = ShardStore.from_array(acts, tmp_path / "a", token_arrays={"score": score}, **OPTIONS)
+    assert np.array_equal(store[:], ACTS)
+    assert np.array_equal(store.token_arrays["score"][...], IDS)
+    with ShardStore.create(tmp_path / "b", store.metadata, progress=False) as writer:
+        writer.append(acts, score=score)
+    assert np.array_equal(ShardStore.open(tmp_path / "b" / store.metadata.hash)[:], ACTS)

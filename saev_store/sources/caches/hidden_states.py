@@ -163,9 +163,15 @@ class HiddenStatesCache(Cache):
                 f"{_ACTS} is {acts.dtype} of shape {list(acts.shape)}; it must be F32, F16 or BF16 and (tokens, layers, d_model)",
                 where=where,
             )
-        if ids.dtype not in {"I64", "I32"} or ids.shape != acts.shape[:1]:
+        if ids.dtype not in {"I64", "I32"} or len(ids.shape) != 1:
+            raise DocumentError(
+                f"{_IDS} is {ids.dtype} of shape {list(ids.shape)}; it must be I64 or I32 and (tokens)",
+                where=where,
+                remedy="Write it with token_ids.to(torch.int64), one for each token.",
+            )
+        if ids.shape != acts.shape[:1]:
             raise CorruptShardError(
-                f"{_ACTS} has {acts.shape[0]} tokens, {_IDS} is {ids.dtype} of shape {list(ids.shape)}",
+                f"{_ACTS} has {acts.shape[0]} tokens, {_IDS} has {ids.shape[0]}",
                 where=where,
                 remedy="A server that reuses the prefix of an earlier request leaves its hidden states out. Record with "
                 "prefix caching and chunked prefill turned off.",

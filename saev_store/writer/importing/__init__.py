@@ -88,7 +88,7 @@ def from_array(
         raise ArgumentError(f"data is {brief(data)}; it must be a mapping, to which `imported` is added", where="data")
     if len(labels) != n_layers:
         raise ArgumentError(f"{len(labels)} layers for an array that has {n_layers}", where="layers")
-    store_dtype = stored_dtype(axes.dtype, dtype)
+    store_dtype = stored_dtype(axes.dtype, dtype, axes.array)
     # Labels alone need no protocol 3.0: stores of all versions may have them.
     says_more = store_dtype != "float32" or hook_points is not None or text is not None or set(dtypes) - {"labels"}
     metadata = new_metadata(

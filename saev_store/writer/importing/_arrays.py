@@ -227,8 +227,8 @@ def checked_token_arrays(
     return arrays, dtypes
 
 
-def stored_dtype(found: np.dtype[np.generic], asked: StoredDtype | None) -> StoredDtype:
-    """The dtype of the store: that of the array, or the one asked for.
+def stored_dtype(found: np.dtype[np.generic], asked: StoredDtype | None, array: object = np.ndarray) -> StoredDtype:
+    """The dtype of the store: that of the array, or the one asked for. Of `array` the remedy tells how its bits are taken.
 
     Raises:
         ArgumentError: no store holds it; float64 is taken only where another dtype is asked for.
@@ -249,8 +249,16 @@ def stored_dtype(found: np.dtype[np.generic], asked: StoredDtype | None) -> Stor
     raise ArgumentError(
         f"the array is {found.name}; a store holds {', '.join(ITEMSIZES)}",
         where="array",
-        remedy="If these are the bits of bfloat16, pass array.view(ml_dtypes.bfloat16)." if is_bits else "Convert it.",
+        remedy=f"If these are the bits of bfloat16, pass {_viewed(array)}." if is_bits else "Convert it.",
     )
+
+
+def _viewed(array: object) -> str:
+    """The call that takes the bits of an array for bfloat16."""
+    if hasattr(array, "detach"):
+        return "array.view(torch.bfloat16)"
+    lazy = "array" if hasattr(array, "view") else "dask.array.from_array(array)"  # h5py, zarr and xarray have no views
+    return f"{lazy}.view(ml_dtypes.bfloat16)"
 
 
 def computed(value: object, *, where: str) -> npt.NDArray[np.generic]:
