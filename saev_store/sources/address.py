@@ -13,6 +13,9 @@ from saev_store.transport import Engine, Transport, open_transport
 
 Url = str | os.PathLike[str]
 
+#: File systems of fsspec whose root is what the next link of the address names.
+_ARCHIVES = frozenset({"zip", "tar", "libarchive"})
+
 
 def split_address(url: Url) -> tuple[str, str]:
     """The address of the folder, and the name in it; of a chained URL, the part that names a path is split.
@@ -33,6 +36,8 @@ def split_address(url: Url) -> tuple[str, str]:
     links = _links(text)
     if text.rpartition("/")[2] in {".", "..", "~"} and "://" not in text:
         links = [os.path.abspath(os.path.expanduser(text))]
+    if _is_root_of_archive(links):
+        raise ArgumentError(f"{text!r} names no file, but all that is in the archive", where="url")
     at = next((i for i, link in enumerate(links) if link.partition("://")[2]), len(links) - 1)
     path, question, query = links[at].partition("?") if "://" in links[at] else (links[at], "", "")
     scheme, mark, below = path.rpartition("://")
@@ -50,9 +55,17 @@ def split_address(url: Url) -> tuple[str, str]:
 
 
 def locate(
-    url: Url, storage_options: Mapping[str, object] | None, *, engine: Engine, transport: Transport | None
+    url: Url,
+    storage_options: Mapping[str, object] | None,
+    *,
+    engine: Engine,
+    transport: Transport | None,
+    root_ok: bool = False,
 ) -> tuple[Transport, str]:
-    """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative."""
+    """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative.
+
+    With `root_ok` the path is "" for the root of an archive, such as `zip://::all.zip`, which lies in no folder.
+    """
     if transport is not None:
         if not isinstance(getattr(transport, "url", None), str):  # a reader need not have all of it
             raise ArgumentError(f"{brief(transport)} is no transport", where="transport")
@@ -62,6 +75,9 @@ def locate(
         if storage_options is not None:
             raise ArgumentError("a transport has its options already", where="storage_options")
         return transport, path
+    text = _text(url)
+    if root_ok and isinstance(text, str) and _is_root_of_archive(_links(text)):
+        return open_transport(text, storage_options, engine=engine), ""
     folder, name = split_address(url)
     return open_transport(folder, storage_options, engine=engine), name
 
@@ -114,6 +130,12 @@ def _is_same(path: Path, other: str) -> bool:
 def _links(url: str) -> list[str]:
     """The links of a chained URL; `::` in a path is a part of its name."""
     return url.split("::") if "://" in url else [url]
+
+
+def _is_root_of_archive(links: list[str]) -> bool:
+    """Whether these links name an archive, and nothing in it."""
+    scheme, mark, path = links[0].partition("://")
+    return bool(mark) and scheme in _ARCHIVES and not path.strip("/") and any(links[1:])
 
 
 def _text(url: object) -> object:

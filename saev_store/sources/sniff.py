@@ -78,8 +78,14 @@ def sniff(
         ArgumentError: a folder contains several data sets.
         AccessError, TransportError: the storage could not be read.
     """
-    there, name = locate(url, storage_options, engine=engine, transport=transport)
-    if name.endswith(".bin"):
+    return _sniffed(*locate(url, storage_options, engine=engine, transport=transport, root_ok=True))
+
+
+def _sniffed(there: Transport, name: str) -> Found | None:
+    """The data set of this name below a transport, or in its root, which is ""; as `sniff`."""
+    if not name:
+        candidates = list[str]()
+    elif name.endswith(".bin"):
         candidates = [name.removesuffix(".bin") + ".idx"]
     else:
         candidates = [name] if name.endswith(_ENDINGS) else [name, *(name + ending for ending in reversed(_ENDINGS))]
@@ -108,13 +114,14 @@ def find_source(
         DocumentError: the file is of no known format.
         AccessError, TransportError: the storage could not be read.
     """
-    there, name = locate(url, storage_options, engine=engine, transport=transport)
-    found = sniff(name, engine=engine, transport=there)
+    there, name = locate(url, storage_options, engine=engine, transport=transport, root_ok=True)
+    found = _sniffed(there, name)
     if found is not None:
         return found
-    where, folder = full_url(there, name), False
+    where, folder = full_url(there, name), not name
     try:
-        there.size(name)
+        if name:
+            there.size(name)
     except NotFoundError:
         folder = bool(_listed(there, name))
         if not folder:

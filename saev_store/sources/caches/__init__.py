@@ -132,7 +132,7 @@ def import_cache(
         **({} if ckpt is None else {"ckpt": ckpt}),
     }
     options = ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
-    there, name = locate(url, storage_options, engine="auto", transport=None)
+    there, name = locate(url, storage_options, engine="auto", transport=None, root_ok=format != "npy")
     if format == "npy" or (format is None and name.endswith(ENDING)):
         array = mapped(there, name, dtype)
         axis = _npy_layers(wanted)
