@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from saev_store.core.arguments import check_count, check_flag
 from saev_store.errors import (
@@ -55,7 +55,8 @@ class _Examples(Part):
 
     first: Position | None = None
     skipped: list[Position] | None = None
-    samples: list[Position] | None = None
+    # Of one that no source has, the others are known all the same.
+    samples: list[Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]] | None = None
     by_token: bool = False
 
 
