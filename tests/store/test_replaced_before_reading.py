@@ -241,3 +241,16 @@ def test_one_transport_opens_two_stores(tmp_path: Path) -> None:
     assert (first.layers, second.layers) == ((2, 5, 11), (2, 6, 12))
     point(link, old.path)
     assert np.array_equal(first[...], old.acts)
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+@pytest.mark.parametrize("change", [-4, 4])
+def test_digests_do_not_vouch_for_files_of_another_size(tmp_path: Path, change: int, engine: str) -> None:
+    """Cut, or grown, behind the vectors that are read."""
+    plain = plain_store(tmp_path)
+    plain.write_digests(64)
+    store = ShardStore.open(plain.path, engine=engine)
+    os.truncate(plain.shard(0), plain.shard_nbytes + change)
+    with pytest.raises(CorruptShardError, match=MESSAGE):
+        store[0, 0, 0]
+    assert np.array_equal(store[plain.per_shard :], plain.acts[plain.per_shard :])
