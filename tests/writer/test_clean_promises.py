@@ -226,6 +226,27 @@ def test_other_files_keep_an_unfinished_store(tmp_path, file):
     assert found.kept_because == f"the folder also holds {file}, which is not ours"
 
 
+@pytest.mark.parametrize("is_published", [True, False])
+def test_bytes_and_age_are_those_of_what_is_removed(tmp_path, is_published):
+    """Of a published store its hidden files; of an unfinished one all of it."""
+    this = case()
+    if is_published:
+        with create_store(open_transport(tmp_path), this.metadata, **OPTIONS) as writer:
+            this.append(writer, 0, this.n)
+    else:
+        begun(open_transport(tmp_path), this)
+    hidden = tmp_path / this.name / ".saev_store"
+    hidden.mkdir(exist_ok=True)
+    (hidden / "left").write_bytes(bytes(5))
+    files = [file for file in (hidden if is_published else hidden.parent).rglob("*") if file.is_file()]
+    for file in files:
+        os.utime(file, (1.0, 1.0))
+    (found,) = clean_leftovers(tmp_path, dry_run=True).leftovers
+    assert found.nbytes == sum(file.stat().st_size for file in files)
+    assert found.age_s > 1e9  # although the shards of a published store are young
+    assert found.kept_because == ""
+
+
 class Uploads(MemoryTransport):
     """A bucket with unfinished uploads."""
 
