@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import stat
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -343,6 +345,16 @@ def test_files_that_are_read_and_written_in_pieces(nbytes: int, monkeypatch: pyt
         file.write(memoryview(bin_)[:5])
         file.commit()
     assert memory.files["y"] == bin_ + bin_[:5]
+
+
+def test_what_waits_for_its_upload_is_read_by_nobody_else():
+    """The temporary folder is everybody's."""
+    before = os.umask(0)
+    try:
+        with NewFile(MemoryTransport(), "x") as file:
+            assert stat.S_IMODE(os.stat(file.temporary).st_mode) == 0o600
+    finally:
+        os.umask(before)
 
 
 # -- texts and origins ---------------------------------------------------------------------------------------------------
