@@ -30,6 +30,7 @@ from saev_store.sources.caches import import_cache
 from saev_store.sources.caches._arrow import read_rows
 from saev_store.sources.caches._cache import check_context, entries_of
 from saev_store.sources.caches.npy import mapped
+from saev_store.sources.npy_header import parse_npy_header
 from saev_store.sources.safetensors import read_header
 from saev_store.transport import MemoryTransport, open_transport
 
@@ -424,6 +425,12 @@ def test_arrays_of_any_version_of_the_format(tmp_path: Path):
     assert mapped(open_transport(tmp_path), "x.npy", "bfloat16").dtype == np.float16
     error = refused(lambda: mapped(MemoryTransport({"x.npy": b""}), "x.npy", None))
     assert (error.message, error.remedy) == ("a .npy file is mapped, so it has to be on this machine", "Copy it first.")
+
+
+def test_arrays_of_as_many_axes_as_numpy_has(tmp_path: Path):
+    np.save(tmp_path / "x.npy", np.float32([1, 2]).reshape((1,) * 63 + (2,)))
+    found = parse_npy_header((tmp_path / "x.npy").read_bytes())
+    assert (found.shape, found.end) == ((1,) * 63 + (2,), (tmp_path / "x.npy").stat().st_size)
 
 
 def test_an_address_that_cannot_be_listed():
