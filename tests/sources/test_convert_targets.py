@@ -115,6 +115,15 @@ def test_an_empty_split_is_told(texts: Path, tmp_path: Path, capsys: pytest.Capt
     assert len(IndexedDataset(tmp_path / "v.idx")) == 0
 
 
+def test_a_conversion_whose_parts_were_all_there_says_so(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a cluster, where an earlier attempt had made them: no bar counts anything, and the source has samples."""
+    monkeypatch.setattr("saev_store.sources.convert.samples_to_documents", lambda *_, **__: 4)
+    assert main(["convert", str(texts), str(tmp_path / "t.idx"), "--tokenizer", "bytes", "--no-progress"]) == 0
+    assert capsys.readouterr().err == f"converted nothing: all of it was there, at {tmp_path}/t.idx\n"
+
+
 @pytest.mark.parametrize("name", ["f.idx", "f.batch", "f"])
 def test_a_pipe_is_no_folder(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
