@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 
 
 def main() -> int:
@@ -16,7 +17,17 @@ def main() -> int:
 
     if is_usual:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run()
+    code = 130
+    with suppress(KeyboardInterrupt):
+        code = run()
+        if is_usual:
+            signal.signal(signal.SIGINT, _ended)
+    return code
+
+
+def _ended(*_: object) -> None:
+    """End the process at once: its work is done, and the interpreter is ending, where Ctrl-C would be a traceback."""
+    os._exit(130)
 
 
 def _interrupted(*_: object) -> None:

@@ -252,6 +252,11 @@ class Task(Generic[T]):
         self._ended.set()
         del self  # the traceback of the error keeps this frame
 
+    def cancel(self) -> None:
+        """End it without the call."""
+        self._error = TransportError("the call was given up before it began", where="threads")
+        self._ended.set()
+
     def wait(self) -> None:
         """Return when the call has ended. Waits in slices: an interrupt that another thread receives does not end an unbounded wait."""
         while not self._ended.wait(_SLICE_S):
@@ -281,6 +286,7 @@ class Workers:
 
     def __init__(self, n: int, *, name: str) -> None:
         self._n, self._name = n, name
+        self._is_closed = False
         self._threads: list[threading.Thread] = []
         self._todo: SimpleQueue[Task[object] | None] = SimpleQueue()
 
@@ -291,7 +297,7 @@ class Workers:
             TransportError: the system refuses the first thread. Without a further one, there are fewer.
         """
         task = Task(call)
-        if len(self._threads) < self._n:
+        if not self._is_closed and len(self._threads) < self._n:
             thread = threading.Thread(target=_run_all, args=(self._todo,), name=self._name, daemon=True)
             try:
                 start_thread(thread, where=self._name)
@@ -300,17 +306,31 @@ class Workers:
                 if not self._threads:
                     raise
         self._todo.put(cast("Task[object]", task))
+        if self._is_closed:  # meanwhile: who brings a call too late makes it
+            for late in self._left():
+                late.run()
         return task
 
     def close(self, *, wait: bool) -> None:
-        """Begin no further call and end the threads; `wait` for them."""
-        with suppress(Empty):
-            while True:
-                self._todo.get_nowait()
+        """End the threads: `wait` for all calls, or begin no further one."""
+        self._is_closed = True
+        if not wait:
+            for task in self._left():
+                task.cancel()
         self._todo.put(None)
         if wait:
             for thread in self._threads:
                 thread.join()
+
+    def _left(self) -> list[Task[object]]:
+        """The calls that no thread has begun, which none will begin."""
+        found: list[Task[object]] = []
+        with suppress(Empty):
+            while True:
+                if (task := self._todo.get_nowait()) is not None:
+                    found.append(task)
+        self._todo.put(None)
+        return found
 
     def __del__(self) -> None:
         self._todo.put(None)

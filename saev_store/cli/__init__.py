@@ -36,9 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     sys.unraisablehook = _interrupt_again
     try:
         code = run(sys.argv[1:])
-        # While the interpreter ends, Ctrl-C would be a traceback, or the end by a signal. Where it is ignored, it stays so.
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _end)
     except KeyboardInterrupt:  # another one, while the first was handled
         code = INTERRUPTED
     if code == INTERRUPTED:
@@ -46,11 +43,6 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
-
-
-def _end(*_: object) -> None:
-    """End the process at once; its work is done and its output is written."""
-    os._exit(INTERRUPTED)
 
 
 def _interrupt_again(lost: UnraisableHookArgs) -> None:

@@ -153,16 +153,20 @@ def narrowed(source: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.gene
     """
     if source.dtype.name != "float64":
         return source
-    found = stored_as(source, FLOAT32)
     if dtype == "float32":
-        return found
-    wide = found.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        is_inexact = (wide != source) & ~np.isnan(source)
-        is_beyond = is_inexact & (np.abs(wide) > np.abs(source))
-    bits = found.view(np.uint32)
-    bits -= is_beyond  # towards zero; infinity becomes the largest number
-    bits |= is_inexact
+        return stored_as(source, FLOAT32)
+    source = np.ascontiguousarray(source)
+    found = np.empty(source.shape, FLOAT32)
+    flat, out = source.reshape(-1), found.reshape(-1)
+    for first in range(0, flat.size, _LOOK_NUMBERS):
+        piece, rounded = flat[first : first + _LOOK_NUMBERS], out[first : first + _LOOK_NUMBERS]
+        _copy_cast(piece, rounded)
+        with np.errstate(invalid="ignore"):  # NaN is neither
+            is_above, is_below = rounded > piece, rounded < piece
+        bits = rounded.view(np.uint32)
+        # Towards zero, to the number whose magnitude is the next smaller one; of infinity that is the largest.
+        bits -= np.where(np.signbit(piece), is_below, is_above)
+        bits |= is_above | is_below
     return found
 
 

@@ -62,8 +62,8 @@ class Importing:
             cls_token: Whether token 0 is a CLS or BOS token, which token arrays leave out.
             dims: The names of the axes in their order: "example" and "d_model", and if there are such axes "layer" and "token". None: those
                 of xarray, else (example, layer, token, d_model), (example, token, d_model) or (example, d_model).
-            dtype: Of the store: "float32", "bfloat16" or "float16"; None keeps that of the array. Numbers are rounded to nearest even,
-                those of float64, which no store holds, to float32 first.
+            dtype: Of the store: "float32", "bfloat16" or "float16"; None keeps that of the array. Numbers are rounded to nearest even.
+                None does not take float64, which no store holds.
             token_arrays: (examples, content tokens) for each token array, by name, of the same kinds as `array`.
             hook_points: Where in its layer each entry of the layer axis was taken; None: "resid_post".
             text: How texts were cut into examples, as in `new_metadata`.

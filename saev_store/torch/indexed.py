@@ -163,13 +163,15 @@ class IndexedDataset(Dataset[ExampleBatch]):
 
     def _gather(self, picked: npt.NDArray[np.int64], act: npt.NDArray[np.generic]) -> None:
         """Fill `act` with the rows `picked`, by whichever way the medium is best at."""
-        n_parts = min(self._n_threads, len(picked) // _MIN_ROWS_PER_THREAD)
+        most = len(picked) // _MIN_ROWS_PER_THREAD
+        if min(self._n_threads, most) > 1:
+            self._n_batches += 1
+            if self._n_batches % _LOOK_EVERY == 0 and self._medium.kind != "remote":
+                self._look_at_medium()
+        n_parts = min(self._n_threads, most)
         if n_parts < 2:
             self.rows.rows(picked, out=act)
             return
-        self._n_batches += 1
-        if self._n_batches % _LOOK_EVERY == 0 and self._medium.kind != "remote":
-            self._look_at_medium()
         if self._medium.kind in WAITING:
             self._read(picked, act)
             return
@@ -196,10 +198,10 @@ class IndexedDataset(Dataset[ExampleBatch]):
 
     def _begun(self, calls: Iterable[Callable[[], object]]) -> list[Task[object]]:
         """Calls that threads of this process make."""
-        # Threads do not survive a fork.
-        if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = (os.getpid(), Workers(self._n_threads - 1, name="saev-indexed"))
-        return [self._pool[1].begin(call) for call in calls]
+        pool = self._pool  # another thread may close it
+        if pool is None or pool[0] != os.getpid():  # threads do not survive a fork
+            pool = self._pool = (os.getpid(), Workers(max(1, self._n_threads - 1), name="saev-indexed"))
+        return [pool[1].begin(call) for call in calls]
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[IndexedConfig]]:
         return IndexedDataset, (self.cfg,)

@@ -53,10 +53,15 @@ def run_in_loop(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoo
             raise asyncio.CancelledError
         return await within(work, limit_s)
 
+    def end(task: asyncio.Task[T]) -> None:
+        if not task.cancelled():
+            task.exception()  # seen: nobody may be left who raises it
+        ended.set()
+
     def begin() -> None:
         nonlocal task
         task = loop.create_task(wanted())
-        task.add_done_callback(lambda _: ended.set())
+        task.add_done_callback(end)
 
     # The loop keeps the time-out; this thread does so where the loop itself is stuck.
     deadline = time.monotonic() + limit_s + STUCK_S

@@ -40,8 +40,8 @@ OLDER_THAN_S = 86_400.0
 _SHARD = re.compile(r"acts\d{6,}\.bin")
 #: A shard or a token array.
 _FILE = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin")
-#: A folder that was named by the hash of its metadata; of protocol 2.1 by 8 digits of it.
-_STORE = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}")
+#: A folder that was named by the hash of its metadata. The 8 digits of protocol 2.1 are also those of dates and commits.
+_STORE = re.compile(r"[0-9a-f]{64}")
 _OURS = {METADATA_NAME, LABELS_NAME, SHARDS_NAME, DIGESTS_NAME, "provenance.json", WORK_FOLDER}
 _MOST_LEVELS = 4
 _UNREPAIRED = "a repair has to be finished: open the store with `repair()`"
@@ -335,22 +335,30 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
     if listed is None:
         return None
     found: list[UnfinishedUpload] = []
-    stores: dict[str, bool] = {}
+    arrays: dict[str, set[str] | None] = {}
     for upload in listed:
-        folder, _, name = upload.path.rpartition("/")
-        if not _FILE.fullmatch(name) or "/" in folder:
+        path, _, name = upload.path.rpartition("/")
+        if not _FILE.fullmatch(name) or "/" in path:
             continue
-        if folder not in stores:
-            stores[folder] = _is_store(Folder(transport, folder))
-        if stores[folder]:
+        if not (is_ours := _STORE.fullmatch(path or folder_name(transport.url)) is not None):
+            if path not in arrays:
+                arrays[path] = _store_arrays(Folder(transport, path))
+            known = arrays[path]
+            is_ours = known is not None and (name in known or _SHARD.fullmatch(name) is not None)
+        if is_ours:
             found.append(upload)
     return found
 
 
-def _is_store(folder: Folder) -> bool:
-    """Whether a folder is a store, or has the name of one."""
-    name = folder.name or folder_name(folder.transport.url)
-    return _STORE.fullmatch(name) is not None or folder.exists(METADATA_NAME) or folder.exists(CLAIM_PATH)
+def _store_arrays(folder: Folder) -> set[str] | None:
+    """The files of labels and token arrays of a store, published or not; None for a folder of something else."""
+    with suppress(SaevStoreError):
+        raw = folder.read(METADATA_NAME)
+        if raw is None:
+            return None if read_claim(folder) is None else {LABELS_NAME} | _arrays(folder)
+        metadata = parse_metadata(raw, where=folder.where(METADATA_NAME))
+        return {LABELS_NAME} | {array.file_name for array in metadata.recordable}
+    return None
 
 
 def _tree(folder: Folder, path: str, n_levels: int) -> Iterator[Entry]:

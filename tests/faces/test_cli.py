@@ -676,7 +676,7 @@ def test_an_interrupt_after_the_work_is_done(tmp_path, is_ignored):
         f"if {is_ignored}:\n"
         "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
-        "from saev_store.cli import main\n"
+        "from saev_store_command import main\n"
         "sys.exit(main())"
     )
     command = [sys.executable, "-c", code, "info", str(plain_store(tmp_path).path)]

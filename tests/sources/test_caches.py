@@ -441,7 +441,7 @@ def _cut(name: str) -> Callable[[Path], object]:
         (lambda folder: saved_as(folder / "tokens.pt", lambda torch: torch.arange(22) * 1j), DocumentError, "no tensor of integers"),
         (lambda folder: saved_as(folder / "tokens.pt", lambda torch: torch.arange(22).to_sparse()[None]), DocumentError, "no tensor of integers"),
         (lambda folder: saved_as(folder / "tokens.pt", lambda torch: torch.ones(22, dtype=torch.bool)), DocumentError, "no tensor of integers"),
-        (lambda folder: (folder / "tokens.pt").write_bytes(b"no"), DocumentError, "weights_only=True"),
+        (lambda folder: (folder / "tokens.pt").write_bytes(b"no"), DocumentError, "no archive of torch"),
         (_pickled(b"c__builtin__\nbytearray\nJ\x00\x00\x00\x70\x85R."), DocumentError, "names '__builtin__ bytearray"),
         (_pickled(b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x70\x85R."), DocumentError, "names 'torch.storage UntypedStorage"),
         (_pickled(b"\x80\x04\x8c\x08builtins\x8c\x09bytearray\x93J\x00\x00\x00\x70\x85R."), DocumentError, "STACK_GLOBAL"),
@@ -465,6 +465,31 @@ def test_memmaps_that_break_a_rule_are_refused(
     with pytest.raises(kind, match=message):
         import_cache(folder, tmp_path / "out", **MODEL, layers=list(range(n_layers)), context=4)
     assert not list((tmp_path / "out").glob("*/metadata.json"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda torch: torch.arange(22), lambda torch: torch.arange(44)[::2], lambda torch: torch.arange(100)[50:72],
+        lambda torch: torch.nn.Parameter(torch.arange(22), requires_grad=False), lambda torch: torch.arange(22).short(),
+        lambda torch: torch.arange(22)._neg_view(), lambda torch: torch.tensor(7).expand(22), lambda torch: torch.arange(22).byte(),
+    ],
+)  # fmt: skip
+def test_tensors_of_every_kind_are_the_tokens(make: Callable[[Any], Any], tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    memmaps(tmp_path / "c", [np.ones((22, 8), BF16)], [22])
+    saved_as(tmp_path / "c" / "tokens.pt", make)
+    store = import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[0], context=11)
+    assert store.token_arrays["token_ids"].reshape(-1).tolist() == make(torch).resolve_neg().tolist()
+
+
+def test_a_file_of_an_old_torch_says_so(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    memmaps(tmp_path / "c", [np.ones((22, 8), BF16)], [22])
+    torch.save(torch.arange(22), tmp_path / "c" / "tokens.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(DocumentError, match=r"written by torch before 1\.6") as caught:
+        import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[0], context=11)
+    assert caught.value.remedy == "Write it with torch.save(tensor, path)."
 
 
 def test_a_torch_file_is_not_executed(tmp_path: Path):

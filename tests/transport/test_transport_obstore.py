@@ -464,6 +464,35 @@ def test_ctrl_c_cancels_what_is_waited_for(monkeypatch, moment):
         loop.close()
 
 
+def test_what_fails_while_nobody_wants_it_is_not_reported(caplog: pytest.LogCaptureFixture):
+    """asyncio logs errors of tasks that nobody looks at."""
+    loop, stop = asyncio.new_event_loop(), Flag()
+    thread = threading.Thread(target=loop.run_forever)
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            stop.set()
+            await asyncio.sleep(1000)
+        finally:
+            ended.set()
+            raise ConnectionResetError("closed")  # as clients do while they clean up
+
+    token = STOP.set(stop)
+    thread.start()
+    try:
+        with pytest.raises(TransportError):
+            run_in_loop(work, loop, limit_s=1000)
+        assert ended.wait(HANG_S)
+    finally:
+        STOP.reset(token)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(HANG_S)
+        gc.collect()
+        loop.close()
+    assert "never retrieved" not in caplog.text
+
+
 @pytest.mark.parametrize("moment", ["before", "while waiting", "never"])
 def test_a_request_that_is_not_wanted_any_more_is_cancelled(moment):
     loop, stop, cancelled, n_begun = asyncio.new_event_loop(), Flag(), threading.Event(), 0

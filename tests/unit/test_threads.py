@@ -11,12 +11,22 @@ import threading
 import traceback
 import weakref
 from collections import Counter, deque
+from functools import partial
 
 import pytest
 from waiting import HANG_S
 
 from saev_store._runtime import threads as _threads
-from saev_store._runtime.threads import AbandonedObjects, ForkSafeLock, ahead, n_threads, share, without_variables
+from saev_store._runtime.threads import (
+    AbandonedObjects,
+    ForkSafeLock,
+    Workers,
+    ahead,
+    n_threads,
+    share,
+    without_variables,
+)
+from saev_store.errors import TransportError
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 50])
@@ -121,6 +131,35 @@ def test_the_order_is_kept_where_the_system_refuses_threads(monkeypatch, refused
     by = []
     assert list(ahead(lambda item: by.append(threading.current_thread()) or item, range(6), 3)) == list(range(6))
     assert by.count(threading.current_thread()) == min({*range(7)} - refused)
+
+
+def test_calls_end_where_others_close_the_threads_meanwhile():
+    """Those that are begun before are made by the threads, later ones by who brings them; none is waited for in vain."""
+    workers, gate = Workers(2, name="test"), threading.Event()
+    begun = [workers.begin(lambda: gate.wait(HANG_S)) for _ in range(8)]
+    closing = threading.Thread(target=partial(workers.close, wait=True))
+    closing.start()
+    while not workers._is_closed:
+        pass
+    gate.set()
+    late = workers.begin(threading.get_ident)
+    assert [task.result() for task in begun] == [True] * 8
+    closing.join(HANG_S)
+    assert workers.begin(threading.get_ident).result() == threading.get_ident()
+    assert isinstance(late.result(), int)
+
+
+def test_calls_that_are_given_up_end_with_an_error():
+    workers, gate = Workers(1, name="test"), threading.Event()
+    first, *others = [workers.begin(lambda: gate.wait(HANG_S)) for _ in range(4)]
+    while workers._todo.qsize() > 3:  # the thread has taken the first one
+        pass
+    workers.close(wait=False)
+    for task in others:
+        with pytest.raises(TransportError, match="given up"):
+            task.result()
+    gate.set()
+    assert first.result()
 
 
 def test_what_nobody_waits_for_is_not_begun():

@@ -262,14 +262,21 @@ class Uploads(MemoryTransport):
 
 def test_uploads_of_every_kind_of_store_are_removed(monkeypatch):
     """Folders have names of 64 digits, of 8 (protocol 2.1), or of somebody's choice."""
-    root, name = Uploads(), case().name
-    ours = [f"{name}/acts000000.bin", "17952b89/acts000000.bin", "renamed/mask.bin", "begun/acts000000.bin"]
-    others = ["somebody/acts000000.bin", f"{name}/x.txt", f"deep/{name}/acts000000.bin", "acts000000.bin"]
-    others += ["deep/published/acts000000.bin", "deep/begun/acts000000.bin"]  # of another root
-    root.put("renamed/metadata.json", b"{}")
-    root.put("deep/published/metadata.json", b"{}")
-    root.put(f"deep/begun/{CLAIM_PATH}", b"{}")
-    root.put(f"begun/{CLAIM_PATH}", b"{}")
+    root, this = Uploads(), case(protocol="3.0")
+    name = this.name
+    ours = [f"{name}/acts000000.bin", "17952b89/acts000000.bin", "renamed/mask.bin", "renamed/labels.bin"]
+    others = [
+        "somebody/acts000000.bin", f"{name}/x.txt", f"deep/{name}/acts000000.bin", "acts000000.bin", "1a2b3c4d/model.bin",
+        "20260101/acts000000.bin", "run7/acts000000.bin", "renamed/optimizer.bin", "17952b89/model.bin",
+        "deep/published/acts000000.bin", "deep/begun/acts000000.bin",
+    ]  # fmt: skip
+    begun(root, this)
+    claim = root.read(f"{name}/{CLAIM_PATH}")
+    for folder in ("renamed", "deep/published"):
+        root.put(f"{folder}/metadata.json", this.metadata.raw)
+    for folder in ("17952b89", "deep/begun"):
+        root.put(f"{folder}/{CLAIM_PATH}", claim)
+    root.put("run7/metadata.json", b'{"format": "mine"}')
     monkeypatch.setattr(Uploads, "paths", [*ours, *others])
     found = clean_leftovers(root, older_than_s=0)
     assert [each.path for each in found.leftovers if each.kind == "upload"] == ours

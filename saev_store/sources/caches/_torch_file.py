@@ -19,7 +19,9 @@ from saev_store.transport import Transport
 #: What torch adds to the numbers of a tensor in a file.
 _TORCH_BYTES = 64 << 10
 #: What the pickle of a tensor names. torch's unpickler takes more, such as `bytearray`, whose size is a number in the file.
-_NAMES = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch [A-Z][A-Za-z0-9]*Storage")
+_NAMES = re.compile(
+    r"collections OrderedDict|torch\._utils (?:_rebuild_tensor_v2|_rebuild_parameter)|torch [A-Z][A-Za-z0-9]*Storage"
+)
 _NO_TENSOR = "it is no tensor of integers, one for each token"
 
 
@@ -51,6 +53,12 @@ def read_integers(transport: Transport, path: str, *, nbytes: int, most: int) ->
         found = cast("object", torch.load(raw, map_location="cpu", weights_only=True))  # pyright: ignore[reportUnknownMemberType]  # torch's own types are partial
     except DocumentError:
         raise
+    except zipfile.BadZipFile:
+        raise DocumentError(
+            "it is no archive of torch: it is damaged, or was written by torch before 1.6",
+            where=where,
+            remedy="Write it with torch.save(tensor, path).",
+        ) from None
     except Exception as error:  # torch raises what its unpickler and its zip reader raise
         raise DocumentError(
             f"torch does not load it with weights_only=True: {brief(str(error))}",
@@ -58,8 +66,11 @@ def read_integers(transport: Transport, path: str, *, nbytes: int, most: int) ->
             remedy="Write it with torch.save(tensor, path).",
         ) from None
     kinds = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-    if isinstance(found, torch.Tensor) and found.dtype in kinds and found.numel() <= most:
-        return found.numpy().astype(np.int64)
+    try:
+        if isinstance(found, torch.Tensor) and found.dtype in kinds and found.numel() <= most:
+            return found.resolve_neg().numpy().astype(np.int64)
+    except (TypeError, RuntimeError):  # without numbers
+        pass
     raise DocumentError(_NO_TENSOR, where=where)
 
 
