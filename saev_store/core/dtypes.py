@@ -155,9 +155,9 @@ def narrowed(source: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.gene
         return source
     if dtype == "float32":
         return stored_as(source, FLOAT32)
-    source = np.ascontiguousarray(source)
-    found = np.empty(source.shape, FLOAT32)
-    flat, out = source.reshape(-1), found.reshape(-1)
+    wide = cast("npt.NDArray[np.float64]", np.ascontiguousarray(source))
+    found = np.empty(source.shape, np.float32)
+    flat, out = wide.reshape(-1), found.reshape(-1)
     for first in range(0, flat.size, _LOOK_NUMBERS):
         piece, rounded = flat[first : first + _LOOK_NUMBERS], out[first : first + _LOOK_NUMBERS]
         _copy_cast(piece, rounded)

@@ -100,15 +100,7 @@ def test_only_a_store_with_a_special_token_has_one(text: Path, tmp_path: Path):
             store.origin(1, token, source=source)
 
 
-def test_samples_count_from_zero(text: Path, tmp_path: Path):
-    source = open_source(text)
-    store = recorded(tmp_path / "root", {**recorded_from(source), "examples": {"samples": [1, -1]}})
-    for example in range(2):
-        with pytest.raises(DocumentError):
-            store.origin(example, 0, source=source)
-
-
-@pytest.mark.parametrize("samples", [[1], [1, 2]])
+@pytest.mark.parametrize("samples", [[1], [1, -1], [1, 2]])
 def test_every_example_has_a_sample_that_exists(samples: list[int], text: Path, tmp_path: Path):
     source = open_source(text)
     data = {**recorded_from(source), "examples": {"samples": samples}}
