@@ -183,11 +183,8 @@ def _write_to(
         _write(found, session.store, before)
     except SaevStoreError:
         raise
-    except (
-        NotImplementedError,
-        ValueError,
-        OverflowError,
-    ) as error:  # of VirtualiZarr, where the arrays of the two do not fit
+    except (NotImplementedError, ValueError, OverflowError) as error:
+        # Of VirtualiZarr, where the arrays of the two do not fit.
         raise ArgumentError(f"the store does not continue the repository: {brief(str(error))}", where=where) from error
     try:
         return session.commit(f"References to the shards of {found.base}")

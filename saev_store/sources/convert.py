@@ -234,7 +234,7 @@ def samples_to_documents(
         MissingDependencyError: `client` is an address, and distributed is not installed.
         TransportError: no scheduler answers, or the workers that had a part died, one after the other.
     """
-    code_of(dtype)
+    code_of(dtype)  # refuses other types
     most = int(np.iinfo(dtype).max) if np.dtype(dtype).kind in "iu" else 2**63 - 1
     end_token = None if end_token is None else check_count(end_token, name="end_token", least=0, most=most)
     if check_flag(overwrite, name="overwrite"):

@@ -39,7 +39,8 @@ from saev_store.errors import (
 )
 from saev_store.transport import open_transport
 from saev_store.transport._remote import again, task_group
-from saev_store.transport.fsspec._client import means_exists, safe_url
+from saev_store.transport.fsspec._client import safe_url
+from saev_store.transport.fsspec._failures import means_exists
 from saev_store.transport.fsspec._ranges import get_range
 from saev_store.transport.fsspec._sink import list_uploads
 from saev_store.transport.fsspec._transport import FsspecTransport

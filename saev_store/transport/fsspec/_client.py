@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import re
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,12 +16,8 @@ from saev_store._runtime.threads import ForkSafeLock, hidden_interrupt, raise_hi
 from saev_store.errors import (
     AccessError,
     ArgumentError,
-    DeadlineError,
     MissingDependencyError,
-    NotFoundError,
-    ReadOnlyError,
     SaevStoreError,
-    StoreExistsError,
     TransportError,
 )
 from saev_store.transport._remote import (
@@ -31,14 +25,13 @@ from saev_store.transport._remote import (
     SLOWEST_BYTES_PER_S,
     again,
     awaited_in_loop,
-    may_pass,
     notes_of,
     run_in_loop,
     within,
 )
-from saev_store.transport._tls import refused_certificate
-from saev_store.transport.checks import RequestCounter, from_os_error
+from saev_store.transport.checks import RequestCounter
 from saev_store.transport.credentials import StorageOptions
+from saev_store.transport.fsspec._failures import chain, status_of, translated
 from saev_store.transport.fsspec._options import tuned
 from saev_store.transport.fsspec._ranges import Get, cat_document, getter
 
@@ -49,9 +42,6 @@ WEB = {("http",), ("https",)}
 _WEB_READS = {"cat_file", "info", "ls"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _VERSIONED = re.compile(r"^[^?]*\?versionId=[^/?#]*$")
-_PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
-#: What is done where nothing is made.
-_READS = {"read", "look at it", "list"}
 #: Protocols whose open files (or whose `cat_file`) do not disturb each other.
 _OWN_POSITIONS = {"file", "local", "memory"}
 # All members of an archive are read through one file object, and `zipfile` of Python 3.13 seeks in a stored member
@@ -247,7 +237,7 @@ class FsspecClient:
             """Whether it answered. A server that does not may be a mistaken address, so that is told at once."""
             name = type(error).__name__
             if is_web:
-                return (_status(error) is not None or name == "ClientPayloadError") and self.passes(error)
+                return (status_of(error) is not None or name == "ClientPayloadError") and self.passes(error)
             return name == "OSError" and self.passes(error)  # s3fs has other classes for time-outs and connections
 
         def work() -> Awaitable[object]:
@@ -261,7 +251,7 @@ class FsspecClient:
         """Whether an error of the library may pass, so that another try is worthwhile."""
         if isinstance(error, SaevStoreError):
             return False
-        ours = self._translate(error, doing="read", where="")
+        ours = self._translated(error, doing="read", where="")
         return isinstance(ours, TransportError) and ours.transient
 
     def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
@@ -318,73 +308,17 @@ class FsspecClient:
         # A traceback shows the cause as well, and tools that pickle errors take all that hangs on it: one that tells a
         # secret anywhere is left out; so is one that hangs on a thousand frames (s3fs, sent in circles by a server).
         text = str(error)
-        hangs_on_it = "".join(f"{link!s} {link.args!r} {vars(link)!r}" for link in _chain(error))
+        hangs_on_it = "".join(f"{link!s} {link.args!r} {vars(link)!r}" for link in chain(error))
         is_harmless = self.redact(text) == text[:400] and self.options.redact(hangs_on_it) == hangs_on_it
         is_harmless &= not isinstance(error, RecursionError)
         cause = error if is_harmless else None
-        ours = self._translate(error, doing=doing, where=where)
+        ours = self._translated(error, doing=doing, where=where)
         ours.message += notes_of(error)
         raise ours from cause
 
-    def _translate(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
-        reason = error.__cause__
-        if isinstance(error, FileNotFoundError) and isinstance(reason, Exception) and not _is_absence(reason):
-            error = reason  # fsspec's web client calls every failure so, refused connections included
-        told = " ".join(str(link) for link in _chain(error))
+    def _translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
         endpoint = str(self.options.all.get("endpoint_url") or self.safe_url.rpartition("::")[2])
-        if (refused := refused_certificate(told, where=where, endpoint=endpoint)) is not None:
-            return refused
-        text = self.redact(str(error)).strip()
-        message = f"could not {doing}: {type(error).__name__}{f': {text}' if text else ''}"
-        status = _status(error)
-        kind = type(error).__name__
-        missing_member = isinstance(error, KeyError) and "in the archive" in text  # of `zipfile`, through older fsspec
-        if isinstance(error, FileNotFoundError) or status == 404 or missing_member:
-            return NotFoundError(message, where=where)
-        is_forbidden = isinstance(error, OSError) and error.errno is None and text.startswith("Forbidden:")  # of gcsfs
-        if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in kind or is_forbidden:
-            return AccessError(
-                message, where=where, remedy="Check the credentials in storage_options or the environment."
-            )
-        if isinstance(error, FileExistsError):  # or what gcsfs makes of 412, whatever was asked
-            return (TransportError if doing in _READS else StoreExistsError)(message, where=where)
-        # s3fs follows a redirection to the same place until the stack is full.
-        if isinstance(error, RecursionError):
-            return TransportError(
-                f"could not {doing}: the server goes on answering that the bucket is elsewhere",
-                where=where,
-                remedy='Name its region and end point: storage_options={"endpoint_url": …, "client_kwargs": '
-                '{"region_name": …}}.',
-            )
-        if isinstance(error, TimeoutError) or "Timeout" in kind:
-            return DeadlineError(message, where=where, transient=True)
-        if isinstance(error, NotImplementedError):
-            return ReadOnlyError(f"this kind of file system cannot {doing}", where=where)
-        is_unknown_host = any(isinstance(getattr(link, "os_error", link), socket.gaierror) for link in _chain(error))
-        told_elsewhere = is_unknown_host or status is not None
-        if isinstance(error, OSError) and error.errno not in {None, errno.EIO, errno.EBUSY} and not told_elsewhere:
-            return from_os_error(OSError(error.errno, text), where=where, doing=doing)
-        transient = not isinstance(error, (TypeError, ValueError)) and (status is None or may_pass(status))
-        remedy = "Check the host's name in the address." if is_unknown_host else None
-        return TransportError(message, where=where, remedy=remedy, transient=transient)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and all that it came from."""
-    found, todo = list[BaseException](), [error]
-    while todo:
-        link = todo.pop()
-        if not any(link is known for known in found):
-            found.append(link)
-            todo += [other for other in (link.__cause__, link.__context__) if other is not None]
-    return found
-
-
-def means_exists(error: Exception) -> bool:
-    """Whether a failed exclusive creation failed because the name is taken."""
-    if isinstance(error, FileExistsError) or _status(error) == 412:
-        return True
-    return bool(_PRECONDITION.search(str(error)))
+        return translated(error, redact=self.redact, endpoint=endpoint, doing=doing, where=where)
 
 
 def safe_url(url: str) -> str:
@@ -418,31 +352,6 @@ class _Errors:
 def _protocol(link: str) -> str:
     head, separator, _ = link.partition("://")
     return head.lower() if separator or head.isidentifier() else "file"
-
-
-def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error of aiohttp, gcsfs, botocore or azure, or its cause, carries."""
-    if (
-        type(error).__name__ == "ClientPayloadError"
-    ):  # a body that broke off; its cause has a code, but no server sent it
-        return None
-    for attribute in ("status", "code", "status_code"):
-        value = getattr(error, attribute, None)
-        if isinstance(value, int) and 100 <= value < 600:
-            return value
-    response: object = getattr(error, "response", None)
-    if isinstance(response, Mapping):
-        about = cast("Mapping[str, Mapping[str, object]]", response).get("ResponseMetadata", {})
-        value = about.get("HTTPStatusCode")
-        if isinstance(value, int):
-            return value
-    return _status(error.__cause__) if error.__cause__ is not None and error.__cause__ is not error else None
-
-
-def _is_absence(error: Exception) -> bool:
-    if isinstance(error, (FileNotFoundError, KeyError)) or _status(error) == 404:
-        return True
-    return not (isinstance(error, OSError) or _status(error) or type(error).__module__.startswith("aiohttp"))
 
 
 def _reopen(url: str, options: StorageOptions, timeout_s: float) -> FsspecClient:

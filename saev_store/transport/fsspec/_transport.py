@@ -19,7 +19,8 @@ from saev_store.transport._remote import Pins, RemoteTransport, Version, again, 
 from saev_store.transport.base import Buffer, Entry, ReadCost, Transport, UnfinishedUpload, far_cost
 from saev_store.transport.checks import check_ranges, readinto_by_ranges, too_big, too_short
 from saev_store.transport.credentials import StorageOptions
-from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, WEB, FileSystem, FsspecClient, means_exists
+from saev_store.transport.fsspec._client import NEAR_PROTOCOLS, WEB, FileSystem, FsspecClient
+from saev_store.transport.fsspec._failures import means_exists
 from saev_store.transport.fsspec._ranges import cat_ranges, get_range, read_ranges
 from saev_store.transport.fsspec._sink import SpooledSink, list_uploads
 from saev_store.transport.local.files import check_regular
