@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -68,6 +69,12 @@ class Plan(BaseModel):
     max_tokens_per_shard: int = 2_400_000
     on_nonfinite: OnNonfinite = "raise"
     resume: Resume = "auto"
+
+    @property
+    def dataset(self) -> str | None:
+        """The address of the data; of a local file it is the shortest path, so `./t.jsonl` is `t.jsonl`."""
+        given = self.text or self.tokens or self.images
+        return given if not given or "://" in given or "::" in given else os.path.normpath(given)
 
 
 #: Of the mistakes in a file, and of the name of an option, that an error shows.

@@ -72,6 +72,33 @@ def test_a_recording_is_found_however_the_path_is_written(capfd, place: Path, mo
     assert recorded(capfd, "elsewhere/model", place) == path
 
 
+@pytest.mark.parametrize("text", ["./corpus.jsonl", ".//corpus.jsonl", "model/../corpus.jsonl"])
+def test_a_recording_is_found_however_the_path_of_its_texts_is_written(
+    capfd, place: Path, monkeypatch: pytest.MonkeyPatch, text: str
+):
+    def run(text: str) -> Path:
+        options = [
+            "--model",
+            "model",
+            "--text",
+            text,
+            "--context",
+            "4",
+            "--to",
+            "out",
+            "--layers",
+            "0",
+            "--no-progress",
+        ]
+        assert main(["record", *options]) == 0
+        return Path(capfd.readouterr().out.strip())
+
+    path = run("corpus.jsonl")
+    assert ShardStore.open(path).metadata.dataset == "corpus.jsonl"
+    monkeypatch.setattr(Recorder, "begin", None)  # the model does not run again
+    assert run(text) == path
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_repair_takes_the_folder_however_its_path_is_written(capfd, place: Path, spelling: str):
     path = recorded(capfd, "model", place)
