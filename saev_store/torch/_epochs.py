@@ -58,6 +58,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         self.datasets: weakref.WeakSet[BatchDataset[AnyConfig, Inner]] = weakref.WeakSet()
         #: The latest iterator.
         self._batches: weakref.ref[_Batches] | None = None
+        #: The number that a framework has told last.
+        self._told: int | None = None
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -114,11 +116,23 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
 
     @property
     def sampler(self) -> EpochSampler:
-        """What Lightning tells the number of its epoch: out of a checkpoint of an epoch's end it loads no state of a loader."""
+        """What Lightning tells the number of its epoch; see `begin_epoch`.
+
+        Out of a checkpoint of an epoch's end Lightning loads no state of a loader.
+        """
         return EpochSampler(self)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Go on to an epoch, unless a batch was handed out or a state was loaded, or this epoch is behind."""
+        """Follow a framework that tells the number of its epoch before it iterates.
+
+        A loader that was left within its epoch, as `limit_train_batches` does, goes on to its next one at each new number: else
+        all epochs would have the same rows. One that has handed out no batch begins with the epoch that is told, unless a state
+        was loaded, or this epoch is behind.
+        """
+        told, self._told = self._told, epoch
+        if self._at is not None and self._at[1] > 0 and told not in {None, epoch}:
+            self.set_epoch(self._at[0] + 1)
+            return
         if self._at is not None or self._loader.is_bound or epoch <= self.epoch:
             return
         self.set_epoch(epoch)
@@ -230,7 +244,7 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
 
 
 class EpochSampler:
-    """Samples nothing: takes the number of an epoch, which a new loader begins with."""
+    """Samples nothing: takes the numbers of epochs, which the loader follows."""
 
     def __init__(self, loader: EpochLoader[AnyConfig, Inner]) -> None:
         self._begin = loader.begin_epoch

@@ -432,6 +432,35 @@ def test_a_new_loader_begins_with_the_epoch_that_its_sampler_is_told(plain):
     assert [batch["example_idx"].tolist() for batch in resumed] == orders[2][1:]
 
 
+def test_a_loader_that_was_left_within_an_epoch_goes_on_to_the_next_when_its_sampler_is_told_one(plain):
+    """Lightning's `limit_train_batches` gave the same rows in each epoch. A number that is told again repeats, as validation does."""
+    config = ShuffledConfig(shards=plain.path, layer=5, batch_size=8)
+    whole, loader = ShuffledDataLoader(config), ShuffledDataLoader(config)
+    orders = [[batch["example_idx"].tolist() for batch in whole] for _ in range(5)]
+
+    def first_two(told: int) -> list[list[int]]:
+        loader.sampler.set_epoch(told)
+        return [batch["example_idx"].tolist() for batch in itertools.islice(loader, 2)]
+
+    assert first_two(0) == orders[0][:2] != orders[1][:2]
+    assert first_two(1) == orders[1][:2]
+    assert first_two(1) == orders[1][:2]
+    assert first_two(2) == orders[2][:2]
+    state = loader.state_dict()
+    assert (state["epoch"], state["batch"]) == (2, 2)
+    assert first_two(0) == orders[3][:2]  # a second `fit` of the same loader
+    loader.load_state_dict(state)
+    assert first_two(2) == orders[2][2:4]  # a state says where to go on, whatever is told
+    assert first_two(3) == orders[3][:2]
+    resumed = ShuffledDataLoader(config)
+    resumed.load_state_dict(state)
+    resumed.sampler.set_epoch(7)
+    assert [batch["example_idx"].tolist() for batch in resumed] == orders[2][2:]
+    for told in (8, 9):
+        resumed.sampler.set_epoch(told)
+        assert [batch["example_idx"].tolist() for batch in resumed] == orders[told - 5]
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
 @pytest.mark.parametrize("method", ["spawn"])

@@ -205,9 +205,13 @@ def test_lightning_validates_tests_and_predicts(kind: str, store: Path):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("limit", [None, 6])
 @pytest.mark.parametrize("when", [{}, {"every_n_train_steps": 7}, {"every_n_train_steps": 41}])
-def test_lightning_goes_on_from_any_checkpoint(when: dict[str, int], store: Path, tmp_path: Path):
-    """Also from one at the end of an epoch, which is where Lightning writes them unless it is told otherwise."""
+def test_lightning_goes_on_from_any_checkpoint(when: dict[str, int], limit: int | None, store: Path, tmp_path: Path):
+    """Also from one at the end of an epoch, which is where Lightning writes them unless it is told otherwise.
+
+    With `limit_train_batches` each epoch of Lightning has the first batches of another epoch of the loader.
+    """
     lightning = pytest.importorskip("lightning")
 
     class Seen(lightning.LightningModule):
@@ -216,25 +220,29 @@ def test_lightning_goes_on_from_any_checkpoint(when: dict[str, int], store: Path
             self.layer, self.rows = torch.nn.Linear(8, 8), []
 
         def training_step(self, batch: dict[str, torch.Tensor], _number: int) -> torch.Tensor:
-            self.rows.append(torch.stack([batch["example_idx"], batch["token_idx"]], dim=1).tolist())
+            self.rows.append(rows_of(batch))
             return self.layer(batch["act"]).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def rows_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+        return torch.stack([batch["example_idx"], batch["token_idx"]], dim=1).tolist()
 
     def train(n_epochs: int, checkpoint: Path | None) -> list[list[list[int]]]:
         model = Seen()
         loader = ShuffledDataLoader(ShuffledConfig(store, layer=11, batch_size=8))
         keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **when)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-        trainer = lightning.Trainer(max_epochs=n_epochs, callbacks=[keep], **quiet)
+        trainer = lightning.Trainer(max_epochs=n_epochs, callbacks=[keep], limit_train_batches=limit, **quiet)
         trainer.fit(model, loader, ckpt_path=checkpoint)
         return model.rows
 
-    n_batches = -(-N_EXAMPLES * N_TOKENS // 8)
+    n_batches = limit or -(-N_EXAMPLES * N_TOKENS // 8)
+    alone = ShuffledDataLoader(ShuffledConfig(store, layer=11, batch_size=8))
+    epochs = [[rows_of(batch) for batch in alone][:n_batches] for _ in range(3)]
     whole = train(3, None)
-    assert len(whole) == 3 * n_batches
-    assert whole[:n_batches] != whole[n_batches : 2 * n_batches]
+    assert whole == [rows for epoch in epochs for rows in epoch]
     for checkpoint in list(tmp_path.iterdir()):
         step = int(checkpoint.stem.removeprefix("step="))
         if step < 2 * n_batches + 5:
