@@ -16,7 +16,7 @@ from saev_store.loaders._batches import BatchSource
 from saev_store.loaders._explain import Plan
 from saev_store.loaders._iteration import Group, Iteration
 from saev_store.loaders._reads import Positions, Reads, Runs, runs_of_planes
-from saev_store.loaders._ring import Allocate, BufferPool, allocate
+from saev_store.loaders._ring import Allocate, BufferPool, allocate, multiply
 from saev_store.loaders.options import ReadArguments, ReadOptions, chosen_options
 from saev_store.order import Batching
 from saev_store.store.reader import NumberArray
@@ -110,7 +110,7 @@ class OrderedBatches:
         act, where, group = self._reading.popleft()
         self._iteration.wait(group)
         if self._scale is not None:
-            np.multiply(act, self._scale, out=act, casting="unsafe")
+            multiply(act, self._scale)
         return act, where
 
 

@@ -10,7 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -231,6 +231,19 @@ def test_norms_are_scaled_alike_everywhere(store, plain, kind):
     again = kind(rows, batch_size=10, scale_norm=True, rank=1, world=2)
     assert again.scale == loader.scale
     assert kind(rows).scale is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
+def test_the_factor_for_vectors_of_16_bits_is_not_of_16_bits(
+    store: ShardStore, kind: type[OrderedLoader | ShuffledLoader], dtype: Any
+) -> None:
+    factor = 1.0033  # between two numbers of either dtype
+    rows = store.sel(layer=5, dtype=dtype)
+    with kind(rows, batch_size=50, scale_norm=factor) as scaled, kind(rows, batch_size=50) as as_read:
+        for got, read in zip(scaled, as_read, strict=True):
+            truth = (read["act"].astype(np.float32) * np.float32(factor)).astype(rows.dtype)
+            np.testing.assert_array_equal(got["act"].view(np.uint16), truth.view(np.uint16))
 
 
 def test_class_sorted_data_is_mixed():
