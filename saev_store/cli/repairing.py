@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, cast, get_args
 
 import typer
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 #: Options of `record` that are about another store than the one that is there.
 _LEFT_OUT = {"to", "resume", "part", "dry_run"}
+#: Options of `record` that the store answers, and what their help says of it there.
+_OF_THE_STORE = {"layers", "hook_points", "dtype", "max_tokens_per_shard"}
+_OTHERWISE = re.compile(r"(?:\. Needed| \[default: [^]]*\])\.$")
 
 
 class _Signed(Protocol):
@@ -28,10 +33,22 @@ def _with_options_of_record(command: Callable[..., None]) -> Callable[..., None]
     """A command that takes `**flags`, with the options of `record` in their place: one list of them is enough."""
     own = inspect.signature(command, eval_str=True).parameters
     of_record = inspect.signature(record, eval_str=True).parameters
-    shared = [parameter for name, parameter in of_record.items() if name not in own and name not in _LEFT_OUT]
+    shared = [
+        _of_the_store(parameter) if name in _OF_THE_STORE else parameter
+        for name, parameter in of_record.items()
+        if name not in own and name not in _LEFT_OUT
+    ]
     named = [parameter for parameter in own.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     cast("_Signed", command).__signature__ = inspect.Signature([*named, *shared])
     return command
+
+
+def _of_the_store(parameter: inspect.Parameter) -> inspect.Parameter:
+    """An option of `record` with the help text that is true where there is a store."""
+    kind, option = get_args(parameter.annotation)
+    option = copy.copy(option)
+    option.help = _OTHERWISE.sub(" [default: the store's].", option.help)
+    return parameter.replace(annotation=Annotated[kind, option])
 
 
 @_with_options_of_record

@@ -89,6 +89,15 @@ def test_a_terminal_shows_all_of_it(run, drawn, command, columns):
         assert [text for text in plain if text not in shown] == []
 
 
+def test_repair_asks_for_nothing_that_the_store_says():
+    of_record, of_repair = ({each.name: each for each in app().commands[name].params} for name in ("record", "repair"))
+    for name in ("layers", "hook_points", "dtype", "max_tokens_per_shard"):
+        assert of_repair[name].help.endswith(" [default: the store's].")
+        assert of_record[name].help.endswith(("Needed.", "].")) and "store's]" not in of_record[name].help
+        assert of_repair[name].opts == of_record[name].opts
+    assert [name for name, each in of_repair.items() if "Needed" in (each.help or "")] == ["model", "context"]
+
+
 def test_choices_are_listed(run):
     out = run("export", "-h")[1]
     assert "kerchunk|kerchunk-parquet|icechunk|tensorstore" in out
