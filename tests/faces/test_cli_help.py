@@ -98,6 +98,12 @@ def test_repair_asks_for_nothing_that_the_store_says():
     assert [name for name, each in of_repair.items() if "Needed" in (each.help or "")] == ["model", "context"]
 
 
+def test_an_example_of_an_array_names_the_checkpoint():
+    """No array says which model it is of, so an import without `--ckpt` is refused."""
+    examples = [line for line in app().commands["import"].epilog.splitlines() if ".npy" in line]
+    assert examples and all("--ckpt" in line for line in examples)
+
+
 def test_choices_are_listed(run):
     out = run("export", "-h")[1]
     assert "kerchunk|kerchunk-parquet|icechunk|tensorstore" in out
