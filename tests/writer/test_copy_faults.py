@@ -423,6 +423,26 @@ def test_a_finished_copy_that_has_rotted_is_not_returned(source, tmp_path, diges
     check(url, source, slice(1, 2) if options else slice(None))
 
 
+@pytest.mark.parametrize("options", [{"layers": 1}, {"tokens": "special"}, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize("lost", ["digests.json", "an entry of it"])
+def test_a_finished_copy_without_digests_is_compared_with_its_source(source, tmp_path, options, lost):
+    if "layers" in options:
+        options = {"layers": [metadata_of(source).layout.layers[1]]}
+    source.write_digests(256)
+    url = copy_store(source.path, tmp_path / "to", **options)
+    digests = Path(url) / "digests.json"
+    if lost == "digests.json":
+        digests.unlink()
+    else:
+        document = json.loads(digests.read_text())
+        del document["files"]["acts000000.bin"]
+        digests.write_text(json.dumps(document))
+    assert copy_store(source.path, tmp_path / "to", **options) == url
+    rotten(url)
+    with pytest.raises(CorruptShardError, match="damaged since"):
+        copy_store(source.path, tmp_path / "to", **options)
+
+
 @pytest.mark.parametrize("digests", [False, True])
 def test_a_staged_copy_is_read_again_only_where_its_files_have_changed(source, tmp_path, monkeypatch, digests):
     """Each rank of each run stages: reading terabytes again would cost as much as copying them."""

@@ -42,6 +42,7 @@ from saev_store.writer.copying._source import Kept, batches, promises
 from saev_store.writer.copying._whole import (
     PROVENANCE_NAME,
     check_space,
+    damaged_since,
     delete_copy,
     has_token_arrays_of,
     other_recording,
@@ -298,10 +299,16 @@ def _check_published(
     if is_known and was != now:
         raise other_recording(folder)
     check_bytes(folder, progress=progress)
-    if not is_known and not (
-        has_token_arrays_of(folder, store, metadata.layout) and _has_vectors_of(copy, store, tokens)
-    ):
-        raise other_recording(folder)
+    if is_known and _has_digests(copy):
+        return
+    if not (has_token_arrays_of(folder, store, metadata.layout) and _has_vectors_of(copy, store, tokens)):
+        raise damaged_since(folder) if is_known else other_recording(folder)
+
+
+def _has_digests(copy: ShardStore) -> bool:
+    """Whether the digests of a finished copy, which it is compared with, are still there, and speak of all its files."""
+    digests = load_digests(copy.transport)
+    return digests is not None and digests.files.keys() >= set(copy.recorded_files())
 
 
 def _has_vectors_of(copy: ShardStore, store: ShardStore, tokens: Progression) -> bool:

@@ -247,6 +247,15 @@ def other_recording(folder: Folder) -> StoreExistsError:
     )
 
 
+def damaged_since(folder: Folder) -> CorruptShardError:
+    """The error for a finished copy whose digests are gone, and that is not what was copied."""
+    return CorruptShardError(
+        "the copy is finished, but has no digests of all its files, and is not what was copied: it was damaged since",
+        where=folder.url,
+        remedy="Copy again with replace=True, or elsewhere.",
+    )
+
+
 def delete_copy(folder: Folder, *, but: str = "") -> None:
     """Delete a copy, metadata.json first: a part of it never opens. The caller holds all locks.
 
