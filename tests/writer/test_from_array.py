@@ -518,6 +518,36 @@ def test_a_finished_store_is_compared_and_not_written_again(tmp_path: Path):
         ShardStore.from_array(acts, tmp_path, **options)
 
 
+@pytest.mark.parametrize("lost", ["digests.json", "an entry of it", "blocks of this size"])
+def test_a_finished_store_without_digests_is_compared_byte_by_byte(tmp_path: Path, lost: str):
+    """Deleting a digests.json that cannot be used is what other errors advise."""
+    acts = numbers()
+    folder = path_of(ShardStore.from_array(acts, tmp_path, **OPTIONS))
+    document = json.loads((folder / "digests.json").read_text())
+    (folder / "digests.json").unlink()
+    if lost == "an entry of it":
+        del document["files"]["acts000001.bin"]
+        (folder / "digests.json").write_text(json.dumps(document))
+    elif lost == "blocks of this size":
+        files = {path.name: path.read_bytes() for path in folder.glob("acts*.bin")}
+        found = {
+            name: {
+                "nbytes": len(raw),
+                "digests": [xxhash.xxh3_128_hexdigest(raw[i : i + 256]) for i in range(0, len(raw), 256)],
+            }
+            for name, raw in files.items()
+        }
+        (folder / "digests.json").write_text(json.dumps({**document, "block_bytes": 256, "files": found}))
+    assert path_of(ShardStore.from_array(acts, tmp_path, **OPTIONS)) == folder
+    shard = bytearray((folder / "acts000001.bin").read_bytes())
+    shard[5] ^= 1
+    (folder / "acts000001.bin").write_bytes(shard)
+    with pytest.raises(
+        StoreExistsError, match="examples 2 to 3 are not those of the source: the source or the store has changed"
+    ):
+        ShardStore.from_array(acts, tmp_path, **OPTIONS)
+
+
 def test_a_small_array_is_identified_by_all_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     acts = numbers()

@@ -129,7 +129,8 @@ class Comparison:
         metadata: Of the store that is written.
         kept: How many examples an earlier attempt has written. Their shards are compared as soon as they are read.
         on_overflow: What the writer does with numbers that are too large.
-        published: Whether the store is finished: it is then compared with its digests, else with the receipts of the writer.
+        published: Whether the store is finished: the digests of its files, or where it has none
+            their bytes, are then compared, else the receipts of the writer.
     """
 
     def __init__(
@@ -138,7 +139,9 @@ class Comparison:
         self._folder, self._metadata, self._layout = Folder(root, metadata.hash), metadata, metadata.layout
         self._kept, self._on_overflow = kept, on_overflow
         self._store = ShardStore.open(root.at(metadata.hash)) if published else None
-        self._digests = load_digests(root.at(metadata.hash)) if published else None
+        digests = load_digests(root.at(metadata.hash)) if published else None
+        is_ours = digests is not None and digests.block_bytes == BLOCK_BYTES
+        self._digests: Mapping[str, FileDigests] = digests.files if digests is not None and is_ours else {}
         self._waiting: dict[int, _Shard] = {}
         self._begin_shard()
 
@@ -178,7 +181,11 @@ class Comparison:
     def finish(self) -> None:
         """Compare the shards that were read since the last call; all of them are durable."""
         for shard_idx, found in self._waiting.items():
-            if found != (self._receipt(shard_idx) if self._store is None else self._published(self._store, shard_idx)):
+            if self._store is None:
+                known = self._receipt(shard_idx)
+            else:
+                known = self._published(self._store, shard_idx, found.file)
+            if found != known:
                 self._refuse(shard_idx)
         self._waiting.clear()
 
@@ -187,17 +194,18 @@ class Comparison:
         (receipt,) = read_receipts(self._folder, self._layout, range(shard_idx, shard_idx + 1), BLOCK_BYTES)
         return None if receipt is None else _Shard(receipt.file, receipt.tokens)
 
-    def _published(self, store: ShardStore, shard_idx: int) -> _Shard | None:
-        """What a finished store says of a shard; None without digests like ours."""
-        if self._digests is None or self._digests.block_bytes != BLOCK_BYTES:
-            return None
+    def _published(self, store: ShardStore, shard_idx: int, expected: FileDigests) -> _Shard | None:
+        """What a finished store says of a shard. Where it has no digests like ours, its bytes are read; None if they are others."""
         first, end = self._layout.example_range(shard_idx)
         arrays = [
             store.token_arrays[array.name] for array in self._metadata.recordable if array.name in store.token_arrays
         ]
         rows = [np.ascontiguousarray(values[first:end]).view(np.uint8).reshape(end - first, -1) for values in arrays]
         tokens = digest(np.ascontiguousarray(np.concatenate(rows, axis=1)).data) if rows else None
-        file = self._digests.files.get(shard_name(shard_idx))
+        name = shard_name(shard_idx)
+        file = self._digests.get(name)
+        if file is None and self._folder.first_difference(name, expected, BLOCK_BYTES) is None:
+            file = expected
         return None if file is None else _Shard(file, tokens)
 
     def _refuse(self, shard_idx: int) -> None:
@@ -205,9 +213,10 @@ class Comparison:
         first, end = self._layout.example_range(shard_idx)
         where = self._folder.where(shard_name(shard_idx))
         if self._store is not None:
+            changed = "source has" if shard_name(shard_idx) in self._digests else "source or the store has"
             raise StoreExistsError(
                 f"a finished store of that name is there, whose examples {first} to {end - 1} are not those of the source: the "
-                "source has changed since it was imported",
+                f"{changed} changed since it was imported",
                 where=where,
                 remedy="Import to another folder, or with another `data`; verify=False opens the finished store.",
             )
