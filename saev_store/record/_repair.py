@@ -109,7 +109,8 @@ def repair(
         on_report: As of `record`: called after each batch.
 
     Raises:
-        ResumeError: the store was recorded in another way, and the message names what differs; or the model gives other vectors.
+        ResumeError: the store was not made by `record`, or in another way, and the message names what differs; or the model gives
+            other vectors.
         WriterConflictError: another process is repairing the store.
         NotFoundError, IncompleteStoreError, DocumentError: there is no published store, see `ShardStore.open`.
         ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
@@ -117,6 +118,13 @@ def repair(
     check_policies(recheck, on_overflow)
     transport = open_transport(url, storage_options)
     there = ShardStore.open(transport, damaged_ok=True).metadata
+    data = cast("Mapping[str, object] | str", there.data)
+    if not isinstance(data, str) and "recording" not in data:
+        raise ResumeError(
+            "the store is none that `record` has made: data.recording is absent there, which says what to run again",
+            where=transport.url,
+            remedy="Copy the lost files from where they are whole, or make the store again. From Python: store.repair() takes vectors.",
+        )
     if layers is None:
         layers = tuple(dict.fromkeys(there.layers))
     if hook_points is None:

@@ -256,6 +256,19 @@ def test_what_was_recorded_in_another_way_is_refused_with_what_differs(
     assert model.ran == []
 
 
+def test_what_is_no_recording_is_refused_as_such(tmp_path: Path) -> None:
+    """Not by differences of its metadata from those of a recording, or by what its protocol version cannot say of one."""
+    acts = np.ones((4, 1, 5, 8), np.float32)
+    store = ShardStore.from_array(
+        acts, tmp_path, family="gpt2", ckpt="tiny", layers=[1], cls_token=True, progress=False
+    )
+    (Path(store.url) / shard(0)).unlink()
+    model = model_of("window")
+    with pytest.raises(ResumeError, match="the store is none that `record` has made"):
+        repair(model, source_of("window"), store.url)
+    assert model.ran == []
+
+
 def other_bits(kind: str, monkeypatch: pytest.MonkeyPatch, by: float) -> torch.nn.Module:
     """A model that gives other vectors under the same digest, as another machine does."""
     model, digest = model_of(kind), _identity.weights_digest(model_of(kind))
