@@ -229,7 +229,7 @@ def stage(
                         near.validate().raise_if_bad()
                         # Reading terabytes again at each start of a training run would cost as much as copying them.
                         if found != (now := copied + _versions(near)):
-                            check_bytes(Folder(root, target.name), progress=False)
+                            check_bytes(Folder(root, target.name), progress=False, needs_digests=True)
                             there.put(mark, now + _FROM + source)
                     return near.url if root.local_path is not None else target.url
                 if found in {recording, None, b""}:

@@ -465,6 +465,20 @@ def test_a_staged_copy_is_read_again_only_where_its_files_have_changed(source, t
             stage(source.path, tmp_path / "to")
 
 
+@pytest.mark.parametrize("options", [{}, {"layers": 1}], ids=str)
+def test_a_staged_copy_without_digests_is_not_returned_once_its_files_have_changed(source, tmp_path, options):
+    layers = metadata_of(source).layout.layers[1] if options else "all"
+    source.write_digests(256)
+    url = stage(source.path, tmp_path / "to", layers=layers)
+    (Path(url) / "digests.json").unlink()
+    rotten(url)
+    with pytest.raises(CorruptShardError, match=r"digests\.json .* is gone"):
+        stage(source.path, tmp_path / "to", layers=layers)
+    shutil.rmtree(url)
+    assert stage(source.path, tmp_path / "to", layers=layers) == url
+    check(url, source, slice(1, 2) if options else slice(None))
+
+
 @pytest.mark.parametrize("options", [{}, {"layers": 1}, {"tokens": "special"}, {"dtype": "float16"}], ids=str)
 def test_a_finished_copy_of_a_source_without_digests_is_compared_with_it(source, tmp_path, options):
     if "layers" in options:
