@@ -58,16 +58,16 @@ class ReorderBuffer:
         except TypeError:
             position = -1
         start, end = example_range
+        missing = f"the first one that is missing is {next_example}" if next_example < end else "none is missing"
         if position in self._held or start <= position < next_example:
             raise ArgumentError(
                 f"example {position} was written before",
                 where="example",
-                remedy=f"Write each example once; the first one that is missing is {next_example}.",
+                remedy=f"Write each example once; {missing}.",
             )
         if not next_example <= position < end:
-            raise ArgumentError(
-                f"example is {brief(example)}; it must be an integer from {next_example} to {end - 1}", where="example"
-            )
+            rule = f"it must be an integer from {next_example} to {end - 1}" if next_example < end else missing
+            raise ArgumentError(f"example is {brief(example)}; {rule}", where="example")
         return position
 
     def hold(

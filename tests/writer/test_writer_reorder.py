@@ -284,6 +284,19 @@ def test_what_is_wrong_is_refused_when_it_is_written_and_nothing_is_taken(tmp_pa
             call()
 
 
+def test_a_writer_that_has_all_examples_asks_for_none(tmp_path):
+    metadata = new_metadata(**{**META, "token_arrays": None, "dtype": "float32"})
+    acts = content()[0].astype(np.float32)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts)
+        for number, said in (
+            (len(acts), f"example is {len(acts)}; none is missing"),
+            (2, "Write each example once; none is missing"),
+        ):
+            with pytest.raises(ArgumentError, match=said):
+                writer.write(number, acts[2])
+
+
 def test_labels_are_for_all_examples_or_for_none(tmp_path):
     metadata = new_metadata(**{**META, "token_arrays": None, "dtype": "float32"})
     acts = content()[0].astype(np.float32)
