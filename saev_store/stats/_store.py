@@ -212,7 +212,8 @@ def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) ->
     try:
         kept = _read_kept(store)
     except SaevStoreError as error:
-        warnings.warn(f"{error}. The statistics are computed again", SaevStoreWarning, stacklevel=outside())
+        said = str(error).removesuffix(".")
+        warnings.warn(f"{said}. The statistics are computed again", SaevStoreWarning, stacklevel=outside())
         return None
     if kept is None:
         return None

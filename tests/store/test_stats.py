@@ -779,6 +779,16 @@ def test_a_kept_file_is_named_by_its_address_and_the_caller_is_warned(tmp_path: 
     assert caught[0].filename == __file__
 
 
+def test_a_warning_of_statistics_has_one_full_stop_behind_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise AccessError("could not read", where="digests.json", remedy="Check the permissions.")
+
+    store = ShardStore.open(plain_store(tmp_path).path)
+    monkeypatch.setattr("saev_store.stats._store._read_kept", refuse)
+    with pytest.warns(SaevStoreWarning, match=r"Check the permissions\. The statistics are computed again$"):
+        store.stats()
+
+
 def test_the_caller_is_warned_of_what_could_not_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = ShardStore.open(plain_store(tmp_path).path)
 
