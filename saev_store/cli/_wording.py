@@ -35,6 +35,7 @@ _WORDS = {
 }  # fmt: skip
 #: Arguments whose options, or arguments of commands, have other names.
 _OTHER_NAMES = {"client": "scheduler", "output_path": "dst", "path": "out", "target": "out", "base": "template"}
+_CLEAN = "`saev-store clean`"
 #: Methods and functions of the library, and what does the same on the command line.
 _COMMANDS = (
     (r'write it anew with store\.repair\(\)\.restore_array\("\w+", \.\.\.\)', "record it again with `saev-store repair`"),
@@ -42,7 +43,7 @@ _COMMANDS = (
     (r"`?store\.validate\(\)`?", "`saev-store validate`"),
     (r"`?store\.repair\(\)`?", "`saev-store repair`"),
     (r"`?ShardStore\.list\(root\)`?", "`saev-store ls`"),
-    (r"`discard_unfinished`(?: or `saev-store clean`)?", "`saev-store clean`"),
+    (r"`discard_unfinished`(?: or `saev-store clean --older-than 0` of its folder)?", _CLEAN),
     (r"finalize with takeover=True", "run `saev-store finalize --takeover`"),
     (r"\bstorage_options\b(?!=)", "--storage-options"),
 )  # fmt: skip
@@ -125,7 +126,9 @@ class Wording:
         sentences = [
             as_commands(each) if _OPTION.search(each) else self.text(each) for each in _BETWEEN_SENTENCES.split(text)
         ]
-        return " ".join(filter(_is_for_commands, sentences)) or None
+        told = " ".join(filter(_is_for_commands, sentences)) or None
+        # Without an age it keeps what is younger than a day.
+        return told and told.replace(_CLEAN, "`saev-store clean --older-than 0` of its folder")
 
     def _as_option(self, found: re.Match[str]) -> str:
         argument, value = found.groups()

@@ -134,7 +134,7 @@ def _n_parts(layout: Layout, begun: UnpublishedStore | None) -> int:
             "one process has begun this store without parts",
             where=begun.url,
             remedy="Let one process go on without `part`, or throw the unfinished store "
-            "away with `discard_unfinished` or `saev-store clean`.",
+            "away with `discard_unfinished` or `saev-store clean --older-than 0` of its folder.",
         )
     return n_parts
 

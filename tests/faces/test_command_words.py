@@ -145,13 +145,44 @@ def test_what_continues_an_unfinished_recording(run, folder: Path, begun: Path) 
     assert error["remedy"] == "What wrote it continues it when it is run again."
     code, _, err = run(*flags(folder, begun.parent), "--resume", "never")
     there = f"there is an unfinished store, with {n_durable(begun)} of 6 examples"
-    continues = "Continue it with --resume strict, or throw it away with `saev-store clean`."
+    continues = (
+        "Continue it with --resume strict, or throw it away with `saev-store clean --older-than 0` of its folder."
+    )
     assert (code, err) == (1, f"error: {begun}: {there}. {continues}\n")
     code, _, err = run(*flags(folder, begun.parent), "--part", "1/2")
     assert (code, err.partition("parts. ")[2]) == (
-        1, "Let one process go on without `part`, or throw the unfinished store away with `saev-store clean`.\n"
+        1, "Let one process go on without `part`, or throw the unfinished store away with `saev-store clean --older-than 0` of its folder.\n"
     )  # fmt: skip
     assert run(*flags(folder, begun.parent))[0] == 0
+
+
+def test_the_way_to_throw_an_unfinished_store_away_works_at_once(run, tmp_path: Path) -> None:
+    """Without an age `clean` keeps what is younger than a day."""
+    acts = np.ones((4, 2, 3, 8), np.float32)
+    acts[3, 0, 0, 0] = np.nan
+    np.save(tmp_path / "a.npy", acts)
+    options = [
+        "--to",
+        tmp_path / "to",
+        "--family",
+        "gpt2",
+        "--ckpt",
+        "tiny",
+        "--layers",
+        "1,2",
+        "--max-tokens-per-shard",
+        "6",
+    ]
+    assert run("import", tmp_path / "a.npy", *options)[0] == 2
+    np.save(tmp_path / "a.npy", acts := np.zeros_like(acts))
+    code, _, err = run("import", tmp_path / "a.npy", *options)
+    assert code == 1
+    (command,) = re.findall("`saev-store ([^`]*)` of its folder", err)
+    (folder,) = (tmp_path / "to").iterdir()
+    assert run(*command.split(), folder)[0] == 0
+    code, url, _ = run("import", tmp_path / "a.npy", *options)
+    assert code == 0
+    assert np.array_equal(ShardStore.open(url.strip())[...], acts)
 
 
 def test_a_folder_of_stores_is_told_how_to_list_them(run, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def check_unchanged(root: Transport, metadata: Metadata) -> None:
             raise ResumeError(
                 f"{ours['url']} has changed since the import in {other.name} was begun, which is unfinished",
                 where=f"{root.url}/{other.name}",
-                remedy="Throw that one away with `discard_unfinished` or `saev-store clean`, then import again.",
+                remedy="Throw that one away with `discard_unfinished` or `saev-store clean --older-than 0` of its folder, then import again.",
             )
 
 
@@ -224,7 +224,7 @@ class Comparison:
             raise ResumeError(
                 f"examples {first} to {end - 1} of the source are not what an earlier attempt has imported: the source has changed",
                 where=where,
-                remedy="Throw the unfinished store away with `discard_unfinished` or `saev-store clean`, then import again.",
+                remedy="Throw the unfinished store away with `discard_unfinished` or `saev-store clean --older-than 0` of its folder, then import again.",
             )
         raise CorruptShardError(
             f"what was written of examples {first} to {end - 1} is not what was read from the source",
