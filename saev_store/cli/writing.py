@@ -176,7 +176,8 @@ def clean(
     else:
         emit("Nothing to clean.")
     if not dry_run:
-        say_done("removed", "cleaning", at=transport.url, as_json=as_json, nothing="nothing was left over")
+        nothing = "what was left over is kept" if rows else "nothing was left over"
+        say_done("removed", "cleaning", at=transport.url, as_json=as_json, nothing=nothing)
     if not cleaned.uploads_listed:
         emit(_NOT_LISTED)
 

@@ -302,7 +302,9 @@ def test_only_what_is_removed_is_counted(run, tmp_path):
     code, out, err = run("clean", tmp_path, "--older-than", "0")
     assert (code, out.count("removed"), out.count("kept: ")) == (0, 2, 1)
     assert re.fullmatch(rf"removed 2 leftovers in .+ s, .+ leftovers/s, at {re.escape(str(tmp_path))}\n", err), err
-    assert run("clean", tmp_path, "--older-than", "1h")[2].startswith("removed nothing: nothing was left over, at ")
+    assert run("clean", tmp_path, "--older-than", "1h")[2].startswith(
+        "removed nothing: what was left over is kept, at "
+    )
     writer.close()
 
 
