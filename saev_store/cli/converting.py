@@ -49,7 +49,7 @@ def convert(
     ] = None,
     end_token: Annotated[int | None, typer.Option(help="Token id to append to every document [default: none].")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Integer dtype of the tokens in written documents [default: int32].")
+        str | None, typer.Option(help="Dtype of the tokens in written documents, such as uint16 [default: int32].")
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for UTF-8 bytes.")

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from saev_store.store.store import ShardStore
 
-_NOTHING, _CREATE = "there is no repository to append to", "Create it without append first."
+_NOTHING, _CREATE = "there is no repository to append to", "Create it without append=True first."
 #: Labels of layers are read only if they are no more, in chunks that are no larger.
 _MOST_LAYERS = 1 << 16
 #: What is known of each store in a repository.

@@ -206,6 +206,14 @@ def test_export(
     assert found == {"chunks": [1, 1, 2, 3], "base": "s3://lab/x", **expected}
 
 
+def test_appending_to_no_repository_is_told_in_words_of_the_command(
+    store: ShardStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("icechunk")
+    assert main(["export", store.url, str(tmp_path / "x"), "--format", "icechunk", "--append"]) == 1
+    assert capsys.readouterr().err.endswith("there is no repository to append to. Create it without --append first.\n")
+
+
 def test_export_to_tensorstore(calls: Calls, store: ShardStore, tmp_path: Path) -> None:
     calls.catch(ShardStore, "to_tensorstore_spec")
     arguments = ["--format", "tensorstore", "--template", "gs://lab/x"]

@@ -392,7 +392,7 @@ def test_errors_of_repositories(tmp_path: Path):
         assert (type(error), error.where) == (NotFoundError, str(tmp_path / name))
         assert (error.message, error.remedy) == (
             "there is no repository to append to",
-            "Create it without append first.",
+            "Create it without append=True first.",
         )
     assert not (tmp_path / "new").exists()
     error = refused(lambda: write_icechunk(store, str(tmp_path / "r"), base="s3://lab/a b"))
