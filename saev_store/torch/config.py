@@ -206,7 +206,8 @@ class OrderedConfig(_LoaderConfig, ReadOptions):
             `"scale_norm_per_layer"` scales each layer by a factor of its own; `"center"` subtracts the mean vector of the layer;
             `"center_and_scale_norm"` scales each layer after that. The last three are by a fixed sample of these rows.
         examples: Which examples: positions, a slice, or a mask over all of them; default: all.
-        damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise.
+        damaged_ok: Open also where shards are missing or short. Choose `examples` that are left: others raise. `use_tmpdir` needs a
+            whole store.
         buffer_size: Batches that may be ready and wait; never more than `buffer_bytes` of them.
         buffer_bytes: Memory for batches that are ready.
         debug: Log measures every `log_every_s` seconds.
