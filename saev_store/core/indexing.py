@@ -8,7 +8,7 @@ broadcast against each other).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import SupportsIndex, TypeAlias, cast
 
@@ -135,6 +135,7 @@ def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:
 
     Raises:
         SelectionError: an index is out of range, of a wrong type or of a wrong length, or there are too many.
+        ArgumentError: there is no memory for so many positions.
 
     >>> parse_key((slice(None, 8), 0, slice(1, None)), (20, 3, 5, 768)).shape
     (8, 4, 768)
@@ -224,6 +225,8 @@ def _component(item: object, name: str) -> Item | _Mask:
         array = np.asarray(item)
     except (ValueError, TypeError) as error:
         raise SelectionError(f"{type(item).__name__} is not a list of positions ({error})", where=name) from None
+    except MemoryError as error:  # of a range
+        raise too_many(len(cast("Sized", item))) from error
     if array.dtype == np.bool_ and array.ndim > 0:
         return _Mask(array)
     if array.size == 0:
@@ -232,7 +235,10 @@ def _component(item: object, name: str) -> Item | _Mask:
         raise SelectionError(
             f"{brief(item)} has dtype {array.dtype}; positions are integers, masks are booleans", where=name
         )
-    return np.asarray(array, dtype=np.int64)
+    try:
+        return np.asarray(array, dtype=np.int64)
+    except MemoryError as error:
+        raise too_many(array.size) from error
 
 
 def _mask_positions(mask: _Mask, shape: Sequence[int], names: Sequence[str]) -> list[IntArray]:
@@ -249,7 +255,10 @@ def _checked(index: IntArray, n: int, name: str) -> IntArray:
     lowest, highest = int(index.min()), int(index.max())
     if highest >= n or lowest < -n:
         raise _out_of_range(highest if highest >= n else lowest, n, name)
-    return np.where(index < 0, index + n, index)
+    try:
+        return np.where(index < 0, index + n, index)
+    except MemoryError as error:
+        raise too_many(index.size) from error
 
 
 def _out_of_range(position: int, n: int, name: str) -> SelectionError:

@@ -310,3 +310,10 @@ def test_a_lone_truth_value_is_no_mask_and_an_error_names_its_axis() -> None:
         with pytest.raises(SelectionError) as caught:
             parse_axis(item, 5, "layer")
         assert caught.value.where == "layer"
+
+
+@pytest.mark.parametrize("index", [range(10**15), np.broadcast_to(np.int8(0), 10**15)], ids=["range", "array"])
+def test_there_is_no_memory_for_so_many_positions(index: object) -> None:
+    for parse in (lambda: parse_key(index, SHAPE), lambda: parse_axis(index, 6, "row")):
+        with pytest.raises(ArgumentError, match="1,000,000,000,000,000 positions need"):
+            parse()
