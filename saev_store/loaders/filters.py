@@ -122,18 +122,20 @@ def _check_rows(rows: Selection) -> None:
 def mean_norms(store: ShardStore, rows: Selection) -> list[float]:
     """The mean L2 norm of the vectors of each chosen layer, without those that are not finite.
 
-    By the statistics of the store; where something was left out of `rows`, by a seeded sample of at most 8,192 of them.
+    By the statistics of the store; where something was left out of `rows`, or the store has lost examples, by a seeded sample of at most
+    8,192 of them.
 
     Raises:
         ArgumentError: all of these vectors are zero, or none is finite.
         CorruptShardError: a shard is missing, short, or differs from its digests.
     """
     space = rows.space
-    if space.ends is None:
+    if space.ends is None and not store.readable_examples:
         stats = store_stats(store)
         found = [stats.mean_norm_of(key, "content") for key in rows.layer_keys]
     else:
-        ends, found = space.ends // space.rows_per_token, list[float]()  # of one layer
+        ends, found = space.ends, list[float]()
+        ends = None if ends is None else ends // space.rows_per_token  # of one layer
         for layer in space.layer_idx:
             part = replace(space, layer_idx=(layer,), ends=ends, stacks_layers=False)
             norms = np.linalg.norm(sampled_rows(Selection(rows.reader, part)), axis=1)

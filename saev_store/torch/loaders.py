@@ -84,10 +84,13 @@ class TorchLoader(EpochLoader[Config, Loader]):
         return {"prefetch_batches": cfg.prefetch_batches or ready, "scale_norm": self._scale_norm()}
 
     def _scale_norm(self) -> bool | float:
-        """The factor by the statistics beside the store; those say nothing about vectors without the ignored ones."""
+        """The factor by the statistics beside the store.
+
+        Those say nothing about vectors without the ignored ones, and cannot be made of a store that has lost examples.
+        """
         cfg = self.cfg
         scale_norm = scaling(cfg.scale_norm, cfg.normalize)
-        if scale_norm is not True or self._rows.space.ends is not None:
+        if scale_norm is not True or self._rows.space.ends is not None or self.store.readable_examples:
             return scale_norm
         return stored_scale(self.store, cfg.layer, cfg.tokens)
 

@@ -732,6 +732,18 @@ def test_chosen_examples(kind, damaged, tmp_path):
             make(plain, kind, examples=mask, damaged_ok=damaged)
 
 
+@every_loader
+def test_what_is_left_of_a_damaged_store_is_scaled_and_filtered_by_itself(kind, tmp_path):
+    plain = plain_store(tmp_path, n=43, tokens=7, per_shard=5, d_model=16)
+    plain.shard(1).unlink()
+    left = np.delete(np.arange(43), range(5, 10))
+    norms = np.linalg.norm(plain.acts[left, 1, 1:].astype(np.float64), axis=-1)
+    options = {"examples": left, "damaged_ok": True}
+    for scaled in ({"scale_norm": True}, {"normalize": "scale_norm"}):
+        assert make(plain, kind, **options, **scaled).scale == pytest.approx(4 / norms.mean())
+    assert make(plain, kind, **options, max_norm_multiple=1.01).n_samples == (norms <= 1.01 * norms.mean()).sum()
+
+
 @pytest.mark.parametrize("layer", ["5", 5.0, b"5", {5}, ("5", "2"), (5.0,)], ids=str)
 def test_what_is_no_label_of_a_layer_becomes_none(layer):
     with pytest.raises(ConfigError, match="layer"):
