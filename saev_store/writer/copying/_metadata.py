@@ -40,11 +40,19 @@ def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
     version = WRITABLE_VERSIONS.get(protocol)
     if version is metadata.version:
         return metadata
-    wants_object = version is not None and version.data != "string"
+    data = metadata.data
+    if version is not None and version.data != "string":
+        data = _parsed(data)
+        if isinstance(data, str):
+            raise ArgumentError(
+                f"data is {brief(data)}; protocol {protocol} wants an object, which a copy does not make up",
+                where="protocol",
+                remedy=f"Leave protocol out: the copy stays {metadata.protocol}.",
+            )
     return _written(
         metadata,
         protocol=protocol,
-        data=_parsed(metadata.data) if wants_object else metadata.data,
+        data=data,
         dtype=metadata.dtype,
         token_arrays={array.name: array.dtype for array in metadata.token_arrays},
     )
