@@ -18,7 +18,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from saev_store._runtime.threads import ABANDONED, Flag, raise_hidden_interrupt, start_thread, without_variables
+from saev_store._runtime.threads import (
+    ABANDONED,
+    Flag,
+    ForkSafeLock,
+    raise_hidden_interrupt,
+    start_thread,
+    without_variables,
+)
 from saev_store.errors import ArgumentError, DeadlineError, ForkError
 from saev_store.loaders._metrics import Totals
 from saev_store.transport.base import STOP
@@ -291,6 +298,8 @@ class Iteration:
 class BatchIterator(Iterator[Batch]):
     """The consumer's end of an iteration. Its threads end with the last batch, an error, `close`, or its own collection.
 
+    Threads may share it: each batch goes to one of them.
+
     Args:
         iteration: Makes the batches.
         n_batches: How many.
@@ -310,6 +319,8 @@ class BatchIterator(Iterator[Batch]):
     ) -> None:
         self._iteration, self._n_left, self._timeout_s, self._progress = iteration, n_batches, timeout_s, progress
         self._advance, self._has_ended = advance, False
+        #: Who takes a batch. Others that wait for theirs find the end of the epoch then, not a closed iteration.
+        self._turn = ForkSafeLock()
         ABANDONED.add(iteration)
         self._finalizer = weakref.finalize(self, ABANDONED.enqueue, iteration)
         self._finalizer.atexit = False  # everything is closed then
@@ -318,6 +329,11 @@ class BatchIterator(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
+        with self._turn.mutex:
+            return self._next()
+
+    def _next(self) -> Batch:
+        """The next batch, for the thread whose turn it is."""
         if self._has_ended:
             raise StopIteration
         iteration, started = self._iteration, time.perf_counter()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.core.rows import Labels
 from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders._base import Loader
@@ -27,17 +28,23 @@ _KIND = "pair"
 
 
 class PairBatches(Iterator[Batch]):
-    """An epoch's batches of both stores; its threads end with the last batch, an error, `close`, or its own collection."""
+    """An epoch's batches of both stores; its threads end with the last batch, an error, `close`, or its own collection.
+
+    Threads may share it: each batch goes to one of them.
+    """
 
     def __init__(self, a: BatchIterator, b: BatchIterator) -> None:
         self._a, self._b = a, b
+        #: Who takes a batch: of both stores the same one.
+        self._turn = ForkSafeLock()
 
     def __next__(self) -> Batch:
-        try:
-            batch, other = next(self._a), next(self._b)
-        except BaseException:
-            self.close()
-            raise
+        with self._turn.mutex:
+            try:
+                batch, other = next(self._a), next(self._b)
+            except BaseException:
+                self.close()
+                raise
         act_a, act_b = batch.pop("act"), other.pop("act")
         return {"act_a": act_a, "act_b": act_b, **other, **batch}
 

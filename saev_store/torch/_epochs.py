@@ -15,6 +15,7 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from saev_store._runtime.threads import ForkSafeLock
 from saev_store.errors import ArgumentError, brief
 from saev_store.loaders import BatchIterator, Loader, PairBatches, PairLoader, ReadOptions
 from saev_store.torch._device import Copies, moved
@@ -279,6 +280,8 @@ class _Batches(Iterator[ExampleBatch]):
     ) -> None:
         self._copies, self._n_batches, self._advance, self._normalizer = copies, n_batches, advance, normalizer
         self._has_ended = False
+        #: Who takes a batch: threads may share this, and each batch goes to one of them.
+        self._turn = ForkSafeLock()
         self.start(batches, at)
 
     def start(self, batches: BatchIterator | PairBatches, at: tuple[int, int]) -> None:
@@ -292,17 +295,18 @@ class _Batches(Iterator[ExampleBatch]):
         return self
 
     def __next__(self) -> ExampleBatch:
-        if self._has_ended:
-            raise StopIteration
-        try:
-            batch = next(self._found)
-        except BaseException:
-            self.close()
-            raise
-        epoch, number = self._at
-        self._at = (epoch, number + 1) if number + 1 < self._n_batches else (epoch + 1, 0)
-        self._advance(self._at)
-        return batch
+        with self._turn.mutex:
+            if self._has_ended:
+                raise StopIteration
+            try:
+                batch = next(self._found)
+            except BaseException:
+                self.close()
+                raise
+            epoch, number = self._at
+            self._at = (epoch, number + 1) if number + 1 < self._n_batches else (epoch + 1, 0)
+            self._advance(self._at)
+            return batch
 
     def close(self) -> None:
         """End the iteration; there are no more batches."""
