@@ -22,7 +22,7 @@ from saev_store.errors import (
 )
 from saev_store.export._references import url_parts
 from saev_store.transport.checks import os_errors
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport.local.write import ASIDE_PREFIX
 
 if TYPE_CHECKING:
     import icechunk
@@ -112,7 +112,7 @@ def create_whole(folder: str, config: icechunk.RepositoryConfig, where: str) -> 
     import icechunk
 
     parent, name = os.path.split(os.path.abspath(folder))
-    aside = f"{parent}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    aside = f"{parent}/{ASIDE_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
         with os_errors(where, "write"):  # where that fails, Icechunk panics
             os.makedirs(parent, exist_ok=True)

@@ -36,6 +36,7 @@ from saev_store.names import METADATA_NAME
 from saev_store.store.identity import recording_identity
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
+from saev_store.transport.local.write import ASIDE_PREFIX
 from saev_store.writer.folder import TEMPORARY, Folder
 
 #: How often the document changes.
@@ -269,10 +270,13 @@ def _remove(root: Transport, name: str, lease: Lease | None) -> None:
         WriterConflictError: the lease was lost meanwhile: another process may have made the next copy.
     """
     if root.local_path is not None:
-        stale = os.path.join(root.local_path, f"{TEMPORARY}stale-{name}-{secrets.token_hex(4)}")
+        aside = f"{ASIDE_PREFIX}{name}-"
         with suppress(FileNotFoundError):
-            os.rename(os.path.join(root.local_path, name), stale)
-        shutil.rmtree(stale, ignore_errors=True)
+            os.rename(os.path.join(root.local_path, name), os.path.join(root.local_path, aside + secrets.token_hex(4)))
+        with suppress(OSError):
+            for found in os.listdir(root.local_path):
+                if found.startswith(aside):  # also what an earlier call has left
+                    shutil.rmtree(os.path.join(root.local_path, found), ignore_errors=True)
         return
     folder = Folder(root, name)
     for entry in [METADATA_NAME, *(name for name in folder.names() or () if name != METADATA_NAME)]:

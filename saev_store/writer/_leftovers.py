@@ -27,7 +27,7 @@ from saev_store.errors import (
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER, folder_name
 from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, Writes, open_transport
-from saev_store.transport.local.write import lock_holder
+from saev_store.transport.local.write import ASIDE_PREFIX, lock_holder
 from saev_store.writer._locks import lock_names, take_locks
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder, check_no_foreigner, read_claim
@@ -236,9 +236,8 @@ def _leftovers(folder: Folder, now_s: float) -> Iterator[Leftover]:
             is_mark = entry.name.startswith(_STAGED) and entry.name.removeprefix(_STAGED) in names
             because = "it says of which recording the copy beside it is" if is_mark else ""
             yield Leftover(entry.path, "temporary file", entry.size, _age_s([entry], now_s), because)
-        elif (
-            METADATA_NAME in names
-        ):  # hidden files that were moved aside to be deleted; elsewhere folders may be a loader's
+        elif METADATA_NAME in names or entry.name.startswith(ASIDE_PREFIX):
+            # Moved aside to be deleted, or not yet moved to its place; other folders may be a conversion's.
             inside = list(_tree(folder, entry.name, _MOST_LEVELS))
             nbytes = sum(file.size or 0 for file in inside)
             yield Leftover(entry.path, "temporary file", nbytes, _age_s(inside or [entry], now_s))

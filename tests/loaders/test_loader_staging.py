@@ -476,3 +476,26 @@ def test_a_folder_to_stage_in_is_no_empty_variable(tmp_path: Path, monkeypatch: 
     with pytest.raises(ArgumentError, match="must be a folder or an address") as refused:
         stage(plain_store(tmp_path).path, to)
     assert refused.value.where == "to"
+
+
+@pytest.mark.parametrize("by", ["clean", "stage"])
+def test_an_older_copy_that_was_moved_aside_before_a_kill_goes(plain, tmp_path, monkeypatch, by):
+    from saev_store.writer import clean_leftovers
+
+    to = tmp_path / "near"
+    stage(plain.path, to)
+    truth = record_anew(plain)
+
+    def killed(*_: object, **__: object):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        stage(plain.path, to)
+    (aside,) = (path for path in to.iterdir() if path.is_dir())
+    if by == "clean":
+        found = {each.path: each.nbytes for each in clean_leftovers(to, older_than_s=0).leftovers}
+        assert found[aside.name] > plain.acts.nbytes
+    near = ShardStore.open(stage(plain.path, to))
+    np.testing.assert_array_equal(near[...], truth)
+    assert [path for path in to.iterdir() if path.is_dir()] == [to / Path(near.url).name]

@@ -147,7 +147,7 @@ def test_hidden_files_of_a_published_store_go_but_a_repair_stays(tmp_path):
 
 @pytest.mark.parametrize("by", ["clean", "repair"])
 def test_hidden_files_that_were_moved_aside_before_a_kill_go(tmp_path, monkeypatch, by):
-    """Such a folder of something that is no store stays: it may be a loader's."""
+    """A folder of another name stays: it may be a conversion's."""
     this, transport = case(), open_transport(tmp_path)
     write_whole(transport, this)
     (tmp_path / this.name / "acts000001.bin").unlink()
@@ -163,14 +163,15 @@ def test_hidden_files_that_were_moved_aside_before_a_kill_go(tmp_path, monkeypat
         writer.append(this.acts[start:end])
         patch.setattr(shutil, "rmtree", killed)
     (aside,) = (tmp_path / this.name).glob(".saev_store*")
-    (tmp_path / aside.name).mkdir()
+    other = tmp_path / ".saev_store.tmp-x.batch.parts"
+    other.mkdir()
     if by == "repair":
         repair().close()
     else:
         assert clean_leftovers(transport).leftovers[0].kept_because.startswith("written")  # young
         (found,) = clean_leftovers(transport, older_than_s=0).leftovers
         assert (found.path, found.kind) == (f"{this.name}/{aside.name}", "temporary file")
-    assert (tmp_path / aside.name).exists()
+    assert other.exists()
     this.check(folder_content(tmp_path, this))
     assert not aside.exists()
 

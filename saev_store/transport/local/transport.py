@@ -36,7 +36,7 @@ from saev_store.transport.local.files import (
 )
 from saev_store.transport.local.opened import OpenedFiles, digest_of
 from saev_store.transport.local.write import (
-    TEMP_PREFIX,
+    ASIDE_PREFIX,
     LocalSink,
     fsync_folder,
     link_exclusive,
@@ -287,7 +287,7 @@ class LocalTransport:
             if os.path.isdir(where) and not os.path.islink(where):
                 aside = where
                 if os.path.basename(where) == WORK_FOLDER:  # others take locks in it, and make it anew meanwhile
-                    aside = f"{os.path.dirname(where)}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+                    aside = f"{os.path.dirname(where)}/{ASIDE_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
                     os.rename(where, aside)
                 try:
                     shutil.rmtree(aside)

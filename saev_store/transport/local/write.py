@@ -29,6 +29,8 @@ from saev_store.transport.local.files import IOV_MAX, LIBC, behind, check_regula
 
 #: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"
+#: Folders that nobody needs once the process that made them has ended start with this.
+ASIDE_PREFIX = f"{TEMP_PREFIX}aside-"
 
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
