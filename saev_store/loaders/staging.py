@@ -36,6 +36,7 @@ from saev_store.names import METADATA_NAME
 from saev_store.store.identity import recording_identity
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
+from saev_store.transport.checks import os_errors
 from saev_store.transport.local.write import ASIDE_PREFIX
 from saev_store.writer.folder import TEMPORARY, Folder
 
@@ -271,8 +272,9 @@ def _remove(root: Transport, name: str, lease: Lease | None) -> None:
     """
     if root.local_path is not None:
         aside = f"{ASIDE_PREFIX}{name}-"
-        with suppress(FileNotFoundError):
-            os.rename(os.path.join(root.local_path, name), os.path.join(root.local_path, aside + secrets.token_hex(4)))
+        where = os.path.join(root.local_path, name)
+        with os_errors(where, "move aside"), suppress(FileNotFoundError):
+            os.rename(where, os.path.join(root.local_path, aside + secrets.token_hex(4)))
         with suppress(OSError):
             for found in os.listdir(root.local_path):
                 if found.startswith(aside):  # also what an earlier call has left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -18,7 +19,14 @@ from token_stores import token_store
 from transports import CountingTransport
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, DeadlineError, LayerNotFoundError, StoreExistsError, WriterConflictError
+from saev_store.errors import (
+    ArgumentError,
+    DeadlineError,
+    LayerNotFoundError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
 from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background, staging
 from saev_store.loaders.staging import open_for_training
 from saev_store.transport import MemoryTransport, PreadTransport, open_transport
@@ -499,3 +507,34 @@ def test_an_older_copy_that_was_moved_aside_before_a_kill_goes(plain, tmp_path, 
     near = ShardStore.open(stage(plain.path, to))
     np.testing.assert_array_equal(near[...], truth)
     assert [path for path in to.iterdir() if path.is_dir()] == [to / Path(near.url).name]
+
+
+def test_an_older_copy_that_cannot_be_moved_aside_is_told_by_our_error(plain, tmp_path, monkeypatch):
+    near = stage(plain.path, tmp_path / "near")
+    truth = record_anew(plain)
+    rename = os.rename
+
+    def failing(old, new):
+        if "/near/" in os.fspath(old) and os.path.isdir(old):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(old, new)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(TransportError, match=r"could not move aside: .* \(EIO\)") as told,
+    ):
+        patch.setattr(os, "rename", failing)
+        stage(plain.path, tmp_path / "near")
+    assert told.value.where == near
+    np.testing.assert_array_equal(ShardStore.open(stage(plain.path, tmp_path / "near"))[...], truth)
+
+
+def test_an_older_copy_that_cannot_be_deleted_whole_is_left_to_the_next_call(plain, tmp_path, monkeypatch):
+    stage(plain.path, tmp_path / "near")
+    truth = record_anew(plain)
+
+    def failing(*_: object, **__: object):  # `ignore_errors` does not cover that the folder's status cannot be read
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(shutil, "rmtree", failing)
+    np.testing.assert_array_equal(ShardStore.open(stage(plain.path, tmp_path / "near"))[...], truth)
