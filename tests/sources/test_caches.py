@@ -115,6 +115,20 @@ def test_requests_keep_the_numbers_of_their_names(tmp_path: Path):
     assert np.unique(store.token_arrays["document_ids"]).tolist() == [-1, 0, 1, 2, 3, 4]
 
 
+def test_a_request_that_is_a_link_to_nothing_is_not_left_out(tmp_path: Path):
+    requests(tmp_path, [5, 3, 9])
+    (tmp_path / "hs_1.safetensors").rename(tmp_path / "elsewhere")
+    (tmp_path / "hs_1.safetensors").symlink_to(tmp_path / "unmounted")
+    (tmp_path / ".#hs_2.safetensors").symlink_to("user@host.1:2")  # of an editor
+    with pytest.raises(NotFoundError, match="link to nothing") as refused:
+        import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[1, 2], context=5)
+    assert refused.value.where.endswith("/hs_1.safetensors")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "unmounted")
+    store = import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[1, 2], context=5)
+    assert int(store.token_arrays["mask"][...].sum()) == 17
+
+
 def test_layers_are_named_in_either_numbering(tmp_path: Path):
     requests(tmp_path / "hs", [3])
 
@@ -384,6 +398,17 @@ def test_documents_of_memmaps_have_their_numbers_beside_empty_ones(bounds: list[
         document = store.document(number, dtype="stored")
         assert document.token_arrays["token_ids"].tolist() == [100 + token for token in tokens]
         assert document.acts.tobytes() == acts[tokens].swapaxes(0, 1).tobytes()
+
+
+@pytest.mark.parametrize("name", ["tokens.pt", "sequence_ranges.pt"])
+def test_a_part_of_memmaps_that_is_a_link_to_nothing_is_not_left_out(name: str, tmp_path: Path):
+    memmaps(tmp_path / "c", [RNG.standard_normal((9, 8)).astype(BF16)], [9])
+    saved(tmp_path / "c/tokens.pt", list(range(9)))
+    saved(tmp_path / "c/sequence_ranges.pt", [0, 4, 9])
+    (tmp_path / "c" / name).unlink()
+    (tmp_path / "c" / name).symlink_to("nowhere")
+    with pytest.raises(NotFoundError, match=f"{name}: it is a link to nothing"):
+        import_cache(tmp_path / "c", tmp_path / "out", **MODEL, layers=[1], context=5)
 
 
 def test_memmaps_without_ranges_have_documents_where_a_bos_token_says_so(tmp_path: Path):

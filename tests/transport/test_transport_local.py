@@ -309,6 +309,23 @@ def test_follows_symbolic_links(tmp_path, engine):
 
 
 @engines
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
+def test_a_failing_disk_is_no_broken_link(tmp_path, monkeypatch, engine, code):
+    (tmp_path / "a.bin").write_bytes(b"x")
+    transport = engine(tmp_path)
+
+    class Failing:
+        name = "a.bin"
+
+        def is_dir(self) -> bool:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "scandir", lambda _: contextlib.nullcontext([Failing()]))
+    with pytest.raises(TransportError, match=f"could not list: .*{errno.errorcode[code]}"):
+        transport.list()
+
+
+@engines
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

@@ -13,8 +13,12 @@ from typing import ClassVar
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.layout import RESID_POST, LayerKey
 from saev_store.errors import ArgumentError, NotFoundError, brief
+from saev_store.sources.address import full_url
 from saev_store.transport import Entry, Lists, Transport
 from saev_store.writer.importing import Block
+
+#: Files of caches, of any format. Editors make hidden links to nothing.
+_FILE = re.compile(r"[^.].*\.(?:safetensors|pt|json|memmap|meta|arrow)")
 
 
 @dataclass(frozen=True)
@@ -166,8 +170,19 @@ def check_context(context: object) -> int:
     return context
 
 
-def sizes_of(entries: Sequence[Entry]) -> dict[str, int]:
-    """The sizes of the files among some names."""
+def sizes_of(transport: Transport, entries: Sequence[Entry]) -> dict[str, int]:
+    """The sizes of the files among some names.
+
+    Raises:
+        NotFoundError: a name that a cache has is a link to nothing, or to what may not be looked at.
+    """
+    for entry in entries:
+        if not entry.is_dir and entry.size is None and _FILE.fullmatch(entry.name):
+            raise NotFoundError(
+                "it is a link to nothing, or was deleted meanwhile",
+                where=full_url(transport, entry.path),
+                remedy="Restore the file, or remove the name if it is none of the cache.",
+            )
     return {entry.name: entry.size for entry in entries if not entry.is_dir and entry.size is not None}
 
 

@@ -48,7 +48,7 @@ class HiddenStatesCache(Cache):
     def __init__(self, transport: Transport, entries: Sequence[Entry], wanted: Wanted) -> None:
         self._transport, self._wanted = transport, wanted
         self._context = check_context(wanted.context)
-        sizes = sizes_of(entries)
+        sizes = sizes_of(transport, entries)
         self._names = sorted((name for name in sizes if name.endswith(_ENDING)), key=by_numbers)
         if not self._names:
             raise DocumentError(f"it holds no {_ENDING} file", where=transport.url)

@@ -52,7 +52,7 @@ class MemmapCache(Cache):
     def __init__(self, transport: Transport, entries: Sequence[Entry], wanted: Wanted) -> None:
         self._transport, self._wanted = transport, wanted
         self._context = check_context(wanted.context)
-        self._sizes = sizes_of(entries)
+        self._sizes = sizes_of(transport, entries)
         if _CONFIG in self._sizes:  # the folder of one layer, whose tokens are in the folder above
             raise ArgumentError(
                 "this is the folder of one layer",
@@ -153,7 +153,7 @@ class MemmapCache(Cache):
 
     def _layer(self, folder: str) -> tuple[str, list[_Shard], int, str] | None:
         """The shards of a layer, its d_model and dtype; None for a folder that is none."""
-        sizes = sizes_of(entries_of(self._transport, folder))
+        sizes = sizes_of(self._transport, entries_of(self._transport, folder))
         if _CONFIG not in sizes:
             return None
         config = self._json(f"{folder}/{_CONFIG}")

@@ -50,7 +50,7 @@ class SaelensCache(Cache):
 
     def __init__(self, transport: Transport, entries: Sequence[Entry], wanted: Wanted) -> None:
         need("pyarrow", install="saev-store[import]", where="saelens")
-        self._transport, self._wanted, self._sizes = transport, wanted, sizes_of(entries)
+        self._transport, self._wanted, self._sizes = transport, wanted, sizes_of(transport, entries)
         self._hooks, (self._context, self._d_model), self._dtype, self._has_ids = self._columns()
         self._files, n = list[_File](), 0
         for name in self._names():

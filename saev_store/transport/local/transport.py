@@ -7,6 +7,7 @@ descriptor makes room for others.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -47,6 +48,8 @@ from saev_store.transport.local.write import (
 _READ_CHUNK = 1 << 20
 #: How names of files begin of which each belongs to the others of its folder, and how their names and those of token arrays end.
 _SHARDS, _BINARY = "acts", ".bin"
+#: What the system says of the name of a link that leads to nothing, or to where one may not look.
+_BROKEN = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
 
 
 def local_root(root: str | os.PathLike[str]) -> str:
@@ -243,7 +246,7 @@ class LocalTransport:
         return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
 
     def list(self, path: str = "") -> Sequence[Entry]:
-        """The names in a folder, sorted; symbolic links are followed, and broken ones are files without a size."""
+        """The names in a folder, sorted; symbolic links are followed, and those to nothing or not allowed are files without a size."""
         where = self._where(path, root_ok=True)
         self._requests.add("list")
         with os_errors(where, "list"), os.scandir(where) as found:
@@ -381,5 +384,7 @@ def _entry(item: os.DirEntry[str], folder: str) -> Entry:
             return Entry(path, is_dir=True, size=None)
         status = item.stat()
         return Entry(path, is_dir=False, size=status.st_size, modified_s=status.st_mtime)
-    except OSError:  # a broken link, or gone since
+    except OSError as error:
+        if error.errno not in _BROKEN:  # the disk fails: what looks like a file could be a folder
+            raise
         return Entry(path, is_dir=False, size=None)
