@@ -50,6 +50,8 @@ def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
+    if not isinstance(node, yaml.MappingNode):  # with an explicit tag  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise yaml.constructor.ConstructorError(None, None, "something else has the tag of a mapping", node.start_mark)
     made: dict[Hashable, object] = {}
     n_others = 0
     yield made
@@ -96,7 +98,7 @@ def loads(raw: bytes, *, where: str) -> object:
         raise _error(f"byte {error.start} is not UTF-8 ({error.reason})", where) from None
     except yaml.YAMLError as error:
         raise _error(f"it is not YAML: {' '.join(str(error).split())}", where) from None
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, LookupError, OverflowError, RecursionError) as error:  # a lookup: `!!bool maybe`, `!!int ''`
         raise _error(f"it holds a value that cannot be read: {error}", where) from None
 
 
