@@ -175,7 +175,9 @@ class NewFile:
         try:
             file.seek(0)
             for start in range(0, nbytes, CHUNK_BYTES):
-                sink.write(start, [memoryview(file.read(CHUNK_BYTES))])
+                with os_errors(self.temporary, "read"):
+                    piece = file.read(CHUNK_BYTES)
+                sink.write(start, [memoryview(piece)])
             sink.commit()
         except BaseException:
             sink.abort()

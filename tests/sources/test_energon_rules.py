@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import resource
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from saev_store.errors import (
     ReadOnlyError,
     SaevStoreError,
     SelectionError,
+    TransportError,
     UnsafeContentError,
 )
 from saev_store.sources.energon import EnergonDataset, _open, metadataset
@@ -182,6 +184,23 @@ def test_a_database_that_was_fetched_is_deleted_with_the_data_set(tmp_path: Path
     assert refused(lambda: EnergonDataset("", transport=memory)).message == (
         "it begins with b'SQLite format 4\\x00': it is no SQLite database"
     )
+
+
+def test_a_database_that_does_not_fit_into_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The last bytes are written when the file is closed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    memory = two()
+    nbytes = len(memory.files[".nv-meta/index.sqlite"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (0, nbytes - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        try:
+            error = refused(lambda: EnergonDataset("", transport=memory))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert isinstance(error, TransportError)
+        assert error.message == "could not write: File too large (EFBIG)"
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children here")

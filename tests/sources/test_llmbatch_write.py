@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
+import resource
 import tracemalloc
+from collections.abc import Generator
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import llmbatch_bytes
 
-from saev_store.errors import ArgumentError, NotFoundError, ReadOnlyError, StoreExistsError
+from saev_store.errors import ArgumentError, NotFoundError, ReadOnlyError, StoreExistsError, TransportError
 from saev_store.sources import _new_file
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
@@ -247,3 +251,48 @@ def test_the_order_of_records_is_pinned():
     large = RecordOrder(10**9, 0)
     picks = np.random.default_rng(0).integers(0, 10**9, 1000)
     np.testing.assert_array_equal(large.places(large.records(picks)), picks)
+
+
+@contextlib.contextmanager
+def files_up_to(nbytes: int) -> Generator[None]:
+    """A block in which files of this process grow to so many bytes and no further."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("nbytes", [0, 100])
+def test_a_temporary_folder_that_is_full_is_told_by_our_error(tmp_path, nbytes):
+    with files_up_to(nbytes), pytest.raises(TransportError, match=r"could not collect records: .*\(EFBIG\)"):
+        write_batch_dataset(tmp_path / "x.batch", iter(np.zeros((50, 8), np.uint32)), 50, 2, 8, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_folder_whose_files_cannot_be_mapped_is_told_by_our_error(tmp_path, monkeypatch):
+    def failing(*_: object, **__: object):
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    monkeypatch.setattr(np, "memmap", failing)
+    with pytest.raises(TransportError, match=r"could not map the records: .*\(ENODEV\)"):
+        write_batch_dataset(tmp_path / "x.batch", iter(np.zeros((5, 8), np.uint32)), 5, 2, 8, progress=False)
+
+
+def test_a_collected_file_that_cannot_be_read_again_is_told_by_our_error():
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    memory = MemoryTransport()
+    with (
+        pytest.raises(TransportError, match=r"could not read: .*\(EIO\)") as told,
+        NewFile(memory, "x.bin") as file,
+    ):
+        # A disk that fails here.
+        file._publish = lambda _, publish=file._publish: publish(Failing(b"x" * 10))
+        file.commit()
+    assert told.value.where == file.temporary
+    assert not os.path.exists(file.temporary)
+    assert memory.list() == []

@@ -95,13 +95,13 @@ def open_index(transport: Transport, *, max_nbytes: int = MAX_INDEX_NBYTES) -> S
     with os_errors(temporary_folder(), "write"):
         descriptor, path = tempfile.mkstemp(prefix="saev-store-index-", suffix=".sqlite")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with os_errors(path, "write"), os.fdopen(descriptor, "wb") as file:  # closing writes the rest
             for chunk in chunks(transport, INDEX_SQLITE, nbytes):
-                with os_errors(path, "write"):
-                    file.write(chunk)
+                file.write(chunk)
         index = SqliteIndex(path, where=where)
     except BaseException:
-        os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
         raise
     weakref.finalize(index, _remove, path, os.getpid())
     return index

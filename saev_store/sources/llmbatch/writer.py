@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -120,12 +121,11 @@ def write_batch_dataset(
     header = checked_header(path, total_records, batch_size, seq_len, seed)
     if not overwrite:  # before the stream is consumed
         refuse_existing(there, path)
-    with os_errors(temporary_folder(), "collect records"):
-        opened = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
-    with opened as spool:
+    with _temporary() as spool:
         _collect(_grouped(tokens_iter, header.seq_len), spool, header, progress=progress)
         shape = (header.total_records, header.seq_len)
-        tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
+        with os_errors(temporary_folder(), "map the records"):
+            tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
         return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
 
 
@@ -186,6 +186,18 @@ def slots_of(header: Header, first: int, end: int, records: Callable[[IntArray],
     slots = np.zeros((n, header.padded_batch_nbytes), np.uint8)
     slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records(places).reshape(n, -1)
     return slots
+
+
+@contextlib.contextmanager
+def _temporary() -> Generator[BinaryIO]:
+    """A file without a name, for the length of a block."""
+    with os_errors(temporary_folder(), "collect records"):
+        file = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):  # what the full disk has not taken is written once more
+            file.close()
 
 
 def _collect(groups: Iterator[TokenArray], spool: BinaryIO, header: Header, *, progress: bool | None) -> None:
