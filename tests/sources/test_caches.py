@@ -1093,3 +1093,22 @@ def test_other_token_ids_make_another_digest(tmp_path: Path):
         saved(tmp_path / "c" / "tokens.pt", list(ids))
         digests.add(opened(MemmapCache, tmp_path / "c", layers=[3], context=4).digest())
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize("name", [HOOK, "token_ids"])
+@pytest.mark.parametrize("url", ["disk", "memory"])
+def test_an_arrow_file_with_a_column_twice_is_refused(name: str, url: str, tmp_path: Path):
+    pa = pytest.importorskip("pyarrow")
+    fsspec = pytest.importorskip("fsspec")
+    arrow(tmp_path / "c", cached(), [11])
+    raw = (tmp_path / "c" / ARROW).read_bytes()
+    table = pa.ipc.open_stream(raw).read_all()
+    twice = table.append_column(name, table.column(name))
+    with pa.OSFile(str(tmp_path / "c" / ARROW), "wb") as sink, pa.ipc.new_stream(sink, twice.schema) as writer:
+        writer.write_table(twice)
+    source: object = tmp_path / "c"
+    if url == "memory":
+        source = f"memory://{tmp_path}/c"
+        fsspec.filesystem("memory").put(f"{tmp_path}/c/", f"{tmp_path}/c/", recursive=True)
+    with pytest.raises(DocumentError, match=f"{ARROW}: it has the column '{name}' more than once"):
+        import_cache(source, tmp_path / "out", **MODEL)

@@ -84,7 +84,7 @@ def read_rows(transport: Transport, path: str, nbytes: int, columns: Collection[
 
     Raises:
         CorruptShardError: it is cut, or no Arrow stream.
-        DocumentError: a column is missing.
+        DocumentError: a column is missing, or there more than once.
     """
     import pyarrow as pa
 
@@ -100,6 +100,9 @@ def read_rows(transport: Transport, path: str, nbytes: int, columns: Collection[
         missing = sorted(set(columns) - set(schema.names))
         if missing:
             raise DocumentError(f"it has no column {missing[0]!r}", where=where)
+        repeated = sorted(name for name in columns if schema.names.count(name) > 1)
+        if repeated:
+            raise DocumentError(f"it has the column {repeated[0]!r} more than once", where=where)
         for message in messages:
             if message.type != "record batch" or _is_compressed(message.metadata.to_pybytes()):
                 raise DocumentError(
