@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from saev_store.errors import (
     ArgumentError,
+    ForkError,
     SaevStoreError,
     StoreExistsError,
     TransportError,
@@ -29,6 +30,24 @@ if TYPE_CHECKING:
 
 #: The branch that exports are commits of.
 BRANCH = "main"
+#: The process that has used Icechunk for an export.
+_used_in: int | None = None
+
+
+def check_not_forked(where: str) -> None:
+    """Refuse to use Icechunk in a child of a process that did: its threads are not there, so every call would hang.
+
+    Raises:
+        ForkError: this process was forked after an export.
+    """
+    global _used_in  # noqa: PLW0603  # Icechunk's threads are of the process, too
+    if _used_in not in (None, os.getpid()):
+        raise ForkError(
+            "Icechunk was used before this process was forked, and does not work in it",
+            where=where,
+            remedy='Start workers with "spawn" or "forkserver".',
+        )
+    _used_in = os.getpid()
 
 
 def check_icechunk_types(target: object, container: object) -> None:

@@ -26,6 +26,7 @@ from saev_store.export._references import References, check_text, references, ur
 from saev_store.export._repository import (
     BRANCH,
     check_icechunk_types,
+    check_not_forked,
     container_of,
     create_whole,
     is_begun,
@@ -83,6 +84,7 @@ def write_icechunk(
         ArgumentError: `chunks` is not a legal shape, an argument is of another type, the store does not fit the repository, or Icechunk cannot read `base` or
             write to `target`.
         CorruptShardError: shards are missing or short.
+        ForkError: this process was forked after an export to Icechunk.
         MissingDependencyError: icechunk or virtualizarr is not installed.
         NotFoundError: there is no repository to append to.
         StoreExistsError: the repository exists, and `append` is false; or the folder contains something else, in a bucket also
@@ -116,6 +118,7 @@ def write_icechunk(
                 os.scandir(folder).close()
     if is_new and append:
         raise NotFoundError(_NOTHING, where=where, remedy=_CREATE)
+    check_not_forked(where)
     with our_errors(where):
         return _write_to(
             store, target, where, is_new=is_new, chunks=chunks, base=base, container=container, append=append

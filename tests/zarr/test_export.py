@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -19,7 +20,14 @@ from waiting import HANG_S
 from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.core.layout import Layout
-from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning, StoreExistsError, WriterConflictError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    ForkError,
+    SaevStoreWarning,
+    StoreExistsError,
+    WriterConflictError,
+)
 from saev_store.export import _references, icechunk, kerchunk
 from saev_store.transport.local.write import TEMP_PREFIX
 
@@ -363,6 +371,29 @@ def test_an_icechunk_repository_is_not_overwritten(tmp_path: Path):
     with pytest.raises(StoreExistsError, match="already exists"):
         store.to_icechunk(tmp_path / "repository")
     assert {path: path.read_bytes() for path in (tmp_path / "repository").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("append", [False, True])
+def test_icechunk_in_a_forked_child_is_refused(tmp_path: Path, append: bool):
+    """It hung there."""
+    pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    store = small_store(tmp_path)
+    store.to_icechunk(tmp_path / "repository", chunks=(1, 1, 5, 8))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            store.to_icechunk(tmp_path / ("repository" if append else "child"), append=append)
+        except ForkError as error:
+            code = 0 if error.remedy and "spawn" in error.remedy else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not (tmp_path / "child").exists()
 
 
 def test_many_references_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
