@@ -50,7 +50,7 @@ def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
-    if not isinstance(node, yaml.MappingNode):  # with an explicit tag  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(node, yaml.MappingNode):  # pyright: ignore[reportUnnecessaryIsInstance]  # with an explicit tag
         raise yaml.constructor.ConstructorError(None, None, "something else has the tag of a mapping", node.start_mark)
     made: dict[Hashable, object] = {}
     n_others = 0
