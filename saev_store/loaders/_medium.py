@@ -129,7 +129,8 @@ def _cached_share(path: str, layout: Layout) -> float | None:
         except OSError:
             return None
         finally:
-            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.close(fd)
     return found / _N_PROBES
 
 

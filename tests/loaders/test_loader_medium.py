@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -34,6 +35,20 @@ def test_by_what_the_system_says(tmp_path, monkeypatch, file_system, spins, cach
     found = medium_of(store.transport, store.layout)
     assert (found.kind, found.kind in WAITING, found.path) == (kind, waits, store.url)
     assert medium_of(store.transport, store.layout, "remote").kind == "remote"
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell")
+def test_a_shard_that_cannot_be_closed_is_no_reason_to_stop(tmp_path, monkeypatch):
+    plain = plain_store(tmp_path)
+    layout, close = ShardStore.open(plain.path).layout, os.close
+
+    def failing(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing)
+        _medium._cached_share(str(plain.path), layout)
 
 
 def test_a_pipe_in_the_place_of_a_shard_is_not_waited_for(tmp_path):
