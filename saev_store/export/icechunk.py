@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -43,12 +44,15 @@ from saev_store.zarr.documents import ARRAY, TOKEN_DIMS, attributes_of, token_va
 
 if TYPE_CHECKING:
     import icechunk
+    import zarr
 
     from saev_store.store.store import ShardStore
 
 _NOTHING, _CREATE = "there is no repository to append to", "Create it without append=True first."
 #: Labels of layers are read only if they are no more, in chunks that are no larger.
 _MOST_LAYERS = 1 << 16
+#: Likewise for chunks of several examples of a token array: completing one takes its memory. Those of exports have about 1 MiB.
+_MOST_CHUNK_BYTES = 32 << 20
 #: What is known of each store in a repository.
 _PART = {"content_hash", "url", "n_examples"}
 #: Attributes of stores that continue each other.
@@ -248,7 +252,7 @@ class _Appended:
         parts = cast("list[object]", _parts(group.attrs))
         if not fits or not all(isinstance(part, Mapping) and part.keys() >= _PART for part in parts):
             raise other
-        if any(array.shape[0] != acts.shape[0] for array in tokens.values()):
+        if any(array.shape[0] != acts.shape[0] or not _is_completed(array) for array in tokens.values()):
             raise other
         return cls(
             n_examples=acts.shape[0],
@@ -279,6 +283,11 @@ class _Appended:
             )
         if any((part["content_hash"], part["url"]) == (here["content_hash"], url) for part in _parts(self.attributes)):
             raise ArgumentError(f"{url} is already in the repository", where=where)
+
+
+def _is_completed(array: zarr.Array[Any]) -> bool:
+    """Whether a chunk of a token array may be completed."""
+    return array.chunks[0] == 1 or math.prod(array.chunks) * array.dtype.itemsize <= _MOST_CHUNK_BYTES
 
 
 def _parts(attributes: Mapping[str, object]) -> list[Mapping[str, object]]:

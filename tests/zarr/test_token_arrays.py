@@ -249,6 +249,27 @@ def test_icechunk_appends_them(tmp_path):
             other.to_icechunk(tmp_path / "repository", append=True)
 
 
+def test_a_repository_whose_chunks_take_any_memory_is_refused(tmp_path):
+    """Completing a chunk of a token array takes the memory of all of it, whatever the repository says of its shape."""
+    icechunk = pytest.importorskip("icechunk")
+    pytest.importorskip("virtualizarr")
+    parts = [ShardStore.open(token_store(tmp_path, seed=seed, n=8).path) for seed in range(2)]
+    parts[0].to_icechunk(tmp_path / "repository", chunks=(1, *parts[0].shape[1:]))
+    storage = icechunk.local_filesystem_storage(str(tmp_path / "repository"))
+    session = icechunk.Repository.open(storage).writable_session("main")
+    group = zarr.open_group(session.store, mode="a")
+    name = SHOWN["mask"]
+    array = group[name]
+    del group[name]
+    group.create_array(
+        name, shape=array.shape, chunks=(2**40, array.shape[1]), dtype=array.dtype,
+        dimension_names=array.metadata.dimension_names,
+    )  # fmt: skip
+    session.commit("chunks of terabytes")
+    with pytest.raises(ArgumentError, match="not an export of a store"):
+        parts[1].to_icechunk(tmp_path / "repository", append=True)
+
+
 @pytest.mark.parametrize("nbytes", [1 << 20, 130, 1])
 def test_icechunk_appends_them_wherever_their_chunks_end(tmp_path, monkeypatch: pytest.MonkeyPatch, nbytes: int):
     """Chunks of token arrays hold many examples, although those of the vectors hold one."""
