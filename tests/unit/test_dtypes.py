@@ -19,6 +19,7 @@ from saev_store.core.dtypes import (
     are_finite,
     convert,
     converted,
+    narrowed,
     numpy_dtype,
     read_dtype,
     stored_as,
@@ -164,6 +165,35 @@ def test_one_number_that_is_not_finite_is_found(name: str, look_numbers: int, mo
         some.reshape(-1)[place] = others[place * 20]
         assert not are_finite(some, name)
         assert not are_finite(some[:, ::-1], name)
+
+
+def rounded_once(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The nearest number of 16 bits, of two equally near ones the even one: by comparing with all of them."""
+    bits = np.arange(1 << 15, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = bits.view(dtype).astype(np.float64)
+    values = values[np.isfinite(values)]
+    middles = (values[:-1] + values[1:]) / 2  # exact
+    size = np.abs(numbers)
+    low, high = (np.searchsorted(middles, size, side=side) for side in ("left", "right"))
+    return np.where(low % 2 == 0, low, high).astype(np.uint16) | np.signbit(numbers).astype(np.uint16) << 15
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("look_numbers", [1, 3, 1 << 17])
+def test_float64_on_its_way_to_16_bits_is_rounded_once(name: str, look_numbers: int, monkeypatch: pytest.MonkeyPatch):
+    """Near the middle of two numbers of 16 bits, where a first rounding to float32 would decide."""
+    monkeypatch.setattr(dtypes, "_LOOK_NUMBERS", look_numbers)
+    values = np.arange(0x0001, 0x7B00, 997, dtype=np.uint16).view(DTYPES[name]).astype(np.float64)
+    following = np.arange(0x0002, 0x7B01, 997, dtype=np.uint16).view(DTYPES[name]).astype(np.float64)
+    middle = (values + following) / 2
+    size = np.concatenate([values, middle, middle * (1 - 2**-40), middle * (1 + 2**-40)])
+    given = np.stack([size, -size])
+    assert (given.astype(np.float32).astype(DTYPES[name]).view(np.uint16) != rounded_once(given, DTYPES[name])).any()
+    found = narrowed(given, name)
+    assert found.dtype == np.float32
+    assert np.array_equal(found.astype(DTYPES[name]).view(np.uint16), rounded_once(given, DTYPES[name]))
+    assert narrowed(given[:, ::2], name).tobytes() == found[:, ::2].tobytes()
 
 
 def test_dtypes_of_torch_are_understood():
