@@ -80,6 +80,7 @@ def test_tensors_too_and_a_copy_of_the_layers_gives_the_same_numbers(made, choic
     check([indexed.batch(np.arange(len(indexed)))], indexed.layer_keys, positions, acts)
     example = indexed[len(indexed) - 1]
     assert (example["layer"], example["layer_key_idx"]) == (LAYERS[positions[-1]][0], len(positions) - 1)
+    assert {type(value) for name, value in example.items() if name != "act"} == {int}
     indexed.close()
 
 
