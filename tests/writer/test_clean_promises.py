@@ -206,9 +206,9 @@ def test_a_writer_that_begins_while_another_store_goes_keeps_its_files(tmp_path,
     this.check({path.name: path.read_bytes() for path in (tmp_path / this.name).iterdir()})
 
 
-@pytest.mark.parametrize("file", ["token_ids.bin", "acts1000000.bin"])
-def test_token_arrays_of_an_unfinished_store_are_ours(tmp_path, file):
-    """They are written before the metadata, where a writer may be killed."""
+@pytest.mark.parametrize("file", ["token_ids.bin", "acts1000000.bin", "shards.json", "digests.json", "provenance.json"])
+def test_files_of_an_unfinished_store_are_ours(tmp_path, file):
+    """They are written before the metadata, where a writer or a copy may be killed."""
     this = case(protocol="3.0")
     begun(open_transport(tmp_path), this)
     (tmp_path / this.name / file).touch()
