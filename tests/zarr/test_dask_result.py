@@ -103,6 +103,21 @@ READS: dict[str, tuple[Callable[[Path], np.ndarray], Callable[[np.ndarray], np.n
 }
 
 
+def test_parts_of_a_result_count_with_their_bytes(small: tuple[PlainStore, ShardStore]):
+    """The workers of a cluster spill and pause by that."""
+    from dask.callbacks import Callback
+    from dask.sizeof import sizeof
+
+    plain, store = small
+    sizes = dict[object, int]()
+    with Callback(posttask=lambda key, part, *_: sizes.update({key: sizeof(part)})):
+        found = store.as_dask(chunks=(2, 1, 5, 8)).compute(scheduler="sync")
+    assert found.tobytes() == plain.dense.tobytes()
+    parts = [size for key, size in sizes.items() if isinstance(key, tuple)]
+    assert len(parts) == 4 * 3
+    assert plain.dense.nbytes <= sum(parts) < plain.dense.nbytes + 100 * len(parts)
+
+
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 @pytest.mark.parametrize("name", READS)
 def test_the_result_and_no_more_is_allocated(name: str, scheduler: str, large: tuple[PlainStore, Path]):

@@ -101,6 +101,21 @@ def test_nothing_of_what_was_lost_may_be_asked_for_by_an_empty_range(tmp_path: P
         view.get_sync(key, byte_range=RangeByteRequest(9, 10))
 
 
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_range_ends_with_the_last_whole_example_that_is_left(engine: str, tmp_path: Path):
+    """Although the file holds some bytes of the next one."""
+    plain = plain_store(LAYOUT)
+    folder, n = plain.write(tmp_path), 2 * LAYOUT.example_nbytes
+    os.truncate(folder / "acts000001.bin", n + 7)
+    view = ShardStore.open(folder, engine=engine, damaged_ok=True).as_zarr(chunks=(3, 3, 5, 8), sharded=False)
+    key = "activations/c/1/0/0/0"
+    for start in (0, 5, n - 1):
+        found = view.get_sync(key, byte_range=RangeByteRequest(start, n))
+        assert found.to_bytes() == plain.dense[3:5].tobytes()[start:]
+        with pytest.raises(CorruptShardError):
+            view.get_sync(key, byte_range=RangeByteRequest(start, n + 1))
+
+
 def test_ranges_that_begin_behind_a_value_are_empty():
     view = opened(MemoryTransport(plain_store(LAYOUT).files)).as_zarr(chunks=(1, 1, 5, 8))
     for key in ("activations/c/2/0/0/0", "zarr.json", "layer/c/0"):
