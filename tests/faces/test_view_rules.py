@@ -236,6 +236,7 @@ def test_what_is_answered(caplog: pytest.LogCaptureFixture) -> None:
         status, _, body = get(url, "image/4")
         assert (status, json.loads(body)["error"]["message"]) == (404, "no image at a.png")
         assert [get(url, f"image/{text}")[0] for text in ("x", "", "3/", "1e1")] == [400] * 4
+        assert [get(url, f"image/{'9' * n}")[0] for n in (18, 19, 5000)] == [404, 400, 400]
         types = {"": "text/html", "index.html": "text/html", "view.css": "text/css", "app.js": "text/javascript"}
         for path, content_type in types.items():
             status, headers, _ = get(url, path)

@@ -440,7 +440,7 @@ def test_tasks_that_are_left_are_cancelled(monkeypatch: pytest.MonkeyPatch, ends
     """Whoever keeps the error keeps them alive; they would go on with what nobody wants."""
     import distributed
 
-    cancelled, futures = list[int](), list[object]()
+    cancelled, futures, before = list[int](), list[object](), set(threading.enumerate())
 
     class Client:
         loop = None
@@ -478,6 +478,10 @@ def test_tasks_that_are_left_are_cancelled(monkeypatch: pytest.MonkeyPatch, ends
             next(found)
     found.close()
     assert (cancelled, len(futures)) == ([1, 2, 3], 4)
+    watching = set(threading.enumerate()) - before
+    for thread in watching:
+        thread.join(HANG_S)
+    assert not any(thread.is_alive() for thread in watching)
 
 
 @pytest.mark.parametrize("address", ["bad", "", "foo://host:1", "tcp://host"])
