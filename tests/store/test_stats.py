@@ -236,9 +236,10 @@ def test_the_scale_gives_the_norm_of_sqrt_d_model(tmp_path: Path):
 # -- a sample ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("examples_per_read", [1, 2, 3, 4])
+def test_a_sample_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examples_per_read: int):
     monkeypatch.setattr(_compute, "_TASK_BYTES", 2000)
-    monkeypatch.setattr(_compute, "_READ_BYTES", 500)
+    monkeypatch.setattr(_compute, "_READ_BYTES", 480 * examples_per_read)
     plain = plain_store(tmp_path, n=40, per_shard=7)
     store = ShardStore.open(plain.path)
     chosen = np.sort(np.random.default_rng(5).choice(40, 12, replace=False, shuffle=False))
