@@ -22,7 +22,7 @@ WAITING = ("flash", "disk", "parallel")
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _PARALLEL = {
-    "lustre", "gpfs", "beegfs", "nfs", "nfs4", "ceph", "cephfs", "cifs", "smb3", "glusterfs", "pvfs2", "panfs", "afs", "9p",
+    "lustre", "gpfs", "beegfs", "nfs", "nfs4", "ceph", "cifs", "smb3", "glusterfs", "pvfs2", "panfs", "afs", "9p",
     "virtiofs", "wekafs", "daos",
 }  # fmt: skip
 #: Pages looked at to decide whether a store is in the page cache.

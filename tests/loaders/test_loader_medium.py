@@ -22,7 +22,7 @@ from saev_store.loaders._medium import WAITING, medium_of
         ("ext4", True, None, "disk", True),
         ("xfs", False, 0.0, "flash", True),
         ("xfs", None, 0.0, "flash", True),
-        ("lustre", None, 0.0, "parallel", True),
+        *((name, None, 0.0, "parallel", True) for name in ("lustre", "gpfs", "beegfs", "nfs", "ceph", "cifs", "9p")),
         ("fuse.something", None, 0.0, "parallel", True),
         ("nfs4", None, 1.0, "cached", False),
     ],

@@ -676,7 +676,7 @@ def test_created_files_have_the_usual_permissions(tmp_path):
 
 
 @pytest.mark.parametrize("renames", [True, False])
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV])
 def test_create_where_links_are_impossible(tmp_path, monkeypatch, code, renames):
     """A system may also have no rename that replaces nothing."""
 

@@ -28,7 +28,8 @@ from saev_store.errors import (
 )
 from saev_store.store import ShardStore
 from saev_store.transport import MemoryTransport, MmapTransport, open_transport
-from saev_store.writer import RepairWriter, create_store, open_repair
+from saev_store.validation import _validate
+from saev_store.writer import RepairWriter, _repair_files, create_store, open_repair
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer.copying import copy_store
 from saev_store.writer.folder import Folder
@@ -738,12 +739,17 @@ def test_a_report_of_other_files_is_refused(tmp_path: Path) -> None:
     assert ShardStore.open(whole_path)[...].tobytes() == this.acts.tobytes()
 
 
+@pytest.mark.parametrize("block_bytes", [4, 8 << 20])
 @pytest.mark.parametrize("digested", [True, False])
 @pytest.mark.parametrize(
     ("name", "values"), [("mask", np.ones((7, 4), bool)), ("token_ids", np.arange(28).reshape(7, 4))]
 )
-def test_a_damaged_token_array_is_reported_with_the_call_that_repairs_it(tmp_path, name, values, digested):
+def test_a_damaged_token_array_is_reported_with_the_call_that_repairs_it(
+    tmp_path, monkeypatch, name, values, digested, block_bytes
+):
     """Without digests only a bool shows that it was changed: a byte of it is 0 or 1."""
+    monkeypatch.setattr(_repair_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(_validate, "_DEFAULT_BLOCK_BYTES", block_bytes)
     metadata = new_metadata(
         family="gpt2", ckpt="x", layers=[2], content_tokens_per_example=4, cls_token=False, d_model=2, n_examples=7,
         max_tokens_per_shard=12, token_arrays={"mask": "bool", "token_ids": "int32"},
