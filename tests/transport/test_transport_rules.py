@@ -243,6 +243,13 @@ def test_urls_are_shown_without_what_follows_the_path(url: str, shown: str):
     assert safe_url(url) == shown
 
 
+@pytest.mark.parametrize("protocol", ["s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"])
+def test_lists_are_asked_for_anew(protocol: str):
+    """fsspec keeps those of object stores and web servers for ever."""
+    assert tuned(protocol, {})["use_listings_cache"] is False
+    assert tuned(protocol, {"use_listings_cache": True})["use_listings_cache"] is True
+
+
 def test_what_the_caller_says_wins_over_our_tuning():
     found = tuned("s3", {"config_kwargs": {"read_timeout": 7}, "use_listings_cache": True, "anon": True})
     assert found["config_kwargs"]["read_timeout"] == 7
