@@ -1004,6 +1004,22 @@ def test_only_one_service_with_the_same_credentials_copies_within():
         to.copy_within(down(), "acts.bin", "acts.bin")
 
 
+@pytest.mark.parametrize("protocol", ["s3", "s3a", "gs", "gcs"])
+def test_services_copy_within_under_each_of_their_names(protocol: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("s3fs" if protocol.startswith("s3") else "gcsfs")
+    options = {"key": "a", "secret": "b"} if protocol.startswith("s3") else {"token": "anon"}
+    transport = open_transport(f"{protocol}://bucket/x", options, engine="fsspec")
+    asked: list[tuple[object, ...]] = []
+
+    def ask(*what: object, **_: object) -> dict[str, object]:
+        asked.append(what)
+        return {"size": 5, "type": "file"}
+
+    monkeypatch.setattr(transport.client, "ask", ask)
+    assert transport.copy_within(transport.at("from"), "acts.bin", "to/acts.bin")
+    assert asked == [("info", "bucket/x/from/acts.bin"), ("cp_file", "bucket/x/from/acts.bin", "bucket/x/to/acts.bin")]
+
+
 def test_a_server_that_is_down_is_a_transport_error():
     pytest.importorskip("aiohttp")
     transport = open_transport("http://127.0.0.1:9/x")

@@ -694,6 +694,34 @@ def test_create_where_links_are_impossible(tmp_path, monkeypatch, code, renames)
     assert os.listdir(tmp_path / "a") == ["b.json"]
 
 
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EIO])
+def test_create_where_neither_links_nor_exclusive_renames_are_possible(tmp_path, monkeypatch, code):
+    """A failure of the disk is none of these."""
+
+    def no_link(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    class NoRename:
+        @staticmethod
+        def renameat2(*_: object) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(_local_write, "LIBC", NoRename())
+    transport = MmapTransport(tmp_path)
+    if code == errno.EIO:
+        with pytest.raises(TransportError, match="EIO"):
+            transport.create("b.json", b"first")
+        assert os.listdir(tmp_path) == []
+        return
+    transport.create("b.json", b"first")
+    with pytest.raises(StoreExistsError):
+        transport.create("b.json", b"second")
+    assert transport.read("b.json") == b"first"
+    assert os.listdir(tmp_path) == ["b.json"]
+
+
 def test_create_has_one_winner_among_processes(tmp_path):
     context = multiprocessing.get_context("spawn")
     with context.Pool(4) as pool:
@@ -782,17 +810,21 @@ def test_a_really_full_disk(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("missing", [True, False])
-def test_places_that_cannot_reserve_space(tmp_path, monkeypatch, missing):
+#: What systems say of a call that a file system does not have.
+UNSUPPORTED = [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV]
+
+
+@pytest.mark.parametrize("code", [None, *UNSUPPORTED])
+def test_places_that_cannot_reserve_space(tmp_path, monkeypatch, code):
     class NoFallocate:
         pass
 
-    if not missing:
+    if code is not None:
 
         class NoFallocate:
             @staticmethod
             def fallocate(*args):
-                ctypes.set_errno(errno.EOPNOTSUPP)
+                ctypes.set_errno(code)
                 return -1
 
     monkeypatch.setattr(_local_write, "LIBC", NoFallocate())
@@ -1042,9 +1074,10 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_again(tmp_path, m
     assert len(calls) == 3
 
 
-def test_a_place_without_locks_warns(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_place_without_locks_warns(tmp_path, monkeypatch, code):
     def fail(fd, how):
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.warns(SaevStoreWarning, match="no locks"), MmapTransport(tmp_path).lock("lock"):
