@@ -59,8 +59,10 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         self.datasets: weakref.WeakSet[BatchDataset[AnyConfig, Inner]] = weakref.WeakSet()
         #: The latest iterator.
         self._batches: weakref.ref[_Batches] | None = None
-        #: The number that a framework has told last.
+        #: The number that a framework has told last; states have it.
         self._told: int | None = None
+        #: Whether the latest iterator was left within its epoch, and another one was made, which has handed out no batch.
+        self._was_left = False
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -94,7 +96,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
             self._loader.set_epoch(self._at[0])
         epoch = self._loader.epoch
         batches = iter(self._loader)
-        self._at = None
+        if self._at is not None:
+            self._was_left, self._at = self._at[1] > 0, None
         at, n_batches = (epoch, self._loader.next_batch), len(self._loader)
         found = _Batches(batches, self._copies, at, n_batches, self._advance, self._normalizer)
         self._batches = weakref.ref(found)
@@ -102,7 +105,7 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
 
     def _advance(self, at: tuple[int, int]) -> None:
         """Note the epoch and the number of the batch that comes next."""
-        self._at = at
+        self._at, self._was_left = at, False
 
     @property
     def epoch(self) -> int:
@@ -112,7 +115,7 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning."""
         self._loader.set_epoch(epoch)
-        self._at = None
+        self._at, self._was_left = None, False
         self._tell_datasets()
 
     @property
@@ -127,18 +130,20 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         """Follow a framework that tells the number of its epoch before it iterates.
 
         A loader that was left within its epoch, as `limit_train_batches` does, goes on to its next one at each new number: else
-        all epochs would have the same rows. One that has handed out no batch begins with the epoch that is told, unless a state
-        was loaded, or this epoch is behind.
+        all epochs would have the same rows. So does one whose state was taken there, where the number follows the state's. One that
+        has handed out no batch begins with the epoch that is told, unless a state was loaded, or this epoch is behind.
         """
         told, self._told = self._told, epoch
-        if self._at is not None and self._at[1] > 0 and told not in {None, epoch}:
-            self.set_epoch(self._at[0] + 1)
-            return
-        if self._at is not None or self._loader.is_bound or epoch <= self.epoch:
+        is_new = self._at is None
+        is_loaded = is_new and self.place[1] > 0
+        was_left = self._was_left or (not is_new and self.place[1] > 0)
+        if told is not None and ((was_left and told != epoch) or (is_loaded and told + 1 == epoch)):
+            epoch = max(self.epoch + 1, epoch)
+        elif not is_new or self._loader.is_bound or epoch <= self.epoch:
             return
         self.set_epoch(epoch)
         batches = None if self._batches is None else self._batches()
-        if batches is not None:
+        if is_new and batches is not None:
             batches.start(iter(self._loader), (epoch, 0))
 
     def state_dict(self) -> dict[str, object]:
@@ -148,6 +153,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
             self._put_place(state, *self._at)
         if self._normalizer is not None:
             state["normalize"] = self._normalizer.kind
+        if self._told is not None:
+            state["told"] = self._told
         return state
 
     @property
@@ -203,7 +210,8 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
                 remedy="Make the loader with the same normalize.",
             )
         self._loader.load_state_dict(state)
-        self._at = None
+        told = state.get("told")
+        self._at, self._was_left, self._told = None, False, told if isinstance(told, int) else None
         self._tell_datasets()
 
     def _tell_datasets(self) -> None:

@@ -461,6 +461,30 @@ def test_a_loader_that_was_left_within_an_epoch_goes_on_to_the_next_when_its_sam
         assert [batch["example_idx"].tolist() for batch in resumed] == orders[told - 5]
 
 
+def test_a_left_loader_goes_on_where_its_iterator_is_made_before_its_sampler_is_told(plain):
+    """Lightning's `fit` makes the iterator first. Its second one had the rows of the last epoch before it once more."""
+    config = ShuffledConfig(shards=plain.path, layer=5, batch_size=8)
+    whole, loader = ShuffledDataLoader(config), ShuffledDataLoader(config)
+    orders = [[batch["example_idx"].tolist() for batch in whole] for _ in range(6)]
+
+    def first_two(told: int, loader: ShuffledDataLoader = loader) -> list[list[int]]:
+        batches = iter(loader)
+        loader.sampler.set_epoch(told)
+        return [next(batches)["example_idx"].tolist() for _ in range(2)]
+
+    assert [first_two(told) for told in (0, 1, 0, 1)] == [order[:2] for order in orders[:4]]
+    assert first_two(1) == orders[3][:2]
+    assert first_two(5) == orders[5][:2]  # as a new loader that is told this
+    # A checkpoint of the last batch of an epoch that is left: Lightning loads it, makes the iterator and tells the next number.
+    state = loader.state_dict()
+    for told, expected in ((5, orders[5][2:4]), (7, orders[5][2:4]), (6, None)):
+        resumed = ShuffledDataLoader(config)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        found = first_two(told, resumed)
+        assert resumed.place == ((5, 4) if expected else (6, 2))
+        assert expected in (None, found)
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
 @pytest.mark.parametrize("method", ["spawn"])

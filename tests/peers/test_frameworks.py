@@ -206,7 +206,9 @@ def test_lightning_validates_tests_and_predicts(kind: str, store: Path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("limit", [None, 6])
-@pytest.mark.parametrize("when", [{}, {"every_n_train_steps": 7}, {"every_n_train_steps": 41}])
+@pytest.mark.parametrize(
+    "when", [{}, {"every_n_train_steps": 7}, {"every_n_train_steps": 12}, {"every_n_train_steps": 41}]
+)
 def test_lightning_goes_on_from_any_checkpoint(when: dict[str, int], limit: int | None, store: Path, tmp_path: Path):
     """Also from one at the end of an epoch, which is where Lightning writes them unless it is told otherwise.
 
