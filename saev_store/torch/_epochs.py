@@ -287,7 +287,8 @@ class _Batches(Iterator[ExampleBatch]):
         normalizer: Normalizer | None,
     ) -> None:
         self._copies, self._n_batches, self._advance, self._normalizer = copies, n_batches, advance, normalizer
-        self._has_ended = False
+        #: Whether it is over: after its last batch, or by an error.
+        self._has_ended = self._has_failed = False
         #: Who takes a batch: threads may share this, and each batch goes to one of them.
         self._turn = ForkSafeLock()
         self.start(batches, at)
@@ -304,11 +305,18 @@ class _Batches(Iterator[ExampleBatch]):
 
     def __next__(self) -> ExampleBatch:
         with self._turn.mutex:
+            if self._has_failed:
+                raise ArgumentError(
+                    "this iterator was closed by an error, of which its caller was told",
+                    where="iter(loader)",
+                    remedy="Call iter(loader) again.",
+                )
             if self._has_ended:
                 raise StopIteration
             try:
                 batch = next(self._found)
-            except BaseException:
+            except BaseException as error:
+                self._has_failed = not isinstance(error, StopIteration)
                 self.close()
                 raise
             epoch, number = self._at

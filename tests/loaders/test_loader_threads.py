@@ -14,6 +14,7 @@ import pytest
 from plain_stores import Plain, plain_store
 
 from saev_store import ShardStore, pair
+from saev_store.errors import ArgumentError
 from saev_store.loaders import OrderedLoader, OrderedPairLoader, ShuffledLoader, ShuffledPairLoader
 
 N_THREADS, BATCH_SIZE, N = 4, 4, 150
@@ -73,3 +74,16 @@ def test_each_batch_goes_to_one_of_the_threads(kind: str, tmp_path: Path) -> Non
         state = loader.state_dict()
     places = [state["a"], state["b"]] if "Pair" in kind else [state]
     assert [(place["epoch"], place["batch"]) for place in places] == [(1, 0)] * len(places)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_thread_takes_a_closed_iterator_for_the_end_of_the_epoch(kind: str, tmp_path: Path) -> None:
+    """Of the threads that shared an iterator of tensors one was told; the others ended as if they had had all of the epoch."""
+    a, b = (plain_store(tmp_path, n=N, per_shard=40, seed=seed) for seed in (0, 1))
+    loader = loader_of(kind, a, b)
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    for _ in range(3):
+        with pytest.raises(ArgumentError, match="this iterator was closed"):
+            next(batches)
