@@ -14,6 +14,7 @@ import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +43,7 @@ from saev_store.sources.caches.memmap import MemmapCache
 from saev_store.sources.caches.npy import mapped
 from saev_store.sources.caches.saelens import SaelensCache
 from saev_store.transport import open_transport
+from saev_store.transport.fsspec._transport import FsspecTransport
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MODEL = {"family": "llama", "ckpt": "tiny", "progress": False}
@@ -127,6 +129,21 @@ def test_a_request_that_is_a_link_to_nothing_is_not_left_out(tmp_path: Path):
     (tmp_path / "elsewhere").rename(tmp_path / "unmounted")
     store = import_cache(tmp_path, tmp_path / "out", **MODEL, layers=[1, 2], context=5)
     assert int(store.token_arrays["mask"][...].sum()) == 17
+
+
+def test_a_cache_is_imported_whose_listing_tells_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As those of web servers do. Its first file was called a link to nothing."""
+    requests(tmp_path / "hs", [5, 3, 9])
+    expected = import_cache(tmp_path / "hs", tmp_path / "near", **MODEL, layers=[1, 2], context=5)
+    listed = FsspecTransport.list
+    monkeypatch.setattr(
+        FsspecTransport,
+        "list",
+        lambda self, path="": [replace(entry, size=None) for entry in listed(self, path)],
+    )
+    url = f"simplecache::file://{tmp_path}/hs"
+    store = import_cache(url, tmp_path / "far", **MODEL, layers=[1, 2], context=5)
+    np.testing.assert_array_equal(store.read(dtype="stored"), expected.read(dtype="stored"))
 
 
 def test_layers_are_named_in_either_numbering(tmp_path: Path):

@@ -171,19 +171,27 @@ def check_context(context: object) -> int:
 
 
 def sizes_of(transport: Transport, entries: Sequence[Entry]) -> dict[str, int]:
-    """The sizes of the files among some names.
+    """The sizes of the files among some names. Where a listing tells none, as those of web servers, each file of a cache is asked for its own.
 
     Raises:
         NotFoundError: a name that a cache has is a link to nothing, or to what may not be looked at.
     """
+    sizes: dict[str, int] = {}
     for entry in entries:
-        if not entry.is_dir and entry.size is None and _FILE.fullmatch(entry.name):
-            raise NotFoundError(
-                "it is a link to nothing, or was deleted meanwhile",
-                where=full_url(transport, entry.path),
-                remedy="Restore the file, or remove the name if it is none of the cache.",
-            )
-    return {entry.name: entry.size for entry in entries if not entry.is_dir and entry.size is not None}
+        if entry.is_dir:
+            continue
+        size = entry.size
+        if size is None and _FILE.fullmatch(entry.name):
+            if transport.local_path is not None:
+                raise NotFoundError(
+                    "it is a link to nothing, or was deleted meanwhile",
+                    where=full_url(transport, entry.path),
+                    remedy="Restore the file, or remove the name if it is none of the cache.",
+                )
+            size = transport.size(entry.path)
+        if size is not None:
+            sizes[entry.name] = size
+    return sizes
 
 
 def entries_of(transport: Transport, path: str = "") -> Sequence[Entry]:
