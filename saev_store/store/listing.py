@@ -16,6 +16,7 @@ from saev_store.errors import NotFoundError, SaevStoreError, TransportError, cou
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME, one_line, printable
 from saev_store.store.card import human_bytes
 from saev_store.transport import Lists, Transport
+from saev_store.transport.local.write import ASIDE_PREFIX
 
 #: Folders that are looked at side by side.
 _N_THREADS = 16
@@ -86,7 +87,7 @@ class StoreList(Sequence[StoreEntry]):
 
 
 def list_stores(root: Transport) -> StoreList:
-    """Every store one level below a root; folders that are no stores are left out.
+    """Every store one level below a root; folders that are no stores are left out, as are those that are moved aside to be deleted.
 
     Reads two small documents per folder and compares the sizes of its files, several folders at once. Nothing is raised
     for a single broken store.
@@ -97,7 +98,9 @@ def list_stores(root: Transport) -> StoreList:
     """
     if not isinstance(root, Lists):
         raise TransportError(f"the transport {root.name!r} cannot list a folder", where=root.url)
-    names: list[str] = sorted(entry.name for entry in root.list() if entry.is_dir)
+    names: list[str] = sorted(
+        entry.name for entry in root.list() if entry.is_dir and not entry.name.startswith(ASIDE_PREFIX)
+    )
     found = ahead(partial(_look, root), names, _N_THREADS)
     return StoreList(root.url, [entry for entry in found if entry is not None])
 

@@ -501,6 +501,7 @@ def test_an_older_copy_that_was_moved_aside_before_a_kill_goes(plain, tmp_path, 
         patch.setattr(shutil, "rmtree", killed)
         stage(plain.path, to)
     (aside,) = (path for path in to.iterdir() if path.is_dir())
+    assert list(ShardStore.list(to)) == []  # what is to be deleted is no store
     if by == "clean":
         found = {each.path: each.nbytes for each in clean_leftovers(to, older_than_s=0).leftovers}
         assert found[aside.name] > plain.acts.nbytes
