@@ -19,7 +19,7 @@ from typing import cast
 
 from saev_store._runtime.threads import Flag, start_thread
 from saev_store.core.arguments import check_number
-from saev_store.core.layout import LayerKey
+from saev_store.core.layout import LayerKey, shard_name
 from saev_store.core.rows import Layers, Tokens, are_several
 from saev_store.errors import (
     ArgumentError,
@@ -231,7 +231,9 @@ def stage(
                         near.validate().raise_if_bad()
                         # Reading terabytes again at each start of a training run would cost as much as copying them.
                         if found != (now := copied + _versions(near)):
-                            check_bytes(Folder(root, target.name), progress=False, needs_digests=True)
+                            used = map(near.layout.used_nbytes, range(near.layout.n_shards))
+                            needed = [shard_name(idx) for idx, nbytes in enumerate(used) if nbytes]
+                            check_bytes(Folder(root, target.name), progress=False, needed=needed)
                             there.put(mark, now + _FROM + source)
                     return near.url if root.local_path is not None else target.url
                 if found in {recording, None, b""}:

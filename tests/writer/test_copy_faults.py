@@ -465,14 +465,21 @@ def test_a_staged_copy_is_read_again_only_where_its_files_have_changed(source, t
             stage(source.path, tmp_path / "to")
 
 
+@pytest.mark.parametrize("what", ["file", "shard"])
 @pytest.mark.parametrize("options", [{}, {"layers": 1}], ids=str)
-def test_a_staged_copy_without_digests_is_not_returned_once_its_files_have_changed(source, tmp_path, options):
+def test_a_staged_copy_without_digests_is_not_returned_once_its_files_have_changed(source, tmp_path, options, what):
     layers = metadata_of(source).layout.layers[1] if options else "all"
     source.write_digests(256)
     url = stage(source.path, tmp_path / "to", layers=layers)
-    (Path(url) / "digests.json").unlink()
-    rotten(url)
-    with pytest.raises(CorruptShardError, match=r"digests\.json .* is gone"):
+    digests = Path(url) / "digests.json"
+    left = json.loads(digests.read_bytes())
+    digests.unlink()
+    if what == "shard":
+        del left["files"][rotten(url).name]
+        digests.write_text(json.dumps(left))
+    else:
+        rotten(url)
+    with pytest.raises(CorruptShardError, match=r"digests\.json (with .* is gone|lacks acts000000\.bin)"):
         stage(source.path, tmp_path / "to", layers=layers)
     shutil.rmtree(url)
     assert stage(source.path, tmp_path / "to", layers=layers) == url

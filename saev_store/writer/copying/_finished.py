@@ -20,25 +20,31 @@ from saev_store.writer.copying._copier import CopiedFile
 from saev_store.writer.folder import TEMPORARY, Folder
 
 
-def check_bytes(folder: Folder, *, progress: bool | None, needs_digests: bool = False) -> None:
+def check_bytes(folder: Folder, *, progress: bool | None, needed: Sequence[str] = ()) -> None:
     """Compare all bytes of a finished copy with its digests.
 
     Args:
         folder: The copy.
         progress: Show a bar on standard error; None: when it is a terminal.
-        needs_digests: Whether it is an error if there are none. Every copy has them when it is made.
+        needed: Files of which there have to be digests. Every copy has those of its shards when it is made.
 
     Raises:
         CorruptShardError: a file was damaged since it was copied.
     """
     digests = load_digests(_copy_in(folder))
+    lacking = next((name for name in needed if digests is None or name not in digests.files), None)
+    if lacking is not None:
+        what = (
+            "the digests.json with which it is compared is gone"
+            if digests is None
+            else f"its digests.json lacks {lacking}"
+        )
+        raise CorruptShardError(
+            f"the copy is finished, but {what}: it was damaged since",
+            where=folder.url,
+            remedy="Delete the copy; it is then made again.",
+        )
     if digests is None:
-        if needs_digests:
-            raise CorruptShardError(
-                "the copy is finished, but the digests.json with which it is compared is gone: it was damaged since",
-                where=folder.url,
-                remedy="Delete the copy; it is then made again.",
-            )
         return
     n_bytes = sum(file.nbytes for file in digests.files.values())
     with Progress(n_bytes, "checking", shown=progress) as bar:
