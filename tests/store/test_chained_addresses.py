@@ -88,6 +88,10 @@ def test_a_tar_that_was_made_twice(plains, tmp_path):
     for plain in plains:
         store = ShardStore.open(f"tar://{plain.path.name}::file://{archive}")
         np.testing.assert_array_equal(store[...], plain.acts)
+    listed = [entry.name for entry in list_stores(open_transport(f"tar://::file://{archive}"))]
+    assert plains[1].path.name in listed  # those below `./` are under that name
+    listed = [entry.name for entry in list_stores(open_transport(f"tar://./::file://{archive}"))]
+    assert listed == [plains[0].path.name]
 
 
 def test_a_store_in_a_folder_of_another_file_system(plains, tmp_path):

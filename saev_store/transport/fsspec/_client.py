@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
@@ -63,6 +63,7 @@ class FileSystem(Protocol):
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes: ...
     def info(self, path: str, **options: object) -> Mapping[str, object]: ...
     def exists(self, path: str) -> bool: ...
+    def ls(self, path: str, *, detail: bool) -> Sequence[object]: ...
     def makedirs(self, path: str, exist_ok: bool) -> None: ...
     def open(self, path: str, mode: str) -> AbstractContextManager[BinaryIO]: ...
     def invalidate_cache(self, path: str | None = None) -> None: ...
@@ -175,7 +176,8 @@ class FsspecClient:
         self.root = root.rstrip("/") if root.strip("/") else root
         if self.protocols[0] == "tar" and self.root.partition("/")[0] != "." and fs.exists("."):
             # `tar cf x.tar .` and `shutil.make_archive` put this before each name.
-            self.root = self.root if self.root and fs.exists(self.root) else f"./{self.root}".rstrip("/")
+            is_there = fs.exists(self.root) if self.root else len(fs.ls("", detail=False)) > 1
+            self.root = self.root if is_there else f"./{self.root}".rstrip("/")
         # Addresses of web servers have queries, and those of S3 versions; elsewhere a name may hold what begins a query.
         has_query = "://" in self.root or _VERSIONED.search(self.root) is not None
         above, question, query = self.root.partition("?") if has_query else (self.root, "", "")
