@@ -62,6 +62,8 @@ Axis = Progression | IntArray
 Item: TypeAlias = "int | slice[object, object, object] | IntArray"
 #: Booleans are integers to Python, and strings are sequences; neither says which positions.
 _NO_INDEX: tuple[type[object], ...] = (bool, np.bool_, str, bytes)
+#: What is one number, and an array too.
+_NUMBERS: tuple[type[object], ...] = (np.generic,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +219,12 @@ def _component(item: object, name: str) -> Item | _Mask:
         raise SelectionError(
             f"{brief(item)} cannot index a store; use integers, slices, lists, boolean masks or '...'", where=name
         )
-    try:
-        return operator.index(cast("SupportsIndex", item))
-    except TypeError:
-        pass
+    # A tensor of one number calls itself an integer, whatever its dimensions, and also where it is a mask.
+    if isinstance(item, _NUMBERS) or not hasattr(item, "__array__"):
+        try:
+            return operator.index(cast("SupportsIndex", item))
+        except TypeError:
+            pass
     try:
         array = np.asarray(item)
     except (ValueError, TypeError) as error:
@@ -235,6 +239,8 @@ def _component(item: object, name: str) -> Item | _Mask:
         raise SelectionError(
             f"{brief(item)} has dtype {array.dtype}; positions are integers, masks are booleans", where=name
         )
+    if array.ndim == 0:
+        return int(array)
     try:
         return np.asarray(array, dtype=np.int64)
     except MemoryError as error:

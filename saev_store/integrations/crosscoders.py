@@ -148,7 +148,7 @@ class PairedActivations(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int | slice | torch.Tensor) -> torch.Tensor:
+    def __getitem__(self, index: int | slice | Sequence[int] | torch.Tensor) -> torch.Tensor:
         """One row (2, d_model), or several (n, 2, d_model).
 
         Raises:
@@ -156,8 +156,8 @@ class PairedActivations(Dataset[torch.Tensor]):
             CorruptShardError: a shard of those rows is missing or short.
         """
         given = index.numpy() if isinstance(index, torch.Tensor) else index
-        is_one = not isinstance(given, slice) and getattr(given, "ndim", 0) == 0
-        found = tensors(self.rows.rows([int(given)] if is_one else given)._asdict())  # pyright: ignore[reportArgumentType]  # an array of one number
+        is_one = hasattr(given, "__index__") and getattr(given, "ndim", 0) == 0
+        found = tensors(self.rows.rows(given)._asdict())
         rows = _models(found)
         return rows[0] if is_one else rows
 

@@ -209,7 +209,7 @@ class Selection:
                 f"{brief(row)} has {n} indices; rows take one, columns are always whole", where="index"
             )
         found = self.rows(row)
-        is_one = isinstance(row, (int, np.integer)) or (isinstance(row, np.ndarray) and row.ndim == 0)
+        is_one = hasattr(row, "__index__") and getattr(row, "ndim", 0) == 0
         return found[0] if is_one else found
 
     def __iter__(self) -> Iterator[FloatArray]:

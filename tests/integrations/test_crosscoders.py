@@ -13,7 +13,7 @@ from row_stores import row_store
 torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore, pair
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, SelectionError
 from saev_store.integrations.crosscoders import PairedActivations, layer_batches, model_batches, transcoder_batches
 from saev_store.torch import ShuffledConfig, ShuffledDataLoader, ShuffledPairConfig, ShuffledPairDataLoader
 
@@ -90,5 +90,10 @@ def test_rows_by_number_are_those_of_both_stores(stores: list[Path]):
     np.testing.assert_array_equal(rows[7].numpy(), truth[7])
     np.testing.assert_array_equal(rows[torch.tensor(-1)].numpy(), truth[-1])
     np.testing.assert_array_equal(rows[5:50:3].numpy(), truth[5:50:3])
+    np.testing.assert_array_equal(rows[[7, 3]].numpy(), truth[[7, 3]])
+    np.testing.assert_array_equal(rows[torch.tensor([7])].numpy(), truth[[7]])
+    for wrong in (True, 3.7, "3", None):
+        with pytest.raises(SelectionError):
+            rows[wrong]
     batches = torch.utils.data.DataLoader(pickle.loads(pickle.dumps(rows)), batch_size=50)
     np.testing.assert_array_equal(torch.cat(list(batches)).numpy(), truth)

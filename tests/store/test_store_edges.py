@@ -71,6 +71,43 @@ def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
+class Tensor:
+    """Like a tensor of torch, which calls itself an integer where it has one number, whatever its dimensions, and also where it is a mask."""
+
+    def __init__(self, values: object) -> None:
+        self._values = np.asarray(values)
+        self.ndim, self.shape, self.dtype = self._values.ndim, self._values.shape, self._values.dtype
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        return self._values
+
+    def __index__(self) -> int:
+        if self._values.size != 1:
+            raise TypeError("only integer tensors of a single element can be converted to an index")
+        return int(self._values.reshape(()))
+
+
+@pytest.mark.parametrize("values", [3, [3], [3, 1], -1, [False] * 7, [True] + [False] * 6])
+def test_tensors_of_one_number_are_what_arrays_of_their_dimensions_are(
+    values: object, plain: PlainStore, tmp_path: Path
+):
+    """A store lost the axis of a list of one, and rows had one for a number: the last of `randperm(n).split(2)` was another shape."""
+    store, index = ShardStore.open(plain.write(tmp_path)), np.asarray(values)
+    rows = store.sel(layer=5, tokens="special")
+    same_bits(store[Tensor(values)], plain.dense[index])
+    same_bits(store[:, Tensor([1])], plain.dense[:, [1]])
+    same_bits(rows[Tensor(values)], plain.dense[:, 1, 0][index])
+
+
+def test_masks_of_one_are_masks_and_truth_is_no_position(tmp_path: Path):
+    store = ShardStore.open(plain_store(Layout(1, (2,), 4, True, 8, 1)).write(tmp_path))
+    assert len(store[Tensor([False])]) == 0
+    assert store.sel(layer=2, examples=Tensor([False])).shape == (0, 8)
+    for item in (store, store.sel(layer=2)):
+        with pytest.raises(SelectionError, match="dtype bool"):
+            item[Tensor(values=True)]
+
+
 @pytest.mark.parametrize("engine", ["mmap", "pread"])
 def test_positions_of_a_vector_end_where_the_tensor_does(engine: str, plain: PlainStore, tmp_path: Path):
     store = ShardStore.open(plain.write(tmp_path), engine=engine)
