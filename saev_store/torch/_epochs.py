@@ -334,7 +334,8 @@ class BatchDataset(IterableDataset[ExampleBatch], Generic[AnyConfig, Inner]):
     """Whole batches of a loader as a dataset: `DataLoader(dataset, batch_size=None, num_workers=0 or 1)`.
 
     A worker has a copy of the loader. It begins where the loader's `set_epoch` or `load_state_dict` said last in this process; then
-    each iteration goes on with the next epoch, also where a worker is started for each.
+    each iteration goes on with the next epoch, also where a worker is started for each. A worker reads ahead: after an iteration that was
+    left near its end, only `set_epoch` says which epoch comes next.
     """
 
     def __init__(self, loader: EpochLoader[AnyConfig, Inner]) -> None:
