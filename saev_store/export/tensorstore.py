@@ -33,6 +33,8 @@ def array_names(store: ShardStore) -> tuple[str, ...]:
 def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mapping[str, object] | None = None) -> Spec:
     """The spec of one array for `tensorstore.open`: plain JSON types, each shard as one chunk.
 
+    Open it with `read=True`: else TensorStore opens it for writing too, and a write replaces shards.
+
     Args:
         store: The opened store.
         array: `"activations"`, `"layer"`, `"token"`, and if the store has token arrays, such as `"labels"`, their names and

@@ -380,7 +380,7 @@ class ShardStore(TextReading, Importing, Viewing):
     def to_tensorstore_spec(
         self, array: str = "activations", *, base: str | Mapping[str, object] | None = None
     ) -> dict[str, object]:
-        """What `tensorstore.open` takes to read one array, as plain JSON types. See `saev_store.export.tensorstore_spec`."""
+        """What `tensorstore.open(…, read=True)` takes to read one array, as plain JSON types. See `saev_store.export.tensorstore_spec`."""
         from saev_store.export import tensorstore_spec
 
         return tensorstore_spec(self, array, base=base)
