@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from saev_store._runtime.threads import ForkSafeLock
+from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, brief
 from saev_store.loaders import BatchIterator, Loader, PairBatches, PairLoader, ReadOptions
 from saev_store.torch._device import Copies, moved
@@ -147,7 +148,10 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
             batches.start(iter(self._loader), (epoch, 0))
 
     def state_dict(self) -> dict[str, object]:
-        """Where the loader stands: JSON, below 2 kB. Counts batches that were handed out, not those made ahead."""
+        """Where the loader stands: JSON, below 2 kB. Counts batches that were handed out, not those made ahead.
+
+        `told` is the number of a framework's epoch, where one was told; see `begin_epoch`.
+        """
         state = self._loader.state_dict()
         if self._at is not None:
             self._put_place(state, *self._at)
@@ -209,9 +213,9 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
                 where="load_state_dict",
                 remedy="Make the loader with the same normalize.",
             )
+        told = _told_in(state) if isinstance(state, Mapping) else None
         self._loader.load_state_dict(state)
-        told = state.get("told")
-        self._at, self._was_left, self._told = None, False, told if isinstance(told, int) else None
+        self._at, self._was_left, self._told = None, False, told
         self._tell_datasets()
 
     def _tell_datasets(self) -> None:
@@ -249,7 +253,12 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
     def __setstate__(self, place: tuple[Mapping[str, object], bool]) -> None:
         state, is_bound = place
         self._loader.stand_as(state, is_bound=is_bound)
-        self._at = None
+        self._at, self._told = None, _told_in(state)
+
+
+def _told_in(state: Mapping[str, object]) -> int | None:
+    """The number that a framework had told when a state was taken, or None."""
+    return check_count(state["told"], name="told", least=0) if "told" in state else None
 
 
 class EpochSampler:

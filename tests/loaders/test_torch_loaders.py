@@ -485,6 +485,32 @@ def test_a_left_loader_goes_on_where_its_iterator_is_made_before_its_sampler_is_
         assert expected in (None, found)
 
 
+def test_a_state_of_the_last_batch_that_a_limit_allows_goes_on_with_the_next_epoch(plain):
+    """Lightning writes it in the last step of its epoch, makes an iterator, and tells the loader the number of its next epoch."""
+    config = ShuffledConfig(shards=plain.path, layer=5, batch_size=8)
+    whole, loader = ShuffledDataLoader(config), ShuffledDataLoader(config)
+    orders = [[batch["example_idx"].tolist() for batch in whole] for _ in range(3)]
+    loader.sampler.set_epoch(0)
+    list(itertools.islice(loader, 2))
+    state = loader.state_dict()
+    for make_one in (lambda: ShuffledDataLoader(config), lambda: pickle.loads(pickle.dumps(loader))):
+        resumed = make_one()
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        batches = iter(resumed)
+        resumed.sampler.set_epoch(1)
+        assert [batch["example_idx"].tolist() for batch in itertools.islice(batches, 2)] == orders[1][:2]
+        resumed.sampler.set_epoch(2)
+        assert [batch["example_idx"].tolist() for batch in resumed] == orders[2]
+    within = ShuffledDataLoader(config)
+    within.load_state_dict(state)
+    within.sampler.set_epoch(0)
+    assert [batch["example_idx"].tolist() for batch in within] == orders[0][2:]
+    for told in ("0", True, -1):
+        with pytest.raises(ArgumentError, match="^told: "):
+            within.load_state_dict({**state, "told": told})
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*'pin_memory' argument.*:UserWarning")
 @pytest.mark.parametrize("method", ["spawn"])
