@@ -19,6 +19,7 @@ from saev_store.core.dtypes import (
     are_finite,
     convert,
     converted,
+    dtype_name,
     narrowed,
     numpy_dtype,
     read_dtype,
@@ -66,6 +67,21 @@ def test_what_a_reader_may_not_ask_for(asked: object):
         read_dtype(asked, "float32")
     assert caught.value.where == "dtype"
     assert "must be one of 'float32', 'float64', 'bfloat16', 'float16', 'stored'" in caught.value.message
+
+
+def test_the_name_of_a_dtype():
+    """That of torch by its text, without importing it."""
+    torch_dtype = type("dtype", (), {"__module__": "torch", "__str__": lambda _: "torch.bfloat16"})()
+    named = {
+        "bfloat16": ["bfloat16", BFLOAT16, ml_dtypes.bfloat16, torch_dtype],
+        "float32": [np.float32, np.dtype(">f4"), "float32"],
+        "float64": [float],
+        "int32": [np.int32, np.dtype("<i4")],
+        "torch.bfloat16": ["torch.bfloat16"],
+    }
+    for name, asked in named.items():
+        assert [dtype_name(one) for one in asked] == [name] * len(asked)
+    assert [dtype_name(none) for none in (None, 7, 1.5, object(), (2,))] == [None] * 5
 
 
 def numbers(dtype: np.dtype) -> np.ndarray:

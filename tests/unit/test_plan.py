@@ -10,9 +10,10 @@ import pytest
 from dense_stores import plain_store
 
 from saev_store import ShardStore
-from saev_store.core.indexing import parse_axis, parse_key
+from saev_store.core.coalesce import Spans
+from saev_store.core.indexing import Progression, parse_axis, parse_key
 from saev_store.core.layout import Layout
-from saev_store.core.plan import Planner, Runs
+from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, requested
 from saev_store.documents import content_hashes
 from saev_store.errors import ArgumentError, SelectionError
 from saev_store.store.estimate import PlanCount
@@ -108,3 +109,15 @@ def test_the_padded_tensor_has_offsets_of_63_bits():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_hashes_of_numbers_that_json_lacks(value: float):
     assert content_hashes({"a": value})["field-order"] == hashlib.sha256(b'{"a":null}').hexdigest()
+
+
+def test_requests_and_bytes_of_a_part():
+    """Of runs each span is a request; rows of a map count one by one, and a box of a map is read by the caller."""
+    spans = Spans(np.array([100, 900]), np.array([164, 1000]), np.array([0, 2, 3]))
+    runs = Runs(0, 9, np.arange(3), 2, None, None, (2, 8), np.arange(3), spans)
+    rows = MappedRows(1, 9, np.array([4, 2, 2, 7, 1]), None)
+    box = MappedBox(2, 9, (Progression(0, 1, 1),) * 4, slice(0, 1))
+    assert requested(Part([]), 32) == (0, 0)
+    assert requested(Part([runs]), 32) == (2, 164)
+    assert requested(Part([rows]), 32) == (5, 160)
+    assert requested(Part([runs, box, rows, runs]), 32) == (9, 488)
