@@ -73,6 +73,11 @@ class Selection:
         """(rows, d_model), with stacked layers (rows, layers, d_model)."""
         return self._shape_of(len(self.space))
 
+    @property
+    def ndim(self) -> int:
+        """2, with stacked layers 3."""
+        return len(self.shape)
+
     def _shape_of(self, n_rows: int) -> tuple[int, ...]:
         """The shape of some rows."""
         layers = (self.space.vectors_per_row,) if self.space.stacks_layers else ()
@@ -201,16 +206,24 @@ class Selection:
         return count.estimate(length(picked) * self.space.row_nbytes, prices)
 
     def __getitem__(self, row: object) -> FloatArray:
-        """One row as (d_model,) or (layers, d_model) for an integer, else `rows(…)`."""
+        """One row as (d_model,) or (layers, d_model) for an integer, else `rows(…)`; `[row, ...]` and `[row, :]` are the same."""
         given: object = row
         if isinstance(given, tuple):
-            n = len(cast("tuple[object, ...]", given))
-            raise SelectionError(
-                f"{brief(row)} has {n} indices; rows take one, columns are always whole", where="index"
-            )
+            row = self._row_of(cast("tuple[object, ...]", given))
         found = self.rows(row)
         is_one = hasattr(row, "__index__") and getattr(row, "ndim", 0) == 0
         return found[0] if is_one else found
+
+    def _row_of(self, key: tuple[object, ...]) -> object:
+        """The rows that a key names whose columns are whole, as scikit-learn's `train_test_split` writes it."""
+        columns = key[1:]
+        is_whole = all(column is ... or (isinstance(column, slice) and column == slice(None)) for column in columns)
+        n_ellipses = sum(column is ... for column in columns)
+        if not key or not is_whole or n_ellipses > 1 or len(columns) - n_ellipses >= self.ndim:
+            raise SelectionError(
+                f"{brief(key)} has {len(key)} indices; rows take one, columns are always whole", where="index"
+            )
+        return key[0]
 
     def __iter__(self) -> Iterator[FloatArray]:
         """Row by row; for speed ask for many rows at once."""

@@ -155,3 +155,21 @@ def test_what_is_refused_as_ever(tmp_path):
     with pytest.raises(SelectionError, match="2 indices"):
         rows[0, 1]
     assert repr(rows) == "<Selection 35 rows x 2 x 8 of layers [2, 11], 5 tokens>"
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_rows_with_whole_columns_are_rows(tmp_path: Path, stacked: bool):
+    """As scikit-learn's `train_test_split` and NumPy's users write them."""
+    rows = ShardStore.open(plain_store(tmp_path).path).sel(layer=(2, 11), stack_layers=stacked)
+    truth = rows.as_numpy(copy=True)
+    assert rows.ndim == truth.ndim == 2 + stacked
+    for row in (3, -1, slice(2, 9, 3), [5, 0, 5], np.arange(len(truth)) % 3 == 0):
+        same(rows[row, ...], truth[row, ...])
+        same(rows[row, :], truth[row, :])
+        same(rows[row, :, ...], truth[row, :, ...])
+        same(rows[row, ..., :], truth[row, ..., :])
+        same(rows[(row,)], truth[(row,)])
+    whole = [slice(None)] * rows.ndim
+    for key in ((), (0, 0), (0, [1]), (0, slice(1)), (0, ..., 0), (0, ..., ...), (0, *whole), (0, np.array([True]))):
+        with pytest.raises(SelectionError, match="columns are always whole"):
+            rows[key]
