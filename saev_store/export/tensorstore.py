@@ -33,7 +33,7 @@ def array_names(store: ShardStore) -> tuple[str, ...]:
 def tensorstore_spec(store: ShardStore, array: str = ARRAY, *, base: str | Mapping[str, object] | None = None) -> Spec:
     """The spec of one array for `tensorstore.open`: plain JSON types, each shard as one chunk.
 
-    Open it with `read=True`: else TensorStore opens it for writing too, and a write replaces shards.
+    What it opens cannot be written to.
 
     Args:
         store: The opened store.
@@ -93,7 +93,7 @@ def _zarr3(
         {"base": {**folder, "path": f"{path}/{name}" if path else name}, "exact": key, "strip_prefix": len(key)}
         for key, name in files.items()
     ]
-    return {
+    shards = {
         "driver": "zarr3",
         "kvstore": {"driver": "kvstack", "layers": layers},
         "metadata": document,
@@ -102,6 +102,13 @@ def _zarr3(
         "assume_metadata": True,
         # A shard that disappears is an error, and does not read as NaN.
         "fill_missing_data_reads": False,
+    }
+    # Every element of them, read only: TensorStore opens for writing too unless it is told otherwise, and this driver cannot write.
+    return {
+        "driver": "downsample",
+        "downsample_factors": [1] * len(shape),
+        "downsample_method": "stride",
+        "base": shards,
     }
 
 

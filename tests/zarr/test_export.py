@@ -501,3 +501,20 @@ def test_names_that_readers_take_for_something_else_are_refused(tmp_path: Path, 
     store = ShardStore.open(plain.write(tmp_path / name))
     with pytest.raises(ArgumentError, match="braces|backslash"):
         export(store, tmp_path / name)
+
+
+@pytest.mark.parametrize("array", ["activations", "labels"])
+@pytest.mark.parametrize("tail", ["cut", "padded"])
+def test_nothing_is_written_through_a_spec(tmp_path, array, tail):
+    """TensorStore opens for writing too where nothing is said."""
+    ts = pytest.importorskip("tensorstore")
+    plain = plain_store(Layout(7, (2, 5, 11), 4, True, 8, 3), labelled=True, tail=tail)
+    folder = plain.write(tmp_path)
+    before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    spec = ShardStore.open(folder).to_tensorstore_spec(array)
+    with pytest.raises(ValueError, match=r"writing|only reading"):
+        ts.open(spec).result()[0].write(1).result()
+    with pytest.raises(ValueError, match=r"writing|only reading"):
+        ts.open(spec, read=True, write=True).result()[0].write(1).result()
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
+    assert ts.open(spec, read=True).result().shape == ((7, 3, 5, 8) if array == "activations" else (7, 4))

@@ -24,7 +24,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
 def kvstores(spec: dict) -> list[dict]:
     """The files of a spec, of each shard or token array."""
     parts = spec["layers"] if spec["driver"] == "stack" else [spec]
-    return [layer["base"] for part in parts for layer in part["kvstore"]["layers"]]
+    return [layer["base"] for part in parts for layer in part["base"]["kvstore"]["layers"]]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_arrays_of_a_spec(store: ShardStore) -> None:
     with pytest.raises(ArgumentError, match="'mask' is not an array"):
         tensorstore_spec(store, "mask")
     spec = tensorstore_spec(store)
-    before, tail = spec["layers"]
+    before, tail = (part["base"] | {"transform": part.get("transform")} for part in spec["layers"])
     assert (before["metadata"]["shape"], tail["metadata"]["shape"]) == ([6, 3, 5, 8], [1, 3, 5, 8])
     assert (tail["transform"]["input_inclusive_min"], tail["transform"]["input_exclusive_max"]) == (
         [6, 0, 0, 0],
         [7, 3, 5, 8],
     )
     assert tail["transform"]["output"][0] == {"input_dimension": 0, "offset": -6}
-    for part in (before, tail, tensorstore_spec(store, "labels")):
+    for part in (before, tail, tensorstore_spec(store, "labels")["base"]):
         assert (part["open"], part["assume_metadata"], part["fill_missing_data_reads"]) == (True, True, False)
     assert [layer["exact"] for layer in before["kvstore"]["layers"]] == ["c/0/0/0/0", "c/1/0/0/0"]
     assert [layer["strip_prefix"] for layer in before["kvstore"]["layers"]] == [9, 9]

@@ -306,12 +306,21 @@ def test_damage_is_told_by_every_export(tmp_path: Path):
 def test_specs_are_whole_shards(tmp_path: Path):
     """A last shard at its full size is a chunk like the others."""
     _, store = made(tmp_path, tail="padded")
-    spec = tensorstore_spec(store)
+    whole = tensorstore_spec(store)
+    # A driver that only reads, over every element.
+    assert (whole["driver"], whole["downsample_factors"], whole["downsample_method"]) == (
+        "downsample",
+        [1] * 4,
+        "stride",
+    )
+    spec = whole["base"]
     assert (spec["driver"], spec["metadata"]["shape"]) == ("zarr3", [7, 3, 5, 8])
     assert spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"] == [3, 3, 5, 8]
     keys = [layer["exact"] for layer in spec["kvstore"]["layers"]]
     assert keys == [f"c/{n}/0/0/0" for n in range(3)]
-    labels = tensorstore_spec(store, "labels")
+    whole = tensorstore_spec(store, "labels")
+    assert (whole["driver"], whole["downsample_factors"]) == ("downsample", [1, 1])
+    labels = whole["base"]
     assert labels["metadata"]["shape"] == [7, 4]
     assert [layer["exact"] for layer in labels["kvstore"]["layers"]] == ["c/0/0"]
     assert not {"attributes", "storage_transformers"} & set(spec["metadata"])
@@ -328,7 +337,7 @@ def test_specs_are_whole_shards(tmp_path: Path):
 def test_a_spec_of_one_shard_is_one_array(tmp_path: Path, tail: str):
     """Also where the file is shorter than a full shard: then its one chunk is as long as the file."""
     plain = plain_store(Layout(2, (2, 5), 4, True, 8, 3), tail=tail)
-    spec = tensorstore_spec(ShardStore.open(plain.write(tmp_path)))
+    spec = tensorstore_spec(ShardStore.open(plain.write(tmp_path)))["base"]
     assert (spec["driver"], spec["metadata"]["shape"]) == ("zarr3", [2, 2, 5, 8])
     n_in_file = len(plain.files["acts000000.bin"]) // (2 * 5 * 8 * 4)
     assert spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"] == [n_in_file, 2, 5, 8]
