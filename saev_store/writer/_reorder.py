@@ -66,8 +66,8 @@ class ReorderBuffer:
                 remedy=f"Write each example once; {missing}.",
             )
         if not next_example <= position < end:
-            rule = f"it must be an integer from {next_example} to {end - 1}" if next_example < end else missing
-            raise ArgumentError(f"example is {brief(example)}; {rule}", where="example")
+            which = f"from {next_example} to {end - 1}" if next_example < end else "that is missing, and none is"
+            raise ArgumentError(f"example is {brief(example)}; it must be an integer {which}", where="example")
         return position
 
     def hold(

@@ -290,7 +290,7 @@ def test_a_writer_that_has_all_examples_asks_for_none(tmp_path):
     with ShardStore.create(tmp_path, metadata, progress=False) as writer:
         writer.append(acts)
         for number, said in (
-            (len(acts), f"example is {len(acts)}; none is missing"),
+            (len(acts), f"example is {len(acts)}; it must be an integer that is missing, and none is"),
             (2, "Write each example once; none is missing"),
         ):
             with pytest.raises(ArgumentError, match=said):
