@@ -127,7 +127,7 @@ class Wording:
             as_commands(each) if _OPTION.search(each) else self.text(each) for each in _BETWEEN_SENTENCES.split(text)
         ]
         told = " ".join(filter(_is_for_commands, sentences)) or None
-        # Without an age it keeps what is younger than a day.
+        # Without an age it keeps what is younger than a day. Not earlier: a sentence with an option is taken for one of commands.
         return told and told.replace(_CLEAN, "`saev-store clean --older-than 0` of its folder")
 
     def _as_option(self, found: re.Match[str]) -> str:

@@ -135,9 +135,10 @@ class EpochLoader(ABC, Generic[AnyConfig, Inner]):
         has handed out no batch begins with the epoch that is told, unless a state was loaded, or this epoch is behind.
         """
         told, self._told = self._told, epoch
-        is_new = self._at is None
-        is_loaded = is_new and self.place[1] > 0
-        was_left = self._was_left or (not is_new and self.place[1] > 0)
+        is_new, is_within = self._at is None, self.place[1] > 0
+        is_loaded = is_new and is_within
+        # `fit` makes an iterator before it tells its first number.
+        was_left = self._was_left or (not is_new and is_within)
         if told is not None and ((was_left and told != epoch) or (is_loaded and told + 1 == epoch)):
             epoch = max(self.epoch + 1, epoch)
         elif not is_new or self._loader.is_bound or epoch <= self.epoch:
