@@ -364,7 +364,7 @@ def swift_endpoint() -> str:
     """Swift's S3 interface, started for this process; `SAEV_STORE_SWIFT_VENV` names the environment that has it."""
     venv = os.environ.get("SAEV_STORE_SWIFT_VENV")
     if not venv:
-        pytest.skip("SAEV_STORE_SWIFT_VENV names no environment with Swift; .ci/run makes one")
+        pytest.skip("SAEV_STORE_SWIFT_VENV names no environment with Swift; .ci/nightly makes one")
     # In memory where there is some: it syncs every write, and waits for whoever else uses the disk.
     root = Path(tempfile.mkdtemp(prefix="saev-store-swift-", dir=_in_memory()))
     environment = {"PATH": f"{venv}/bin:{os.environ['PATH']}", "SWIFT_CONFIG_DIR": str(root), "HOME": str(root)}

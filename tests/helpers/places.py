@@ -1,6 +1,6 @@
 """The suites of stores, writers, Zarr views and loaders over a bucket: `pytest --place swift+obstore tests/store/test_store.py …`.
 
-`.ci/run` takes the quickest suites to one place on each server, `bash .ci/long places` takes all of them to all places.
+`bash .ci/nightly places` takes the suites to all places.
 
 What a test does with a folder on disk it then does with a bucket: every transport of a local folder below pytest's temporary
 folder (or of a sample) becomes one of the bucket, files that a test puts or damages on disk are sent before the next

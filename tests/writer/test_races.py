@@ -1,7 +1,6 @@
 """Writers that race for one store, and writers that are killed, on real servers and through both clients.
 
-A few rounds run everywhere. `SAEV_STORE_RACES=1` races for a hundred stores on moto and kills fifty writers there: once in
-each `.ci/run`. `SAEV_STORE_LONG=1` makes it many more, and adds Ceph; `bash .ci/long` is the command for that.
+A few rounds run everywhere. `SAEV_STORE_LONG=1` makes it many more, and adds Ceph; `bash .ci/nightly races` is the command for that.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ pytest.importorskip("s3fs")
 
 LONG = bool(os.environ.get("SAEV_STORE_LONG"))
 #: Rounds of each race, and writers that are killed, through each client.
-QUICK_ROUNDS = {"moto": 25 if os.environ.get("SAEV_STORE_RACES") else 3, "swift": 5, "ceph": 0, "gcs": 3}
-QUICK_KILLS = {"moto": 25 if os.environ.get("SAEV_STORE_RACES") else 4, "swift": 5, "ceph": 0, "gcs": 5}
+QUICK_ROUNDS = {"moto": 3, "swift": 5, "ceph": 0, "gcs": 3}
+QUICK_KILLS = {"moto": 4, "swift": 5, "ceph": 0, "gcs": 5}
 #: What a loser is told.
 TOLD = (WriterConflictError, StoreExistsError, IncompleteStoreError)
 FIXTURES = {"moto": "s3_bucket", "swift": "swift_bucket", "ceph": "ceph_bucket"}
@@ -114,7 +113,7 @@ def test_two_writers_of_one_store(request, server, engine):
         else:
             double += check_outcomes(outcomes, atomic=server != "swift") - 1
         check_store(bucket.url, bucket.options, engine, this)
-    print(f"{server} through {engine}: {double} double winners")  # noqa: T201 (`.ci/long` shows it)
+    print(f"{server} through {engine}: {double} double winners")  # noqa: T201 (`.ci/nightly` shows it)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -134,7 +133,7 @@ def test_two_publishers_of_one_store(request, server, engine):
         else:
             double += check_outcomes(outcomes, atomic=server != "swift") - 1
         check_store(bucket.url, bucket.options, engine, this)
-    print(f"{server} through {engine}: {double} double winners")  # noqa: T201 (`.ci/long` shows it)
+    print(f"{server} through {engine}: {double} double winners")  # noqa: T201 (`.ci/nightly` shows it)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -154,4 +153,4 @@ def test_writers_that_are_killed(request, server, engine):
     )  # fmt: skip
     assert found.returncode == 0, f"seed {seed}: {found.stderr[-4000:]}"
     assert json.loads(found.stdout.splitlines()[-1])["kills"] >= n_kills
-    print(server, engine, found.stdout.splitlines()[-1])  # noqa: T201 (`.ci/long` shows it)
+    print(server, engine, found.stdout.splitlines()[-1])  # noqa: T201 (`.ci/nightly` shows it)

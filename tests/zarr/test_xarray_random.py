@@ -1,6 +1,6 @@
 """Random selections through xarray and dask, chained and by every kind of key, against the same of arrays in memory.
 
-The expected values are those of xarray and NumPy for the dense tensor. `bash .ci/long selections` makes 12,000 of each kind.
+The expected values are those of xarray and NumPy for the dense tensor. `bash .ci/nightly selections` makes 12,000 of each kind.
 """
 
 from __future__ import annotations
