@@ -2,19 +2,22 @@
 
     python benchmarks/_far_server.py SOCKET_FD FOLDER LATENCY_S
 
-Objects are files below the folder, and what is uploaded: documents are kept, large bodies are dropped inside the kernel and
+`serve` starts it, `serve_tls` starts nginx before it, and `on_a_line` limits what passes between them and the client. Objects are files below the folder, and what is uploaded: documents are kept, large bodies are dropped inside the kernel and
 only their lengths are remembered. Nothing is checked, neither signatures nor checksums.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
 import urllib.parse
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -223,6 +226,77 @@ class Server:
 def _xml(name: str, inside: str = "", **elements: str) -> Answer:
     listed = "".join(f"<{element}>{value}</{element}>" for element, value in elements.items())
     return Answer(body=f'<?xml version="1.0" encoding="UTF-8"?><{name}>{listed}{inside}</{name}>'.encode())
+
+
+@contextlib.contextmanager
+def serve(folder: Path, latency_s: float) -> Iterator[str]:
+    """The server of a folder, in a process of its own; yields its address."""
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        fd = listener.fileno()
+        server = subprocess.Popen([sys.executable, __file__, str(fd), str(folder), str(latency_s)], pass_fds=[fd])
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+NGINX = """
+daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; client_max_body_size 0;
+  client_body_temp_path {folder}/t1; proxy_temp_path {folder}/t2; fastcgi_temp_path {folder}/t3;
+  uwsgi_temp_path {folder}/t4; scgi_temp_path {folder}/t5;
+  upstream far {{ server {far}; keepalive 128; }}
+  server {{
+    listen 127.0.0.1:{port} ssl backlog=512; root {root};
+    ssl_certificate {folder}/server.pem; ssl_certificate_key {folder}/key.pem;
+    location / {{ {files} }}
+    location @far {{
+      proxy_pass http://far; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host $host;
+      proxy_buffering off; proxy_request_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+@contextlib.contextmanager
+def serve_tls(root: Path, upstream: str, certificates: Path, *, late: bool) -> Iterator[str]:
+    """Nginx before the far server; it sends files itself where answers are not late. Yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    far = upstream.removeprefix("http://")
+    files = "try_files /nothing @far;" if late else "try_files $uri @far;"
+    config = certificates / f"nginx{port}.conf"
+    config.write_text(NGINX.format(folder=certificates, far=far, port=port, root=root, files=files))
+    os.chmod(root, 0o755)  # nginx's worker is another user where root starts it
+    server = subprocess.Popen(["nginx", "-c", str(config)])
+    try:
+        while server.poll() is None:
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.05)
+        else:
+            raise SystemExit("nginx does not start")
+        yield f"https://localhost:{port}"
+    finally:
+        server.terminate()  # nginx ends its worker
+        server.wait()
+
+
+def on_a_line(gbit: float) -> None:
+    """Run this script again in a network namespace whose loopback has a token bucket; nothing, if it runs there already.
+
+    One bucket for all connections: a limit per connection is no limit. Needs root, and `ip` and `tc` of iproute2.
+    """
+    if not gbit or os.environ.get("SAEV_STORE_GBIT") == str(gbit):
+        return
+    script = 'ip link set lo up && tc qdisc add dev lo root tbf rate "$0"gbit burst 2mb limit 64mb && exec "$@"'
+    command = ["unshare", "--net", "bash", "-c", script, str(gbit), sys.executable, *sys.argv]
+    os.execvpe("unshare", command, {**os.environ, "SAEV_STORE_GBIT": str(gbit)})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/publishing.py [--shards 100] [--latency-ms 30] [--rounds 3]
 
-The server is that of `remote.py`. Two parts with labels are written, then published; of another store one part is written and
+The server is that of `bare.py`. Two parts with labels are written, then published; of another store one part is written and
 taken up again. Shards are tiny: only round trips are measured. "waits" are seconds divided by the latency, so at least what
 has to be asked one after the other.
 """
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from remote import serve
+from _far_server import serve
 
 from saev_store.documents import Metadata, new_metadata
 from saev_store.transport import Transport, open_transport
@@ -47,29 +47,24 @@ def main() -> None:
     args = parser.parse_args()
     latency_s = args.latency_ms / 1000
     found: dict[str, list[tuple[int, float]]] = {"finalize": [], "resume a part": []}
-    with tempfile.TemporaryDirectory() as folder:
-        server, url = serve(Path(folder), latency_s)
-        try:
-            options = {"key": "k", "secret": "s", "endpoint_url": url}
-            transport = open_transport("s3://bench/shards", options, engine="obstore")
+    with tempfile.TemporaryDirectory() as folder, serve(Path(folder), latency_s) as url:
+        options = {"key": "k", "secret": "s", "endpoint_url": url}
+        transport = open_transport("s3://bench/shards", options, engine="obstore")
 
-            def measure(what: str, metadata: Metadata) -> None:
-                before, began = transport.counters.requests, time.perf_counter()
-                if what == "finalize":
-                    finalize_store(transport, metadata, progress=False)
-                else:
-                    create_store(transport, metadata, part=(0, 2), resume=True, verify="sizes", progress=False).close()
-                found[what].append((transport.counters.requests - before, time.perf_counter() - began))
+        def measure(what: str, metadata: Metadata) -> None:
+            before, began = transport.counters.requests, time.perf_counter()
+            if what == "finalize":
+                finalize_store(transport, metadata, progress=False)
+            else:
+                create_store(transport, metadata, part=(0, 2), resume=True, verify="sizes", progress=False).close()
+            found[what].append((transport.counters.requests - before, time.perf_counter() - began))
 
-            for seed in range(args.rounds):
-                metadata = make(args.shards, seed)
-                write_part(transport, metadata, 0)
-                measure("resume a part", metadata)
-                write_part(transport, metadata, 1)
-                measure("finalize", metadata)
-        finally:
-            server.kill()
-            server.wait()
+        for seed in range(args.rounds):
+            metadata = make(args.shards, seed)
+            write_part(transport, metadata, 0)
+            measure("resume a part", metadata)
+            write_part(transport, metadata, 1)
+            measure("finalize", metadata)
     for what, rounds in found.items():
         seconds = statistics.median(s for _, s in rounds)
         print(
