@@ -32,9 +32,9 @@ shared_venv() { # NAME VERSION REQUIREMENT -> activates the environment, which t
   source "$work/$1/bin/activate"
 }
 
-need_command() { # COMMAND PACKAGE -> installs Debian's package if the command is missing
+need_command() { # COMMAND PACKAGE... -> installs Debian's packages if the command is missing
   if ! command -v "$1" >/dev/null; then
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$2" >/dev/null
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${@:2}" >/dev/null
   fi
 }
 

@@ -267,10 +267,11 @@ def serve_tls(root: Path, upstream: str, certificates: Path, *, late: bool) -> I
     """Nginx before the far server; it sends files itself where answers are not late. Yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    far = upstream.removeprefix("http://")
     files = "try_files /nothing @far;" if late else "try_files $uri @far;"
     config = certificates / f"nginx{port}.conf"
-    config.write_text(NGINX.format(folder=certificates, far=far, port=port, root=root, files=files))
+    config.write_text(
+        NGINX.format(folder=certificates, far=upstream.removeprefix("http://"), port=port, root=root, files=files)
+    )
     os.chmod(root, 0o755)  # nginx's worker is another user where root starts it
     server = subprocess.Popen(["nginx", "-c", str(config)])
     try:

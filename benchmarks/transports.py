@@ -250,10 +250,8 @@ def main() -> None:
     if options.json:
         print(json.dumps([{**asdict(row), "ratio": row.ratio, "cpu_ratio": row.cpu_ratio} for row in rows]))
         return
-    print(
-        f"{options.late:g} ms, line {f'{options.gbit:g} Gbit/s' if options.gbit else 'loopback'}, TLS {options.tls}, "
-        f"load {os.getloadavg()[0]:.1f}, {os.path.dirname(saev_store.__file__)}"
-    )
+    line = f"{options.gbit:g} Gbit/s" if options.gbit else "loopback"
+    print(f"{options.late:g} ms, {line}, TLS {options.tls}, load {os.getloadavg()[0]:.1f}, {saev_store.__file__}")
     show(rows)
 
 
