@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from energon_tars import METADATASET_HEAD as HEAD
 from energon_tars import sample_files, tar_bytes
-from token_files import llmbatch_bytes, mmididx_bytes
+from token_files import llmbatch_bytes
 
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, StoreExistsError, UnsafeContentError
 from saev_store.sources import _files, open_source
@@ -22,8 +22,7 @@ from saev_store.sources.energon.metadataset import read_metadataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.energon.split import SplitPlan, expand
 from saev_store.sources.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
-from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.sources.mmididx import writer as mmididx_writer
+from saev_store.sources.mmididx import IndexedDataset
 from saev_store.transport import MemoryTransport
 
 # -- patterns and splits -------------------------------------------------------------------------------------------------
@@ -174,61 +173,6 @@ def test_a_metadata_set_in_an_archive_names_what_is_in_the_archive(tmp_path: Pat
 
 
 # -- MMIDIDX -------------------------------------------------------------------------------------------------------------
-
-
-def test_an_index_is_whole_however_many_pieces_it_is_written_in(monkeypatch: pytest.MonkeyPatch):
-    sequences = [np.arange(size, dtype=np.uint16) for size in (3, 0, 5, 1, 2, 7, 4, 1, 6)]
-    modes = [-128, 127, 0, 1, -1, 126, -127, 5, 6]
-    idx, tokens = mmididx_bytes(sequences, modes=modes, code=8)
-    for stride in (1, 2, 4, 9, 10):
-        monkeypatch.setattr(mmididx_writer, "_STRIDE", stride)
-        memory = MemoryTransport()
-        with IndexedDatasetBuilder("a", np.uint16, multimodal=True, transport=memory) as builder:
-            for sequence, mode in zip(sequences, modes, strict=True):
-                builder.add_document(sequence, modes=[mode])
-        assert memory.files == {"a.idx": idx, "a.bin": tokens}, stride
-
-
-@pytest.mark.parametrize(
-    ("lengths", "modes"), [([4, -1], None), ([-1, 4], None), ([3, -1, 1], None), ([2], None), ([1, 2], [0, 128])]
-)
-def test_lengths_that_only_add_up_are_refused(lengths: list[int], modes: list[int] | None):
-    memory = MemoryTransport()
-    with IndexedDatasetBuilder("a", multimodal=True, transport=memory) as builder:
-        with pytest.raises(ArgumentError):
-            builder.add_document([7, 8, 9], lengths, modes)
-        builder.add_document([7, 8, 9], [1, 0, 2])
-    dataset = IndexedDataset("a", transport=memory)
-    assert dataset.sizes.tolist() == [1, 0, 2]
-    assert dataset.n_tokens == 3
-
-
-def test_an_empty_data_set_may_be_merged_whatever_its_modes():
-    memory = MemoryTransport()
-    with IndexedDatasetBuilder("empty", transport=memory):
-        pass
-    with IndexedDatasetBuilder("a", multimodal=True, transport=memory) as builder:
-        builder.add_document([1, 2], modes=[3])
-        builder.merge(IndexedDataset("empty", transport=memory), progress=False)
-        builder.add_document([4], modes=[-5])
-    dataset = IndexedDataset("a", transport=memory)
-    assert [dataset.document(number).tolist() for number in range(2)] == [[1, 2], [4]]
-    assert dataset.modes is not None
-    assert dataset.modes.tolist() == [3, -5]
-
-
-def test_a_document_that_is_open_is_ended_by_a_merge():
-    memory = MemoryTransport()
-    with IndexedDatasetBuilder("other", transport=memory) as builder:
-        builder.add_document([9, 9])
-    with IndexedDatasetBuilder("a", transport=memory) as builder:
-        builder.add_sequence([1])
-        builder.add_sequence([2, 3])
-        builder.merge(IndexedDataset("other", transport=memory), progress=False)
-        builder.add_sequence([4])
-    dataset = IndexedDataset("a", transport=memory)
-    assert dataset.doc_idx.tolist() == [0, 2, 3, 4]
-    assert dataset.sizes.tolist() == [1, 2, 2, 1]
 
 
 # -- LLMBATCH ------------------------------------------------------------------------------------------------------------

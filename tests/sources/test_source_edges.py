@@ -11,16 +11,14 @@ from token_files import mmididx_bytes
 
 from saev_store import ShardStore, new_metadata
 from saev_store.core.arguments import check_count
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError
+from saev_store.errors import ArgumentError, DocumentError, SelectionError
 from saev_store.problems import Problem
-from saev_store.sources import PatchPlace, _files, convert, open_source, provenance, recorded_from, reopen
+from saev_store.sources import PatchPlace, convert, open_source, provenance, recorded_from
 from saev_store.sources._source import text_card
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
-from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents
-from saev_store.sources.mmididx import reader as mmididx_reader
-from saev_store.sources.mmididx import writer as mmididx_writer
-from saev_store.transport import MemoryTransport, PreadTransport
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.transport import MemoryTransport
 
 IMAGES = Path(__file__).parents[1] / "data" / "energon" / "captioning_ratio_split" / "dataset"
 
@@ -176,179 +174,6 @@ def test_a_source_is_opened_with_the_options_of_the_caller(text: Path, tmp_path:
 
 SEQUENCES = [np.arange(size, dtype=np.int32) + 10 * number for number, size in enumerate((3, 0, 2, 0, 0, 4, 1, 0))]
 DOC_IDX = [0, 3, 3, 5, 8]
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("engine", ["memory", "pread"])
-def test_every_part_of_every_document(apart: bool, engine: str, tmp_path: Path):
-    """With empty sequences at its beginning, in it and at its end; packed, and with gaps between the sequences."""
-    if apart:
-        bin_ = b"".join(bytes(4) + sequence.tobytes() for sequence in SEQUENCES[:-1])
-        pointers = [*np.cumsum([4, *(4 * len(sequence) + 4 for sequence in SEQUENCES)])[:-2], len(bin_)]
-        idx, _ = mmididx_bytes(SEQUENCES, doc_idx=DOC_IDX, pointers=pointers)
-    else:
-        idx, bin_ = mmididx_bytes(SEQUENCES, doc_idx=DOC_IDX)
-    files = {"x.idx": idx, "x.bin": bin_}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    dataset = IndexedDataset("x", transport=MemoryTransport(files) if engine == "memory" else PreadTransport(tmp_path))
-    assert bool(dataset.problems) == apart
-    for document, (first, last) in enumerate(itertools.pairwise(DOC_IDX)):
-        whole = np.concatenate([np.zeros(0, np.int32), *SEQUENCES[first:last]]).tolist()
-        n = len(whole)
-        for start, stop in itertools.product(range(-1, n + 2), range(-1, n + 2)):
-            if 0 <= start <= stop <= n:
-                found = dataset.document(document, start, stop)
-                assert found.tolist() == whole[start:stop]
-                assert found.dtype == np.int32
-            else:
-                with pytest.raises(SelectionError, match=f"of document {document} do not exist; it has {n}"):
-                    dataset.document(document, start, stop)
-    for number, sequence in enumerate(SEQUENCES):
-        n = len(sequence)
-        for start, length in itertools.product(range(-1, n + 2), range(-1, n + 2)):
-            if start >= 0 and length >= 0 and start + length <= n:
-                assert dataset.get(number, start, length).tolist() == sequence[start : start + length].tolist()
-            else:
-                with pytest.raises(SelectionError, match=f"it has {n}"):
-                    dataset.get(number, start, length)
-
-
-@pytest.mark.parametrize("nbytes", [4, 8, 12, 1 << 20])
-@pytest.mark.parametrize("apart", [False, True])
-def test_pieces_are_all_tokens_in_order(nbytes: int, apart: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mmididx_reader, "CHUNK_BYTES", nbytes)
-    monkeypatch.setattr(_files, "CHUNK_BYTES", nbytes)
-    if apart:  # the first sequence lies behind the others
-        sizes = [len(sequence) for sequence in SEQUENCES]
-        pointers = [4 * sum(sizes[1:]), *(4 * sum(sizes[1:number]) for number in range(1, 8))]
-        idx, _ = mmididx_bytes(SEQUENCES, pointers=pointers)
-        bin_ = b"".join(sequence.tobytes() for sequence in [*SEQUENCES[1:], SEQUENCES[0]])
-        dataset = IndexedDataset("x", transport=MemoryTransport({"x.idx": idx, "x.bin": bin_}))
-        assert [problem.kind for problem in dataset.problems] == ["not_packed"]
-    else:
-        dataset = dataset_of(SEQUENCES)
-    pieces = list(dataset.pieces())
-    assert np.concatenate(pieces).tolist() == np.concatenate(SEQUENCES).tolist()
-    assert max(piece.nbytes for piece in pieces) <= nbytes
-
-
-def test_nothing_that_is_read_can_be_changed(tmp_path: Path):
-    for name, content in zip(("x.idx", "x.bin"), mmididx_bytes(SEQUENCES), strict=True):
-        (tmp_path / name).write_bytes(content)
-    for engine in ("mmap", "pread"):
-        dataset = IndexedDataset(tmp_path / "x", engine=engine)
-        for found in (dataset[0], dataset.get(0, 1, 2), *dataset.rows([5, 0]), dataset.document(0), dataset.sizes):
-            assert not found.flags.writeable
-
-
-@pytest.mark.parametrize("where", [0, 1, 2, 3])
-def test_a_negative_token_is_found_wherever_it_is(where: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_files, "CHUNK_BYTES", 4)
-    tokens = np.array([5, 5, 5, 5], np.int32)
-    assert dataset_of([tokens]).validate(deep=True).problems == ()
-    tokens[where] = -3
-    (problem,) = dataset_of([tokens]).validate(deep=True).problems
-    assert (problem.kind, problem.severity) == ("negative_token", "info")
-    assert "down to -3" in problem.message
-
-
-@pytest.mark.parametrize("more", [-4, 4])
-def test_a_file_that_has_another_size_now_is_reported(more: int):
-    idx, bin_ = mmididx_bytes(SEQUENCES)
-    memory = MemoryTransport({"x.idx": idx, "x.bin": bin_})
-    dataset = IndexedDataset("x", transport=memory)
-    memory.put("x.bin", bin_[:more] if more < 0 else bin_ + bytes(more))
-    (problem,) = dataset.validate().problems
-    assert problem.kind == "changed_size"
-
-
-def test_neighbours_in_another_order_do_not_overlap():
-    """Sequences that touch are apart; those that share a byte are not."""
-    two = [np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32) + 10]
-    idx, _ = mmididx_bytes(two, pointers=[16, 0])
-    memory = MemoryTransport({"x.idx": idx, "x.bin": two[1].tobytes() + two[0].tobytes()})
-    dataset = IndexedDataset("x", transport=memory)
-    assert [sequence.tolist() for sequence in dataset.rows([0, 1])] == [[0, 1, 2, 3], [10, 11, 12, 13]]
-    idx, _ = mmididx_bytes(two, pointers=[12, 0])
-    with pytest.raises(DocumentError, match="sequences 0 and 1 overlap"):
-        IndexedDataset("x", transport=MemoryTransport({"x.idx": idx, "x.bin": bytes(28)}))
-
-
-def test_a_data_set_with_other_modes_is_another_one(tmp_path: Path):
-    """Also where all else, sizes included, is equal."""
-    for name, modes in (("a", [0, 1]), ("b", [1, 1])):
-        with IndexedDatasetBuilder(tmp_path / name, multimodal=True) as builder:
-            for mode in modes:
-                builder.add_sequence([1, 2], mode)
-            builder.end_document()
-    dataset = IndexedDataset(tmp_path / "a", engine="pread")
-    assert dataset.modes.tolist() == [0, 1]
-    dataset.close()
-    for ending in ("bin", "idx"):
-        (tmp_path / f"b.{ending}").replace(tmp_path / f"a.{ending}")
-    with pytest.raises(CorruptShardError, match="taken the place"):
-        dataset[0]
-
-
-@pytest.mark.parametrize("documents", [range(3), range(1, 3), range(2, 8), range(5, 7)])
-@pytest.mark.parametrize("below", [0.0, 0.8, 1.0])
-def test_a_description_of_samples_makes_them_again(documents: range, below: float, tmp_path: Path):
-    """Of documents that do not begin with the first, with every setting that decides their order."""
-    with IndexedDatasetBuilder(tmp_path / "x") as builder:
-        for number in range(8):
-            builder.add_document(np.arange(10) + 100 * number)
-    samples = TokenSamples(
-        IndexedDataset(tmp_path / "x"), 4, num_samples=25, seed=3, documents=documents, separate_below=below
-    )
-    again = reopen(samples.describe())
-    assert isinstance(again, TokenSamples)
-    assert np.array_equal(again.rows(slice(None)), samples.rows(slice(None)))
-    assert {int(token) // 100 for token in samples.rows(slice(None)).reshape(-1)} == set(documents)
-
-
-def test_other_modes_are_noticed_where_no_versions_are_told():
-    """After closing, the index alone tells."""
-    files = [mmididx_bytes(SEQUENCES, modes=modes) for modes in ([0] * 8, [1] * 8)]
-    memory = MemoryTransport({"x.idx": files[0][0], "x.bin": files[0][1]})
-    dataset = IndexedDataset("x", transport=memory)
-    dataset.close()
-    assert dataset[0].tolist() == SEQUENCES[0].tolist()
-    dataset.close()
-    memory.put("x.idx", files[1][0])
-    for read in (lambda: dataset[0], lambda: dataset.get(0), lambda: dataset.rows([0]), lambda: dataset[0]):
-        with pytest.raises(CorruptShardError, match="taken the place"):
-            read()
-
-
-@pytest.mark.parametrize("n", range(1, 8))
-@pytest.mark.parametrize("modes", [False, True])
-def test_an_index_is_written_in_pieces_of_any_number(n: int, modes: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mmididx_writer, "_STRIDE", 3)
-    sequences = [np.arange(number % 3 + 1, dtype=np.int32) for number in range(n)]
-    memory = MemoryTransport()
-    with IndexedDatasetBuilder("x", multimodal=modes, transport=memory) as builder:
-        for number, sequence in enumerate(sequences):
-            builder.add_sequence(sequence, number % 2 if modes else 0)
-            builder.end_document()
-    idx, bin_ = mmididx_bytes(sequences, modes=[number % 2 for number in range(n)] if modes else None)
-    assert (memory.files["x.idx"], memory.files["x.bin"]) == (idx, bin_)
-
-
-@pytest.mark.parametrize("n", [0, 1, 9, 10, 10**17])
-def test_parts_of_a_data_set_end_where_it_does(n: int):
-    """Ten tenths are a little less than one."""
-    parts = split_documents(n, [0.1] * 10)
-    assert parts[0].start == 0
-    assert parts[-1].stop == n
-    assert all(one.stop == other.start for one, other in itertools.pairwise(parts))
-    assert split_documents(n, [1, 0, 0])[1:] == [range(n, n)] * 2
-
-
-@pytest.mark.parametrize("weights", [[], [0], [0, 0], [2, -1], [-1, 2], [float("nan")], [float("inf"), 1]])
-def test_weights_that_are_none(weights: list[float]):
-    with pytest.raises(ArgumentError, match="weights"):
-        split_documents(10, weights)
 
 
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", None, 0, 11])

@@ -34,7 +34,7 @@ from saev_store.sources._records import RecordsOf
 from saev_store.sources.address import address_below, full_url, locate, split_address
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
-from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
+from saev_store.sources.mmididx import IndexedDataset, TokenSamples
 from saev_store.transport import MemoryTransport, Moves, Transport, Writes, open_transport
 
 TOKENS = DATA / "mmididx" / "core_seed_example_3_4_2_int32"
@@ -560,7 +560,3 @@ def test_validate_of_half_a_data_set(tmp_path, capsys):
     assert "NOT OK" in out and "x.bin" in out and not err
     assert main(["validate", str(tmp_path / "y.idx")]) == 1  # nothing of that name is no data set
     assert "there is nothing" in capsys.readouterr().err
-
-
-def test_a_builder_shows_itself():
-    assert "memory://x.idx" in repr(IndexedDatasetBuilder("x", transport=MemoryTransport()))

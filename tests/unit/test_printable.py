@@ -18,7 +18,6 @@ from saev_store.names import printable
 from saev_store.problems import Problem
 from saev_store.sources import ImageFolder, TextFile
 from saev_store.sources.llmbatch import BatchFileReader
-from saev_store.sources.mmididx import IndexedDatasetBuilder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have names of other texts only")
 
@@ -67,7 +66,6 @@ MAKE = {
     "pair": lambda root: pair(opened(root), opened(root)),
     "text file": lambda root: TextFile(root / "x.txt"),
     "LLMBATCH": lambda root: BatchFileReader(root / "x.batch"),
-    "MMIDIDX": lambda root: IndexedDatasetBuilder(root / "tokens"),
     "writer": unfinished,
     "problem": lambda root: Problem("missing_shard", "it is gone", where=f"{root}/acts000000.bin"),
     "error": refused,

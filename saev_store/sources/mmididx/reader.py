@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_count, check_flag
+from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray
-from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, SaevStoreError, SelectionError, brief
+from saev_store.errors import CorruptShardError, NotFoundError, SaevStoreError, SelectionError, brief
 from saev_store.problems import Problem
-from saev_store.sources._files import CHUNK_BYTES, chunks, describe_digest, file_identity, is_resident
+from saev_store.sources._files import CHUNK_BYTES, describe_digest, file_identity, is_resident
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, steps, text_card
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
-from saev_store.transport.fetch import fetch_ranges
 from saev_store.validation import Report
 
 if TYPE_CHECKING:
@@ -34,15 +33,14 @@ class IndexedDataset(Source[TokenArray]):
     """An MMIDIDX data set (`.idx` and `.bin`), opened: `dataset[i]` is the i-th sequence of token ids.
 
     If the transport maps files, arrays are read-only views of the map and stay valid after `close`. Truncating a mapped
-    file ends the process: use `engine="pread"` where that can happen. Other transports return fresh arrays, and fetch
+    file ends the process: use `engine="pread"` if that can happen. Other transports return fresh arrays, and fetch
     several sequences with few requests.
 
     Args:
         path: The `.idx` file, the `.bin` file, or their common prefix: a path, any fsspec URL, or, with `transport`, a
             path below its root.
         storage_options, engine, transport: As in `open_source`.
-        dtype: Type of a token; used only for the codes (6 and 7) that tools do not agree on, where the files do not
-            decide.
+        dtype: Type of a token; used only for the codes (6 and 7) that tools do not agree on, if the files do not decide.
 
     Attributes:
         transport, idx_path, bin_path: The storage, and the paths of both files below its root.
@@ -57,7 +55,11 @@ class IndexedDataset(Source[TokenArray]):
     Raises:
         NotFoundError: one of the two files is missing.
         DocumentError: the index breaks a rule; `UnknownProtocolError` if it is of a later version or an unknown dtype.
-        CorruptShardError: `.bin` is shorter or longer than the index says.
+        CorruptShardError: `.bin` is shorter or longer than the index requires.
+
+    >>> dataset = IndexedDataset(TOKENS)
+    >>> len(dataset), dataset[1].tolist(), dataset.get(1, 2, 1).tolist()
+    (3, [100, 101, 102, 103], [102])
     """
 
     format = "mmididx"
@@ -74,63 +76,45 @@ class IndexedDataset(Source[TokenArray]):
         self.transport, name = locate(path, storage_options, engine=engine, transport=transport)
         self.idx_path, self.bin_path = file_names(name)
         self.url = full_url(self.transport, self.idx_path)
-        self._asked_dtype = dtype
-        self._resident, self._closed = is_resident(self.transport), False
+        self._asked_dtype, self._closed = dtype, False
+        self._identity: tuple[object, ...] | None = None
         self._whole: TokenArray | None = None
-        self._versions: tuple[str | None, str | None] | None = None
         self.index, self.problems = self._open()
         index = self.index
         self.dtype, self.sizes, self.doc_idx, self.modes = index.dtype, index.sizes, index.doc_idx, index.modes
-        self.n_documents = len(index.doc_idx) - 1
-        self.n_tokens = int(index.sizes.sum(dtype=np.int64))
+        self.n_documents, self.n_tokens = len(index.doc_idx) - 1, int(index.sizes.sum(dtype=np.int64))
         self._n, self._itemsize = len(index.sizes), index.dtype.itemsize
 
     def _open(self) -> tuple[Index, tuple[Problem, ...]]:
         """Read and check the index, and make sure that later reads of `.bin` are of the file that belongs to it."""
         transport, idx = self.transport, self.idx_path
-        identity, nbytes = file_identity(transport, idx), transport.size(idx)
+        name, nbytes = file_identity(transport, idx), transport.size(idx)
         (head,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
-        check_header(head, idx_nbytes=nbytes, where=self.url)
-        (raw,) = fetch_ranges(transport, idx, [0], [nbytes])
+        check_header(bytes(head), idx_nbytes=nbytes, where=self.url)
+        (raw,) = transport.get_ranges(idx, starts=[0], ends=[nbytes])
         try:
             bin_nbytes = transport.size(self.bin_path)
         except NotFoundError as error:
-            raise NotFoundError(
-                "the .bin file is missing",
-                where=full_url(transport, self.bin_path),
-                remedy="Copy it beside the .idx file.",
-            ) from error
+            where = full_url(transport, self.bin_path)
+            raise NotFoundError("the .bin file is missing", where=where, remedy="Copy it, too.") from error
         index, problems = parse_index(raw, bin_nbytes=bin_nbytes, where=self.url, dtype=self._asked_dtype)
         # The transport pins a file when its first bytes are read, so `.bin` is read now. A writer deletes the old index
-        # before it replaces `.bin`: if the index is still the same afterwards, both files belong together.
-        (whole,) = transport.get_ranges(
-            self.bin_path, starts=[0], ends=[bin_nbytes if self._resident else min(bin_nbytes, 1)]
-        )
+        # before it replaces `.bin`: if the index is the same afterwards, both files belong together.
+        end = bin_nbytes if is_resident(transport) else min(bin_nbytes, 1)
+        (whole,) = transport.get_ranges(self.bin_path, starts=[0], ends=[end])
         (again,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
         versions = (transport.version(idx), transport.version(self.bin_path))
-        is_other = self._versions not in {None, versions}
-        if is_other or file_identity(transport, idx) != identity or bytes(again) != bytes(head):
-            raise self._replaced()
-        self._versions = versions
-        if self._resident:
-            self._whole = _as_array(whole, index.dtype)
+        identity = (xxhash.xxh3_128_digest(raw), bin_nbytes, *versions)
+        is_other = self._identity not in {None, identity}
+        if is_other or file_identity(transport, idx) != name or bytes(again) != bytes(head):
+            message = "another data set has taken the place of the one that was opened"
+            raise CorruptShardError(message, where=self.url, remedy="Open it again.")
+        self._identity, self._closed = identity, False
+        self._whole = _as_array(whole, index.dtype) if is_resident(transport) else None
         return index, problems
 
-    def _reopen_if_closed(self) -> None:
-        """Compare the index again after `close`, which has released the transport's pins of both files."""
-        if self._closed:
-            if not _is_same_index(self._open()[0], self.index):
-                self._whole = None
-                raise self._replaced()
-            self._closed = False
-
-    def _replaced(self) -> CorruptShardError:
-        return CorruptShardError(
-            "another data set has taken the place of the one that was opened", where=self.url, remedy="Open it again."
-        )
-
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (type(self), self.transport, self.idx_path, self._asked_dtype))
+        return partial(type(self), transport=self.transport, dtype=self._asked_dtype), (self.idx_path,)
 
     def __len__(self) -> int:
         return self._n
@@ -165,16 +149,12 @@ class IndexedDataset(Source[TokenArray]):
         Raises:
             SelectionError: there is no such sequence, or the part is not inside it.
         """
-        position = check_index(index, self._n, what="sequence")
-        size = self.sizes.item(position)
-        offset, length = _whole(offset, "offset"), None if length is None else _whole(length, "length")
-        length = size - offset if length is None else length
-        if not 0 <= offset <= offset + length <= size:
-            raise SelectionError(
-                f"tokens {brief(offset)} to {brief(offset + length)} of sequence {position} do not exist; it has {size}",
-                where="offset",
-            )
-        return self._tokens(self.index.pointers.item(position) + offset * self._itemsize, length)
+        at = check_index(index, self._n, what="sequence")
+        size = self.sizes.item(at)
+        offset, _ = _check_part(offset, None, size, f"sequence {at}", where="offset")
+        _, length = _check_part(0, length, size - offset, f"sequence {at} from {offset} on", where="offset")
+        start = self.index.pointers.item(at) + offset * self._itemsize
+        return self._read([start], [start + length * self._itemsize])[0]
 
     def rows(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
         """Several sequences in the order asked for, fetched together; read-only arrays."""
@@ -183,33 +163,28 @@ class IndexedDataset(Source[TokenArray]):
 
     def read_parts(self, sequences: IntArray, offsets: IntArray, lengths: IntArray) -> list[TokenArray]:
         """Parts of many sequences (int64 arrays of one length), fetched together; the caller has checked the bounds."""
-        self._reopen_if_closed()
         starts = self.index.pointers[sequences] + offsets * self._itemsize
-        if self._whole is not None:
-            whole, begins = self._whole, starts // self._itemsize
-            return [whole[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
-        ends = starts + lengths * self._itemsize
-        parts = fetch_ranges(self.transport, self.bin_path, starts.tolist(), ends.tolist())
+        return self._read(starts.tolist(), (starts + lengths * self._itemsize).tolist())
+
+    def _read(self, starts: list[int], ends: list[int]) -> list[TokenArray]:
+        """The tokens of ranges of bytes of `.bin`."""
+        if self._closed:
+            self._open()
+        whole, itemsize = self._whole, self._itemsize
+        if whole is not None:
+            return [whole[start // itemsize : end // itemsize] for start, end in zip(starts, ends, strict=True)]
+        parts = self.transport.get_ranges(self.bin_path, starts=starts, ends=ends)
         return [_as_array(part, self.dtype) for part in parts]
 
     def pieces(self) -> Iterator[TokenArray]:
         """All tokens in the order of the sequences, as read-only arrays of at most 8 MiB."""
-        if not any(problem.kind == "not_packed" for problem in self.problems):
-            self._reopen_if_closed()
-            for part in chunks(self.transport, self.bin_path, self.index.bin_nbytes):
-                yield _as_array(part, self.dtype)
+        if any(problem.kind == "not_packed" for problem in self.problems):
+            for sequence, size in enumerate(self.sizes.tolist()):
+                for start, end in steps(size, CHUNK_BYTES // self._itemsize):
+                    yield self.get(sequence, start, end - start)
             return
-        for sequence, size in enumerate(self.sizes.tolist()):
-            for start, end in steps(size, CHUNK_BYTES // self._itemsize):
-                yield self.get(sequence, start, end - start)
-
-    def _tokens(self, start: int, length: int) -> TokenArray:
-        self._reopen_if_closed()
-        if self._whole is not None:
-            begin = start // self._itemsize
-            return self._whole[begin : begin + length]
-        (part,) = self.transport.get_ranges(self.bin_path, starts=[start], ends=[start + length * self._itemsize])
-        return _as_array(part, self.dtype)
+        for start, end in steps(self.index.bin_nbytes, CHUNK_BYTES):
+            yield self._read([start], [end])[0]
 
     # -- documents -----------------------------------------------------------------------------------------------------
 
@@ -225,31 +200,23 @@ class IndexedDataset(Source[TokenArray]):
     def document(self, document: SupportsIndex, start: int = 0, stop: int | None = None) -> TokenArray:
         """The tokens of a document, its sequences joined; or only tokens `start` to `stop` of it, and no others are read.
 
+        Returns:
+            A read-only view if the part is in one sequence of a mapped file, else fresh memory.
+
         Raises:
             SelectionError: there is no such document, or the part is not inside it.
         """
-        sequences = self.sequences_of(document)
-        sizes = self.sizes[sequences.start : sequences.stop].astype(np.int64)
-        ends = np.cumsum(sizes)
-        total = int(ends[-1]) if len(ends) else 0
-        start, stop = _whole(start, "start"), total if stop is None else _whole(stop, "stop")
-        if not 0 <= start <= stop <= total:
-            raise SelectionError(
-                f"tokens {brief(start)} to {brief(stop)} of document {brief(document)} do not exist; it has {total}",
-                where="start",
-            )
-        begins = ends - sizes
-        first = int(np.searchsorted(ends, start, side="right"))
-        last = max(int(np.searchsorted(begins, stop, side="left")), first)
-        offsets = np.maximum(start - begins[first:last], 0)
-        lengths = np.minimum(ends[first:last], stop) - begins[first:last] - offsets
-        numbers = np.arange(sequences.start + first, sequences.start + last, dtype=np.int64)
-        if not len(numbers):
-            return self._tokens(0, 0)
-        starts = self.index.pointers[numbers] + offsets * self._itemsize
-        if np.array_equal(starts[1:], starts[:-1] + lengths[:-1] * self._itemsize):
-            return self._tokens(int(starts[0]), int(lengths.sum()))
-        return np.concatenate(self.read_parts(numbers, offsets, lengths))
+        numbers = self.sequences_of(document)
+        ends = np.cumsum(self.sizes[numbers.start : numbers.stop], dtype=np.int64)
+        begins = ends - self.sizes[numbers.start : numbers.stop]
+        start, stop = _check_part(
+            start, stop, int(ends[-1]) if len(ends) else 0, f"document {brief(document)}", where="start"
+        )
+        (touched,) = np.nonzero((begins < stop) & (ends > start))
+        offsets = np.maximum(start - begins[touched], 0)
+        lengths = np.minimum(ends[touched], stop) - begins[touched] - offsets
+        parts = self.read_parts(touched + numbers.start, offsets, lengths)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
 
     # -- as a source -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +231,7 @@ class IndexedDataset(Source[TokenArray]):
             "digest": describe_digest(self.transport, self._sized_files(), scope=digest),
         }
 
-    def _sized_files(self) -> Sequence[tuple[str, int]]:
+    def _sized_files(self) -> list[tuple[str, int]]:
         return [(self.idx_path, self.index.idx_nbytes), (self.bin_path, self.index.bin_nbytes)]
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
@@ -273,28 +240,27 @@ class IndexedDataset(Source[TokenArray]):
         Opening has checked every number of the index; `deep` reads every byte of `.bin`.
         """
         deep = check_flag(deep, name="deep")
-        started, problems, checked = time.perf_counter(), list(self.problems), 0
+        started, problems, checked, lowest = time.perf_counter(), list(self.problems), 0, 0
         lost = ((0, self._n),) if self._n else ()
         for path, nbytes in self._sized_files():
             where = full_url(self.transport, path)
             try:
-                there = self.transport.size(path)
+                now = self.transport.size(path)
             except SaevStoreError as error:
                 problems.append(Problem(error.kind, error.message, where=where, lost=lost))
                 continue
-            if there != nbytes:
-                message = f"it had {nbytes:,} bytes when it was opened and has {there:,} now"
+            if now != nbytes:
+                message = f"it had {nbytes:,} bytes when it was opened and has {now:,} now"
                 problems.append(Problem("changed_size", message, where=where, lost=lost))
         if deep and not any(problem.severity == "error" for problem in problems):
-            lowest = 0
             with Progress(self.index.bin_nbytes, "checking", shown=progress) as bar:
-                for part in chunks(self.transport, self.bin_path, self.index.bin_nbytes):
-                    least = np.frombuffer(part, self.dtype).min()  # reads every page of a map
+                for tokens in self.pieces():
+                    least = tokens.min()  # reads every page of a map
                     lowest = min(lowest, int(least) if self.dtype.kind == "i" else 0)
-                    checked += len(part)
-                    bar.advance(len(part))
+                    checked += tokens.nbytes
+                    bar.advance(tokens.nbytes)
             if lowest < 0:
-                message = f"there are negative token ids, down to {lowest}: no tokenizer gives those"
+                message = f"there are negative token ids, down to {lowest}, which no tokenizer gives"
                 where = full_url(self.transport, self.bin_path)
                 problems.append(Problem("negative_token", message, where=where, severity="info"))
         elapsed_s = time.perf_counter() - started
@@ -304,14 +270,6 @@ class IndexedDataset(Source[TokenArray]):
         """Release maps and connections; returned views stay valid, and later reads open the files again."""
         self._whole, self._closed = None, True
         self.transport.close()
-
-
-def _whole(value: object, name: str) -> int:
-    """An integer argument; whether it is in range is for the caller to say."""
-    try:
-        return operator.index(cast("SupportsIndex", value))
-    except TypeError:
-        raise SelectionError(f"{name} is {brief(value)}; it must be an integer", where=name) from None
 
 
 def file_names(name: str) -> tuple[str, str]:
@@ -324,47 +282,24 @@ def file_names(name: str) -> tuple[str, str]:
     return f"{prefix}.idx", f"{prefix}.bin"
 
 
-def _reopen(kind: type[IndexedDataset], transport: Transport, path: str, dtype: npt.DTypeLike | None) -> IndexedDataset:
-    return kind(path, transport=transport, dtype=dtype)
-
-
 def _as_array(data: Buffer, dtype: np.dtype[np.generic]) -> TokenArray:
     """View bytes as tokens, read-only."""
-    tokens = np.frombuffer(data, dtype) if len(data) else np.zeros(0, dtype)
+    tokens = np.frombuffer(data, dtype)
     tokens.flags.writeable = False
-    return cast("TokenArray", tokens)
+    return tokens
 
 
-def _is_same_index(a: Index, b: Index) -> bool:
-    same_facts = (a.dtype, a.variant, a.bin_nbytes, a.idx_nbytes) == (b.dtype, b.variant, b.bin_nbytes, b.idx_nbytes)
-    same_modes = a.modes is None or b.modes is None or np.array_equal(a.modes, b.modes)
-    pairs = ((a.sizes, b.sizes), (a.pointers, b.pointers), (a.doc_idx, b.doc_idx))
-    return same_facts and same_modes and all(np.array_equal(left, right) for left, right in pairs)
-
-
-def split_documents(n_documents: int, weights: Sequence[float]) -> list[range]:
-    """Documents cut into consecutive parts in proportion to weights, such as (969, 30, 1), as Megatron cuts them.
-
-    Every document is in exactly one part; rounding errors go to the last part that has any weight.
+def _check_part(start: SupportsIndex, stop: SupportsIndex | None, size: int, of: str, *, where: str) -> tuple[int, int]:
+    """The bounds of a part of `size` tokens, to their end by default.
 
     Raises:
-        ArgumentError: a weight is negative, or all are 0.
-
-    >>> split_documents(10, [8, 1, 1])
-    [range(0, 8), range(8, 9), range(9, 10)]
+        SelectionError: a bound is not an integer, or the part is not inside.
     """
-    n_documents = check_count(n_documents, name="n_documents", least=0)
-    refusal = ArgumentError(f"{brief(weights)} are no weights: none may be negative, one positive", where="weights")
     try:
-        weights = [float(weight) for weight in weights if not isinstance(weight, str)]
-        is_right = len(weights) > 0 and min(weights) >= 0 and 0 < math.fsum(weights) < math.inf
-    except (TypeError, ValueError, OverflowError):
-        raise refusal from None
-    if not is_right:
-        raise refusal
-    last = max(i for i, weight in enumerate(weights) if weight > 0)
-    # Shares first, then their sums, then the product: in this order the rounding errors are Megatron's as well.
-    shares = np.asarray(weights, np.float64) / np.sum(np.asarray(weights, np.float64))
-    ends = [round(end * n_documents) for end in accumulate(shares.tolist())]
-    ends = [n_documents if i >= last else end for i, end in enumerate(ends)]
-    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        low, high = operator.index(start), size if stop is None else operator.index(stop)
+    except TypeError:
+        raise SelectionError(f"tokens {brief(start)} to {brief(stop)} must be integers", where=where) from None
+    if not 0 <= low <= high <= size:
+        message = f"tokens {brief(low)} to {brief(high)} of {of} do not exist; it has {size}"
+        raise SelectionError(message, where=where)
+    return low, high

@@ -2,17 +2,19 @@
 
 All documents of an epoch, in the order of `doc_idx`, are one run of tokens. Sample k is the `seq_length + 1` tokens of it
 from token `k * seq_length` on, so consecutive samples share one token: the last target of one is the first input of the
-next. `sample_idx[k]` is the entry of `doc_idx` and the offset in that document at which the sample begins; `shuffle_idx`
-is the order in which samples are returned. The random streams are those of `numpy.random.RandomState(seed)`, which is
-frozen: the same arguments always give the same arrays as Megatron.
+next. The random streams are those of `numpy.random.RandomState(seed)`, which is frozen: the same arguments always give
+the same arrays as Megatron.
 
 A "document" here is an entry of `sizes`, which is a sequence of the data set, as in Megatron.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex, cast
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +43,7 @@ class SampleIndices:
     Attributes:
         doc_idx: Documents of all epochs in order, int32.
         sample_idx: Shape (n + 1, 2): entry of `doc_idx` and offset in tokens at which each sample begins, and those of
-            the last one's final token; int32, or int64 where that is too small.
+            the last one's final token; int32, or int64 if that is too small.
         shuffle_idx: Rows of `sample_idx` in the order in which they are returned, uint32 or int64.
     """
 
@@ -85,50 +87,35 @@ def build_indices(
     seed = check_count(seed, name="seed", least=0, most=2**32 - 1)
     if not 0 <= separate_below <= 1:
         raise ArgumentError(f"separate_below is {separate_below!r}; it must be from 0 to 1", where="separate_below")
-    tokens_per_epoch = int(sizes[documents].sum(dtype=np.int64)) if len(documents) else 0
+    tokens_per_epoch = int(sizes[documents].sum(dtype=np.int64))
     if tokens_per_epoch < 2:
-        raise ArgumentError(
-            f"the {len(documents):,} documents have {tokens_per_epoch} tokens; a sample needs at least 2",
-            where="documents",
-        )
-    n_epochs = 1
-    if num_samples is not None:
-        num_samples = check_count(num_samples, name="num_samples", most=2**48)
-        n_epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+        message = f"the {len(documents):,} documents have {tokens_per_epoch} tokens; a sample needs at least 2"
+        raise ArgumentError(message, where="documents")
+    wanted = 1 if num_samples is None else check_count(num_samples, name="num_samples", most=2**48)
+    n_epochs = 1 if num_samples is None else -(-(wanted * seq_length + 1) // tokens_per_epoch)
     if n_epochs * len(documents) > 2**40:
-        raise ArgumentError(
-            f"{num_samples:,} samples take {n_epochs:,} epochs of {len(documents):,} documents, which is beyond reason",
-            where="num_samples",
-        )
+        message = f"{wanted:,} samples take {n_epochs:,} epochs of {len(documents):,} documents: more than 2^40 entries"
+        raise ArgumentError(message, where="num_samples")
     before_last = ((n_epochs - 1) * tokens_per_epoch - 1) // seq_length if n_epochs > 1 else 0
     per_epoch = (tokens_per_epoch - 1) // seq_length
-    separate = n_epochs > 1 and cast("int", num_samples) - before_last < int(separate_below * per_epoch)
+    separate = n_epochs > 1 and wanted - before_last < int(separate_below * per_epoch)
 
-    state = np.random.RandomState(seed)
-    doc_idx = build_doc_idx(documents, n_epochs, state, separate_last_epoch=separate)
+    state, last = np.random.RandomState(seed), 1 if separate else 0
+    epochs = [_shuffled(np.tile(documents, n), state) for n in (n_epochs - last, last) if n]
+    doc_idx = np.concatenate(epochs).astype(np.int32)
     sample_idx = build_sample_idx(sizes, doc_idx, seq_length, n_epochs, tokens_per_epoch)
     n = len(sample_idx) - 1
-    return SampleIndices(doc_idx, sample_idx, build_shuffle_idx(before_last if separate else n, n, state))
+    cut = before_last if separate else n
+    shuffles = [_shuffled(np.arange(*bounds), state) for bounds in ((0, cut), (cut, n)) if bounds[0] < n]
+    dtype = np.int64 if n >= 2**32 - 2 else np.uint32
+    return SampleIndices(doc_idx, sample_idx, np.concatenate([np.zeros(0, np.int64), *shuffles]).astype(dtype))
 
 
-def build_doc_idx(
-    documents: npt.NDArray[np.integer],
-    num_epochs: int,
-    state: np.random.RandomState,
-    *,
-    separate_last_epoch: bool,
-) -> npt.NDArray[np.int32]:
-    """The documents of all epochs, shuffled together, or the last epoch's on their own behind the others'.
-
-    Advances `state`: one shuffle, or two.
-
-    >>> build_doc_idx(np.arange(6), 1, np.random.RandomState(0), separate_last_epoch=False).tolist()
-    [5, 2, 1, 3, 0, 4]
-    """
-    if not separate_last_epoch or num_epochs == 1:
-        return _shuffled(np.tile(np.asarray(documents, np.int64), num_epochs), state).astype(np.int32)
-    first = build_doc_idx(documents, num_epochs - 1, state, separate_last_epoch=False)
-    return np.concatenate((first, build_doc_idx(documents, 1, state, separate_last_epoch=False)))
+def _shuffled(numbers: npt.NDArray[np.integer], state: np.random.RandomState) -> IntArray:
+    # In 64 bits: NumPy swaps those natively, several times as fast as narrower ones, with the same random stream.
+    wide = numbers.astype(np.int64)
+    state.shuffle(wide)
+    return wide
 
 
 def build_sample_idx(
@@ -184,25 +171,6 @@ def build_sample_idx(
     return found
 
 
-def build_shuffle_idx(num_samples: int, total_size: int, state: np.random.RandomState) -> npt.NDArray[np.integer]:
-    """The samples 0 to `num_samples` shuffled, then those up to `total_size` shuffled on their own. Advances `state`.
-
-    >>> build_shuffle_idx(8, 8, np.random.RandomState(0)).tolist()
-    [6, 2, 1, 7, 3, 0, 5, 4]
-    """
-    dtype = np.int64 if total_size >= 2**32 - 2 else np.uint32
-    first = _shuffled(np.arange(num_samples, dtype=np.int64), state).astype(dtype)
-    if num_samples == total_size:
-        return first
-    return np.concatenate((first, _shuffled(np.arange(num_samples, total_size, dtype=np.int64), state).astype(dtype)))
-
-
-def _shuffled(numbers: IntArray, state: np.random.RandomState) -> IntArray:
-    # In 64 bits: NumPy swaps those natively, several times as fast as narrower ones, with the same random stream.
-    state.shuffle(numbers)
-    return numbers
-
-
 class TokenSamples(Source[TokenArray]):
     """Samples of `seq_length + 1` tokens that run through shuffled documents, as Megatron's GPT data set makes them.
 
@@ -219,7 +187,7 @@ class TokenSamples(Source[TokenArray]):
 
     Attributes:
         indices: The index arrays.
-        n_epochs: How many times every document is used.
+        n_epochs: Number of times that every document is used.
 
     Raises:
         ArgumentError: a number is out of range, or there are no tokens.
@@ -242,18 +210,15 @@ class TokenSamples(Source[TokenArray]):
         separate_below: float = SEPARATE_BELOW,
     ) -> None:
         self.dataset, self.seq_length = dataset, seq_length
-        self._documents = _as_documents(documents, len(dataset))
-        self._settings: dict[str, object] = {
-            "seq_length": seq_length,
-            "num_samples": num_samples,
-            "seed": seed,
-            "separate_below": separate_below,
-            "documents": _describe_documents(self._documents),
-        }
-        self.indices = build_indices(
-            dataset.sizes, self._documents, seq_length=seq_length, num_samples=num_samples, seed=seed,
-            separate_below=separate_below,
-        )  # fmt: skip
+        chosen = np.asarray(range(len(dataset)) if documents is None else documents)
+        if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+            raise ArgumentError(f"documents are {brief(documents)}; they must be integers", where="documents")
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(dataset):
+            raise ArgumentError(f"documents must be from 0 to {len(dataset) - 1}", where="documents")
+        self._documents: IntArray = chosen.astype(np.int64)
+        options: dict[str, Any] = {"num_samples": num_samples, "seed": seed, "separate_below": separate_below}
+        self._settings = {"seq_length": seq_length, **options}
+        self.indices = build_indices(dataset.sizes, self._documents, seq_length=seq_length, **options)
         self.n_epochs = len(self.indices.doc_idx) // len(self._documents)
         self.url, self.problems = dataset.url, dataset.problems
 
@@ -267,27 +232,21 @@ class TokenSamples(Source[TokenArray]):
         }
         return text_card(f"token samples over {self.url}", facts, self.problems)
 
-    # -- samples ---------------------------------------------------------------------------------------------------------
-
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
         """A sample: shape (seq_length + 1,).
 
         Raises:
             SelectionError: there is no such sample.
         """
-        parts = self._parts(check_index(index, len(self), what="sample"))
-        if len(parts) == 1:
-            return self.dataset.get(*parts[0])
-        return np.concatenate(self._read(parts))
+        found = self._read([self._parts(check_index(index, len(self), what="sample"))])
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
         """Several samples, fetched together: shape (n, seq_length + 1), fresh memory."""
-        wanted = [self._parts(position) for position in check_positions(indices, len(self), what="sample").tolist()]
-        found = self._read([part for parts in wanted for part in parts])
-        out = np.empty((len(wanted), self.seq_length + 1), self.dataset.dtype)
-        if found:
-            np.concatenate(found, out=out.reshape(-1))
-        return out
+        positions = check_positions(indices, len(self), what="sample").tolist()
+        found = self._read([self._parts(position) for position in positions])
+        joined = np.concatenate([np.zeros(0, self.dataset.dtype), *found])
+        return joined.reshape(len(positions), self.seq_length + 1)
 
     def locate(self, index: SupportsIndex, token: int) -> tuple[int, int]:
         """The origin of a token of a sample: the number of the sequence, and the position of the token in it.
@@ -295,42 +254,39 @@ class TokenSamples(Source[TokenArray]):
         Raises:
             SelectionError: there is no such sample, or no such token in it.
         """
-        position = check_index(index, len(self), what="sample")
+        parts = self._parts(check_index(index, len(self), what="sample"))
         token = check_index(token, self.seq_length + 1, what="token")
-        parts = self._parts(position)
-        ends = np.cumsum([length for _, _, length in parts])
+        ends = np.cumsum(parts[:, 2])
         part = int(np.searchsorted(ends, token, side="right"))
-        sequence, offset, length = parts[part]
+        sequence, offset, length = parts[part].tolist()
         return sequence, offset + token - (int(ends[part]) - length)
 
-    def _parts(self, position: int) -> list[tuple[int, int, int]]:
-        """(sequence, offset, length) of the pieces that a sample is made of, empty ones left out."""
-        indices = self.indices
-        row = int(indices.shuffle_idx[position])
-        entry, offset = indices.sample_idx[row].tolist()
-        last, last_offset = indices.sample_idx[row + 1].tolist()
-        if entry == last:
-            return [(int(indices.doc_idx[entry]), offset, last_offset - offset + 1)]
-        sequences = indices.doc_idx[entry : last + 1]
-        sizes = self.dataset.sizes[sequences].tolist()
-        sizes[-1] = last_offset + 1
-        parts = [(sequence, 0, size) for sequence, size in zip(sequences.tolist(), sizes, strict=True)]
-        parts[0] = (parts[0][0], offset, parts[0][2] - offset)
-        return [part for part in parts if part[2]]
+    def _parts(self, position: int) -> IntArray:
+        """The pieces that a sample is made of, in rows of (sequence, offset, length) without empty ones."""
+        row = int(self.indices.shuffle_idx[position])
+        (entry, offset), (last, last_offset) = self.indices.sample_idx[row : row + 2].tolist()
+        sequences = self.indices.doc_idx[entry : last + 1]
+        parts = np.zeros((len(sequences), 3), np.int64)
+        parts[:, 0], parts[:, 2] = sequences, self.dataset.sizes[sequences]
+        parts[-1, 2] = last_offset + 1
+        parts[0, 1:] += offset, -offset
+        return parts[parts[:, 2] > 0]
 
-    def _read(self, parts: list[tuple[int, int, int]]) -> list[TokenArray]:
-        table = np.array(parts, np.int64).reshape(-1, 3)
-        return self.dataset.read_parts(table[:, 0], table[:, 1], table[:, 2])
-
-    # -- as a source -----------------------------------------------------------------------------------------------------
+    def _read(self, samples: list[IntArray]) -> list[TokenArray]:
+        parts = np.concatenate([np.zeros((0, 3), np.int64), *samples])
+        return self.dataset.read_parts(parts[:, 0], parts[:, 1], parts[:, 2])
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the samples for `metadata.data` of a store; `reopen` builds the same samples again."""
+        chosen, first = self._documents, int(self._documents[0])
+        documents: object = [first, first + len(chosen)]
+        if not np.array_equal(chosen, np.arange(first, first + len(chosen))):
+            documents = {ALGORITHM: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(chosen, "<i8"))}
         return {
             **self.dataset.describe(digest=digest),
             "n_samples": len(self),
             "mapping": "example i is sample i, in shuffled order",
-            "samples": {**self._settings, "random": "numpy.random.RandomState"},
+            "samples": {**self._settings, "documents": documents, "random": "numpy.random.RandomState"},
         }
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
@@ -346,46 +302,41 @@ def from_description(source: Source[object], samples: object) -> TokenSamples:
     """The samples that `TokenSamples.describe` described, over the data set opened again.
 
     Raises:
-        DocumentError: this is no such description.
+        DocumentError: this is not such a description.
     """
-    if not isinstance(source, IndexedDataset) or not isinstance(samples, dict):
-        raise DocumentError(f"{brief(samples)} describes no samples of an MMIDIDX data set", where="description")
-    given = cast("dict[str, object]", samples)
-    documents = given.get("documents")
-    bounds = cast("list[object]", documents) if isinstance(documents, list) else []
-    if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
-        raise DocumentError(
-            f"the samples are of documents {brief(given.get('documents'))}, which only the program that chose them knows",
-            where="description",
-            remedy="Make TokenSamples with documents= as then.",
-        )
+    settings = cast("dict[str, Any]", samples)
     try:
-        return TokenSamples(
-            source,
-            cast("int", given.get("seq_length")),
-            num_samples=cast("int | None", given.get("num_samples")),
-            seed=cast("int", given.get("seed")),
-            documents=range(*cast("list[int]", bounds)),
-            separate_below=cast("float", given.get("separate_below")),
-        )
-    except (ArgumentError, TypeError) as error:
-        raise DocumentError(f"{brief(given)} describes no samples: {error}", where="description") from None
+        documents = settings["documents"]
+        if isinstance(documents, dict):
+            raise DocumentError(
+                "only the program that chose the documents of the samples knows them",
+                where="description",
+                remedy="Make TokenSamples with documents= as then.",
+            )
+        options = {name: settings[name] for name in ("seq_length", "num_samples", "seed", "separate_below")}
+        return TokenSamples(cast("IndexedDataset", source), documents=range(*documents), **options)
+    except (ArgumentError, TypeError, KeyError, AttributeError) as error:
+        raise DocumentError(f"{brief(samples)} describes no samples: {error}", where="description") from None
 
 
-def _as_documents(documents: npt.ArrayLike | range | None, n: int) -> IntArray:
-    if documents is None:
-        return np.arange(n, dtype=np.int64)
-    found = np.asarray(documents)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ArgumentError(f"{brief(documents)} is no list of sequences: pass integers", where="documents")
-    if found.size and not (int(found.min()) >= 0 and int(found.max()) < n):
-        raise ArgumentError(f"documents must be from 0 to {n - 1}", where="documents")
-    return found.astype(np.int64)
+def split_documents(n_documents: int, weights: Sequence[float]) -> list[range]:
+    """Documents cut into consecutive parts in proportion to weights, such as (969, 30, 1), as Megatron cuts them.
 
+    Every document is in exactly one part; rounding errors go to the last part that has any weight.
 
-def _describe_documents(documents: IntArray) -> object:
-    """Bounds of a run of documents, or a digest of another choice."""
-    if not len(documents) or np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        first = int(documents[0]) if len(documents) else 0
-        return [first, first + len(documents)]
-    return {ALGORITHM: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(documents, "<i8"))}
+    Raises:
+        ArgumentError: a weight is negative, or all are 0.
+
+    >>> split_documents(10, [8, 1, 1])
+    [range(0, 8), range(8, 9), range(9, 10)]
+    """
+    n_documents = check_count(n_documents, name="n_documents", least=0)
+    found = np.asarray(weights)
+    is_list = found.ndim == 1 and found.dtype.kind in "iuf"
+    if not is_list or not (found.min(initial=0) >= 0 and 0 < sum(found.tolist()) < math.inf):
+        raise ArgumentError(f"weights are {brief(weights)}; each must be 0 or more, one positive", where="weights")
+    last = int(np.flatnonzero(found)[-1])
+    # Shares first, then their sums, then the product: in this order the rounding errors are Megatron's as well.
+    ends = [round(end * n_documents) for end in accumulate((found / found.sum()).tolist())]
+    ends = [*ends[:last], *[n_documents] * (len(ends) - last)]
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -1,0 +1,703 @@
+"""MMIDIDX: files of real writers, every rule of the index, samples of one length, and what the builder publishes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from servers import s3_bucket  # noqa: F401 (a fixture)
+from token_files import CODES, DATA, malformed, mmididx_bytes, samples, truth
+
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    SaevStoreError,
+    SelectionError,
+    StoreExistsError,
+    TransportError,
+    UnknownProtocolError,
+    WriterConflictError,
+)
+from saev_store.sources import open_source, reopen
+from saev_store.sources.mmididx import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    TokenSamples,
+    build_indices,
+    build_sample_idx,
+    parse_index,
+    split_documents,
+)
+from saev_store.transport import open_transport
+
+ENGINES = ("mmap", "pread", "fsspec")
+#: Three documents: two sequences (one empty), none, two.
+SEQUENCES = [np.arange(size, dtype=np.int32) + 10 * size for size in (4, 0, 8, 1)]
+DOC_IDX = [0, 2, 2, 4]
+IDX, BIN = mmididx_bytes(SEQUENCES, doc_idx=DOC_IDX)
+TRUTH = json.loads((DATA / "mmididx/samples_seed_example/expected.json").read_text())
+
+
+def put(folder: Path, idx: bytes = IDX, bin_: bytes = BIN, name: str = "x") -> Path:
+    (folder / f"{name}.idx").write_bytes(idx)
+    (folder / f"{name}.bin").write_bytes(bin_)
+    return folder / name
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refusal(call, *arguments, **options) -> SaevStoreError:
+    with pytest.raises(SaevStoreError) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+def lists(arrays) -> list[list]:
+    return [array.tolist() for array in arrays]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_open_files_of_real_writers_gives_their_truth():
+    for folder, engine in itertools.product(samples("mmididx"), ENGINES):
+        expected, arrays = truth(folder)
+        if "tokens" not in arrays:  # the sample of sample indices
+            arrays = {"tokens": np.arange(265, dtype=np.int32), "sizes": np.array(expected["sizes"], np.int32)}
+            expected = {"dtype": "int32", "doc_idx": list(range(7)), "modes": None}
+        dataset = IndexedDataset(folder / "data", engine=engine)
+        assert dataset.dtype.name == expected["dtype"]
+        assert dataset.sizes.tolist() == arrays["sizes"].tolist()
+        if "pointers" in arrays:
+            assert dataset.index.pointers.tolist() == arrays["pointers"].tolist()
+        assert dataset.doc_idx.tolist() == (expected["doc_idx"] or list(range(len(dataset) + 1)))
+        assert dataset.index.variant == ("fairseq" if expected["doc_idx"] is None else "megatron")
+        assert (None if dataset.modes is None else dataset.modes.tolist()) == expected["modes"]
+        parts = np.split(arrays["tokens"], np.cumsum(arrays["sizes"])[:-1])
+        for i, (found, wanted) in enumerate(zip(dataset.rows(slice(None)), parts, strict=True)):
+            assert found.dtype == wanted.dtype
+            assert found.tobytes() == dataset[i].tobytes() == dataset[i - len(parts)].tobytes() == wanted.tobytes()
+        assert dataset.problems == ()
+        assert dataset.validate(deep=True, progress=False).ok
+
+
+@given(
+    sizes=st.lists(st.integers(0, 12), max_size=8),
+    dtype=st.sampled_from(sorted(CODES)),
+    kind=st.sampled_from(["plain", "short", "modes", "gaps"]),
+    cuts=st.lists(st.integers(0, 8), max_size=4),
+)
+def test_open_any_data_set_equals_its_sequences(tmp_path_factory, sizes, dtype, kind, cuts):
+    assume(sum(sizes) or not dtype.startswith("float"))
+    rng = np.random.default_rng(sum(sizes))
+    itemsize = np.dtype(dtype).itemsize
+    sequences = [rng.integers(0, 256, size * itemsize, dtype=np.uint8).view(dtype) for size in sizes]
+    doc_idx = [0, *sorted(min(cut, len(sizes)) for cut in cuts), len(sizes)]
+    modes = [i % 256 - 128 for i in range(len(sizes))] if kind == "modes" and sizes else None
+    pointers = None
+    if kind == "gaps":  # the last one first, and a token between any two
+        ends = np.cumsum([size + 1 for size in reversed(sizes)]) * itemsize
+        pointers = [int(end) - size * itemsize for end, size in zip(ends, reversed(sizes), strict=True)][::-1]
+    idx, bin_ = mmididx_bytes(
+        sequences, doc_idx=doc_idx, modes=modes, short=kind == "short", code=CODES[dtype], pointers=pointers
+    )
+    if pointers is not None:
+        bin_ = b"".join(bytes(itemsize) + each.tobytes() for each in reversed(sequences))
+        if not any(sizes) or sizes[0] == 0:
+            ends = [at + size * itemsize for at, size in zip(pointers, sizes, strict=True) if size]
+            bin_ = bin_[: max(ends, default=0)]
+            assume(not any(at > len(bin_) for at in pointers))
+    for engine in ("mmap", "pread"):
+        dataset = IndexedDataset(put(tmp_path_factory.getbasetemp(), idx, bin_), engine=engine, dtype=dtype)
+        assert (None if dataset.modes is None else dataset.modes.tolist()) == modes
+        assert [found.tobytes() for found in dataset.rows(slice(None))] == [each.tobytes() for each in sequences]
+        assert b"".join(piece.tobytes() for piece in dataset.pieces()) == b"".join(each.tobytes() for each in sequences)
+        bounds = list(range(len(sizes) + 1)) if kind == "short" else doc_idx
+        assert dataset.doc_idx.tolist() == bounds
+        for document, (first, end) in enumerate(itertools.pairwise(bounds)):
+            whole = np.concatenate([np.zeros(0, dtype), *sequences[first:end]])
+            for start, stop in itertools.combinations_with_replacement(range(0, len(whole) + 1, 3), 2):
+                assert dataset.document(document, start, stop).tobytes() == whole[start:stop].tobytes()
+            assert dataset.document(document).tobytes() == whole.tobytes()
+
+
+def test_get_of_a_part_equals_the_slice_or_is_refused(tmp_path):
+    dataset = IndexedDataset(put(tmp_path), engine="pread")
+    for document, number in ((True, 0), (True, 2), (False, 0), (False, 2)):
+        whole = np.concatenate(SEQUENCES[:2] if number == 0 else SEQUENCES[2:]) if document else SEQUENCES[number]
+        for start, stop in itertools.product(range(-1, len(whole) + 2), repeat=2):
+            arguments = (start, stop) if document else (start, stop - start)
+            call = dataset.document if document else dataset.get
+            if 0 <= start <= stop <= len(whole):
+                assert call(number, *arguments).tolist() == whole[start:stop].tolist()
+            else:
+                assert type(refusal(call, number, *arguments)) is SelectionError
+    for wrong in (4, -5, 1.0, "0", None, True, 10**30):
+        for call in (dataset.__getitem__, dataset.get, dataset.key, dataset.document, dataset.sequences_of):
+            assert type(refusal(call, wrong)) is SelectionError
+    for call, wrong in ((dataset.get, (0, "1")), (dataset.get, (0, 0, 1.5)), (dataset.document, (0, None))):
+        assert type(refusal(call, *wrong)) is SelectionError
+    for wrong in ([4], [-5], [[0]], [0.5], ["a"]):
+        assert type(refusal(dataset.rows, wrong)) is SelectionError
+
+
+def test_get_of_a_part_reads_no_more_than_it(tmp_path):
+    long = np.arange(500_000, dtype=np.uint16)
+    transport = open_transport(put(tmp_path, *mmididx_bytes([long, long], doc_idx=[0, 2])).parent, engine="pread")
+    dataset = IndexedDataset("x", transport=transport)
+    before = transport.counters.bytes_read
+    assert dataset.document(0, 499_990, 500_010).tolist() == [*long[-10:].tolist(), *long[:10].tolist()]
+    assert dataset.get(1, 5000, 3).tolist() == [5000, 5001, 5002]
+    assert transport.counters.bytes_read - before == 46
+
+
+def test_arrays_are_views_of_a_map_read_only_and_outlive_close(tmp_path):
+    for engine in ENGINES:
+        dataset = IndexedDataset(put(tmp_path), engine=engine)
+        found = [dataset[0], dataset.get(0), *dataset.rows([2, 0]), dataset.document(0), dataset.sizes, dataset.doc_idx]
+        assert not any(array.flags.writeable for array in found)
+        assert np.shares_memory(dataset[0], dataset[0]) == (engine == "mmap")
+        with dataset:
+            pass
+        assert found[0].tolist() == SEQUENCES[0].tolist()
+        for read in (lambda each: each[2], lambda each: each.get(2), lambda each: each.rows([2])[0]):
+            again = pickle.loads(pickle.dumps(dataset))
+            again.close()
+            assert read(again).tolist() == SEQUENCES[2].tolist()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def patched(offset: int, data: bytes) -> tuple[bytes, bytes]:
+    return IDX[:offset] + data + IDX[offset + len(data) :], BIN
+
+
+def with_(**changes) -> tuple[bytes, bytes]:
+    return mmididx_bytes(SEQUENCES, **{"doc_idx": DOC_IDX, **changes})
+
+
+#: (files, class, the place in the index that `problems` names).
+BROKEN = [
+    ((b"", BIN), DocumentError, None),
+    ((b"MMIDIDX", BIN), DocumentError, None),
+    ((IDX[:25], BIN), DocumentError, None),
+    ((IDX[:33], BIN), DocumentError, None),
+    ((IDX[:-1], BIN), DocumentError, None),
+    ((IDX + b"\0", BIN), DocumentError, None),
+    ((IDX + b"\0" * 3, BIN), DocumentError, None),
+    (patched(0, b"TNTIDX\0\0\0"), DocumentError, None),
+    (patched(9, b"\2"), UnknownProtocolError, None),
+    (patched(17, b"\0"), UnknownProtocolError, None),
+    (patched(17, b"\x0b"), UnknownProtocolError, None),
+    (patched(17, b"\5"), CorruptShardError, None),
+    (patched(17, b"\x08"), CorruptShardError, None),
+    (patched(18, b"\xff" * 8), DocumentError, None),
+    (patched(26, b"\xff" * 8), DocumentError, None),
+    (patched(38, struct.pack("<i", -4)), DocumentError, ("negative_size", ("sizes", 1))),
+    (patched(34, struct.pack("<i", 2**31 - 1)), CorruptShardError, None),
+    (with_(doc_idx=[]), DocumentError, ("bad_doc_idx", ("doc_idx", 0))),
+    (with_(doc_idx=[0, 2, 3]), DocumentError, ("bad_doc_idx", ("doc_idx", 0))),
+    (with_(doc_idx=[0, 2, 2, 5]), DocumentError, ("bad_doc_idx", ("doc_idx", 0))),
+    (with_(doc_idx=[1, 2, 2, 4]), DocumentError, ("bad_doc_idx", ("doc_idx", 0))),
+    (with_(doc_idx=[0, 3, 2, 4]), DocumentError, ("bad_doc_idx", ("doc_idx", 2))),
+    (with_(doc_idx=[0, -1, 2, 4]), DocumentError, ("bad_doc_idx", ("doc_idx", 1))),
+    (with_(pointers=[0, 16, -16, 48]), DocumentError, ("negative_pointer", ("pointers", 2))),
+    (with_(pointers=[0, 4, 4, 12]), DocumentError, ("pointers_in_elements", ("pointers", 1))),
+    (with_(pointers=[0, 16, 16, 46]), DocumentError, ("unaligned_pointer", ("pointers", 3))),
+    (with_(pointers=[0, 16, 12, 48]), DocumentError, ("overlapping_sequences", ("pointers", 2))),
+    (with_(pointers=[0, 16, 16, 52]), CorruptShardError, None),
+    (with_(pointers=[0, 16, 16, 2**62]), CorruptShardError, None),
+    ((with_(pointers=[4, 8, 8, 40])[0], BIN[:44]), DocumentError, ("overlapping_sequences", ("pointers", 2))),
+    ((with_(pointers=[36, 32, 0, 32])[0], BIN + bytes(4)), CorruptShardError, None),
+    ((IDX, BIN[:-1]), CorruptShardError, None),
+    ((IDX, BIN[:-4]), CorruptShardError, None),
+    ((IDX, BIN + b"\0\0\0\0"), CorruptShardError, None),
+    ((IDX, b""), CorruptShardError, None),
+    (mmididx_bytes([np.zeros(0, np.float32)], code=6), DocumentError, None),  # nothing decides between two types
+    ((mmididx_bytes([np.zeros(3, np.float32)], code=7)[0], bytes(11)), DocumentError, None),
+]
+
+
+def test_open_what_breaks_a_rule_is_refused_with_its_place(tmp_path):
+    put(tmp_path, b"MMIDIDX\0\0" + bytes(50 << 20), b"", "large")  # is not loaded
+    tracemalloc.start()
+    try:
+        for (idx, bin_), kind, place in BROKEN:
+            error = refusal(IndexedDataset, put(tmp_path, idx, bin_), engine="pread")
+            found = [(problem.kind, problem.loc) for problem in getattr(error, "problems", ())]
+            assert (type(error), found) == (kind, [] if place is None else [place])
+            assert error.where == f"{tmp_path}/x.idx"
+        assert type(refusal(IndexedDataset, tmp_path / "large", engine="pread")) is UnknownProtocolError
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    for case, engine in itertools.product(malformed("mmididx"), ENGINES):
+        error = refusal(open_source, DATA / "mmididx" / case["path"], engine=engine)
+        assert isinstance(error, (DocumentError, CorruptShardError))
+        assert error.where.endswith("data.idx")
+    (tmp_path / "x.bin").unlink()
+    error = refusal(IndexedDataset, tmp_path / "x.idx")
+    assert (type(error), error.where) == (NotFoundError, f"{tmp_path}/x.bin")
+    put(tmp_path)
+    (tmp_path / "x.idx").unlink()
+    assert type(refusal(IndexedDataset, tmp_path / "x.bin")) is NotFoundError
+
+
+def test_open_a_large_index_names_the_number_that_is_wrong(tmp_path):
+    """However many numbers are compared at a time."""
+    n = 1_200_000
+    head, numbers = mmididx_bytes([])[0], np.arange(n + 1, dtype="<i8")
+    idx = b"".join([head[:17], struct.pack("<BQQ", 1, n, n + 1), np.ones(n, "<i4"), numbers[:-1], numbers])
+    assert IndexedDataset(put(tmp_path, idx, bytes(n))).problems == ()
+    for wrong in (1, 1 << 20, (1 << 20) + 1, n - 1):
+        for kind, offset, form in (
+            ("negative_size", 34 + 4 * wrong, "<i"),
+            ("negative_pointer", 34 + 4 * n + 8 * wrong, "<q"),
+            ("bad_doc_idx", 34 + 12 * n + 8 * wrong, "<q"),
+        ):
+            bad = bytearray(idx)
+            struct.pack_into(form, bad, offset, -1)
+            (problem,) = refusal(parse_index, bad, bin_nbytes=n, where="x").problems
+            assert (problem.kind, problem.loc[1]) == (kind, wrong)
+
+
+@given(
+    edits=st.lists(st.tuples(st.integers(0, len(IDX) - 1), st.integers(0, 255)), max_size=6),
+    length=st.just(len(IDX)) | st.integers(0, len(IDX) + 40),
+    bin_length=st.just(len(BIN)) | st.integers(0, len(BIN) + 9),
+)
+def test_open_a_damaged_data_set_raises_only_our_errors(tmp_path_factory, edits, length, bin_length):
+    idx = bytearray(IDX)
+    for offset, value in edits:
+        idx[offset] = value
+    idx, bin_ = bytes(idx[:length]).ljust(length, b"\0"), BIN[:bin_length].ljust(bin_length, b"\0")
+    try:
+        dataset = IndexedDataset(put(tmp_path_factory.getbasetemp(), idx, bin_, "y"), engine="pread")
+    except (DocumentError, CorruptShardError):
+        return
+    assert [len(each) for each in dataset] == dataset.sizes.tolist()
+    for document in range(min(dataset.n_documents, 100)):
+        dataset.document(document)
+    dataset.validate(deep=True, progress=False)
+
+
+def test_open_disputed_types_are_decided_by_the_files_or_the_caller(tmp_path):
+    for code, dtype, sizes in itertools.product((6, 7), ("float32", "float64"), ([3, 4], [5], [0, 0, 2])):
+        sequences = [np.arange(size).astype(dtype) for size in sizes]
+        path = put(tmp_path, *mmididx_bytes(sequences, code=code))
+        for asked in (None, dtype, np.dtype(dtype).newbyteorder(">")):
+            dataset = IndexedDataset(path, dtype=asked)
+            assert (dataset.dtype, dataset[-1].tolist()) == (np.dtype(dtype), sequences[-1].tolist())
+        for wrong in ("int32", "complex64", "tokens", object):
+            error = refusal(IndexedDataset, path, dtype=wrong)
+            assert (type(error), error.where) == (ArgumentError, "dtype")
+    idx, bin_ = mmididx_bytes([np.zeros(2), np.zeros(1)], code=6, pointers=[0, 24])
+    dataset = IndexedDataset(put(tmp_path, idx, bin_ + bytes(8)), dtype="float64")
+    assert pickle.loads(pickle.dumps(dataset)).dtype == np.float64
+
+
+# -- reports and changes -----------------------------------------------------------------------------------------------
+
+
+def test_validate_reports_what_changed_and_what_is_odd(tmp_path):
+    dataset = IndexedDataset(put(tmp_path), engine="pread")
+    assert dataset.validate(deep=True, progress=False).checked_bytes == len(BIN)
+    assert dataset.validate().checked_bytes == 0
+    (tmp_path / "x.idx").unlink()
+    (tmp_path / "x.bin").write_bytes(BIN + bytes(2))
+    report = dataset.validate(deep=True, progress=False)
+    assert [(each.kind, each.where, each.lost) for each in report.problems] == [
+        ("not_found", f"{tmp_path}/x.idx", ((0, 4),)),
+        ("changed_size", f"{tmp_path}/x.bin", ((0, 4),)),
+    ]
+    empty = IndexedDataset(put(tmp_path, *mmididx_bytes([])), engine="pread")
+    (tmp_path / "x.bin").write_bytes(b"more")
+    assert [(each.kind, each.lost) for each in empty.validate().problems] == [("changed_size", ())]
+    path = put(tmp_path, *mmididx_bytes([np.array([1, -7, 3], np.int32)]))
+    (problem,) = IndexedDataset(path).validate(deep=True, progress=False).problems
+    assert (problem.kind, problem.severity) == ("negative_token", "info")
+    idx, _ = mmididx_bytes(SEQUENCES, pointers=[48, 0, 4, 76])
+    dataset = IndexedDataset(put(tmp_path, idx, bytes(80)))
+    (problem,) = TokenSamples(dataset, 3).validate(deep=True, progress=False).problems
+    assert (problem.kind, problem.severity, problem.loc) == ("not_packed", "warning", ("pointers", 0))
+    assert "pointers" not in repr(dataset).splitlines()[0]
+
+
+def test_read_after_both_files_were_replaced_gives_the_old_ones_or_an_error(tmp_path):
+    wanted = [[0] * 2, [1] * 3, [2] * 4]
+    for engine, closed in itertools.product(("mmap", "pread"), (False, True)):
+        for shift in (0, 100):
+            with IndexedDatasetBuilder(tmp_path / "x", "uint16", overwrite=True) as builder:
+                for each in wanted:
+                    builder.add_document([token + shift for token in each[:: 1 if shift == 0 else -1]])
+            if shift == 0:
+                dataset = IndexedDataset(tmp_path / "x", engine=engine)
+        if closed:
+            dataset.close()
+        for read in (lambda each: each.rows(slice(None)), list, lambda each: map(each.document, range(3))):
+            try:
+                assert lists(read(dataset)) == wanted
+            except (CorruptShardError, TransportError):
+                assert closed or engine == "pread"
+
+
+def test_read_after_close_compares_both_files(tmp_path):
+    with_modes = [mmididx_bytes(SEQUENCES, doc_idx=DOC_IDX, modes=[mode] * 4) for mode in (0, 1)]
+    for idx, bin_ in (with_modes[1], (with_modes[0][0], bytes(len(BIN)))):
+        dataset = IndexedDataset(put(tmp_path, *with_modes[0]), engine="pread")
+        dataset.close()
+        assert dataset[0].tolist() == SEQUENCES[0].tolist()
+        dataset.close()
+        put(tmp_path, idx, bin_, "y")
+        for ending in ("bin", "idx"):
+            (tmp_path / f"y.{ending}").replace(tmp_path / f"x.{ending}")
+        for read, argument in ((dataset.get, 0), (dataset.document, 0), (dataset.rows, [0])):
+            error = refusal(read, argument)
+            assert (type(error), error.where) == (CorruptShardError, f"{tmp_path}/x.idx")
+
+
+def test_open_while_both_files_are_replaced_raises(tmp_path, monkeypatch):
+    """The new ones have the same sizes and, but for the type of a token, the same headers."""
+    for engine in ENGINES:
+        for dtype, name in (("uint16", "x"), ("int16", "y")):
+            with IndexedDatasetBuilder(tmp_path / name, dtype) as builder:
+                for i in range(3):
+                    builder.add_document([i] * 4)
+        transport = open_transport(tmp_path, engine=engine)
+        kind, real = type(transport), type(transport).size
+
+        def size(self, path, real=real):
+            if path == "x.bin" and (tmp_path / "y.bin").exists():  # the index is read already
+                for ending in ("bin", "idx"):
+                    (tmp_path / f"y.{ending}").replace(tmp_path / f"x.{ending}")
+            return real(self, path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "size", size)
+            assert type(refusal(IndexedDataset, "x", transport=transport)) is CorruptShardError
+        for ending in ("bin", "idx"):
+            (tmp_path / f"x.{ending}").unlink()
+
+
+# -- samples of one length ---------------------------------------------------------------------------------------------
+
+
+def test_sample_indices_are_those_of_the_text_and_of_both_peers():
+    table = [[0, 0], [1, 10], [1, 40], [2, 20], [2, 50], [3, 20], [4, 20], [4, 50], [4, 80]]
+    found = build_sample_idx([20, 50, 60, 30, 100, 5], [0, 1, 2, 3, 4, 5], 30, 1, 265)
+    assert (found.tolist(), found.dtype) == (table, np.int32)
+    for case in TRUTH["build_sample_idx_more"]:
+        found = build_sample_idx(TRUTH["sizes"], case["doc_idx"], case["seq_length"], case["num_epochs"], 265)
+        assert found.tolist() == case["modalities"]
+    threshold = {"megatron_core": 0.80, "modalities": 0.95}
+    for case, peer, engine in itertools.product(TRUTH["full_mapping"], threshold, ENGINES):
+        if "error" in case[peer]:  # this peer crashes here
+            continue
+        made = TokenSamples(
+            IndexedDataset(DATA / "mmididx/samples_seed_example/data", engine=engine),
+            case["seq_length"],
+            num_samples=case["num_samples"],
+            seed=case["seed"],
+            documents=case["documents"],
+            separate_below=threshold[peer],
+        )
+        for name in ("doc_idx", "sample_idx", "shuffle_idx"):
+            assert getattr(made.indices, name).tolist() == case[peer][name]
+        assert len(made) == case[peer]["n"]
+        assert made.rows(range(len(case[peer]["samples"]))).tolist() == case[peer]["samples"]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 25), min_size=1, max_size=8),
+    num_samples=st.none() | st.integers(1, 60),
+    seq_length=st.integers(1, 40),
+    seed=st.integers(0, 2**32 - 1),
+    below=st.sampled_from([0, 0.8, 0.95, 1]),
+)
+def test_samples_are_the_run_of_their_documents(tmp_path_factory, sizes, num_samples, seq_length, seed, below):
+    assume(sum(sizes) > 1)
+    ends = np.cumsum(sizes)
+    sequences = [np.arange(end - size, end, dtype=np.int32) for end, size in zip(ends, sizes, strict=True)]
+    dataset = IndexedDataset(put(tmp_path_factory.getbasetemp(), *mmididx_bytes(sequences), "z"))
+    made = TokenSamples(dataset, seq_length, num_samples=num_samples, seed=seed, separate_below=below)
+    indices = made.indices
+    assert np.bincount(indices.doc_idx, minlength=len(sizes)).tolist() == [made.n_epochs] * len(sizes)
+    assert sorted(indices.shuffle_idx.tolist()) == list(range(len(made)))
+    assert num_samples is None or len(made) >= num_samples
+    run = np.concatenate([sequences[document] for document in indices.doc_idx])
+    rows = made.rows(np.arange(len(made)))
+    for i, row in enumerate(indices.shuffle_idx.tolist()):
+        wanted = run[row * seq_length : row * seq_length + seq_length + 1].tolist()
+        assert made[i].tolist() == rows[i].tolist() == wanted
+        sequence, offset = made.locate(i, i % (seq_length + 1))
+        assert sequences[sequence][offset] == wanted[i % (seq_length + 1)]
+    again = reopen(json.loads(json.dumps(made.describe())))
+    assert np.array_equal(again.rows(slice(None)), rows)
+
+
+def test_samples_with_a_wrong_argument_are_refused(tmp_path):
+    dataset = IndexedDataset(put(tmp_path))
+    made = TokenSamples(dataset, 3, documents=range(2, 4))
+    assert [type(refusal(made.__getitem__, wrong)) for wrong in (3, -4, 1.0, "0")] == [SelectionError] * 4
+    assert type(refusal(made.locate, 0, 4)) is SelectionError
+    made.close()
+    for wrong in (
+        {"seq_length": 0}, {"seq_length": 1.5}, {"seed": -1}, {"seed": 2**32}, {"num_samples": 0}, {"num_samples": 2**48},
+        {"separate_below": 1.1}, {"separate_below": -0.1}, {"documents": []}, {"documents": [4]}, {"documents": [-1]},
+        {"documents": [0.5]}, {"documents": [[0, 1]]}, {"documents": 3}, {"documents": [1]},
+    ):  # fmt: skip
+        error = refusal(TokenSamples, dataset, **{"seq_length": 3, **wrong})
+        assert (type(error), error.where) == (ArgumentError, next(iter(wrong)))
+    for arguments, where in (
+        (([1, 2], [0, 2], 1, 1, 3), "doc_idx"), (([1, 2], [-1], 1, 1, 3), "doc_idx"), (([3], [0], 1, 2, 3), "doc_idx"),
+        ((np.zeros(0, int), np.zeros(0, int), 1, 1, 3), "doc_idx"), (([1, 2], [0, 1], 0, 1, 3), "seq_length"),
+        (([1.5], [0], 1, 1, 1), "sizes"), (([[1]], [0], 1, 1, 1), "sizes"), (([1, -2], [0, 1], 1, 1, 3), "sizes"),
+        (([3], [0], 1, 0, 3), "num_epochs"), (([3], [0], 1, 1, 0), "tokens_per_epoch"),
+    ):  # fmt: skip
+        error = refusal(build_sample_idx, *arguments)
+        assert (type(error), error.where) == (ArgumentError, where)
+    description = TokenSamples(dataset, 3).describe()
+    settings = description["samples"]
+    for changed in (
+        {"seed": None}, {"seq_length": "3"}, {"separate_below": "a"}, {"separate_below": 2}, {"num_samples": [1]},
+        {"documents": [0]}, {"documents": [0, "4"]}, {"seed": -1}, {"documents": {"xxh3_128": "ab"}}, None,
+    ):  # fmt: skip
+        given_back = {**description, "samples": 3 if changed is None else {**settings, **changed}}
+        assert (type(refusal(reopen, given_back)), refusal(reopen, given_back).where) == (DocumentError, "description")
+    error = refusal(reopen, TokenSamples(dataset, 3, documents=[3, 0]).describe())
+    assert (type(error), error.remedy is None) == (DocumentError, False)
+
+
+def test_indices_separate_the_last_epoch_when_it_gives_little():
+    sizes = np.full(100, 10)  # 99 samples of 10 tokens in an epoch, so 205 of them take three
+    together = build_indices(sizes, np.arange(100), seq_length=10, num_samples=205, separate_below=0)
+    separate = build_indices(sizes, np.arange(100), seq_length=10, num_samples=205, separate_below=1)
+    default = build_indices(sizes, np.arange(100), seq_length=10, num_samples=205)
+    assert sorted(separate.doc_idx[-100:].tolist()) == list(range(100)) != sorted(together.doc_idx[-100:].tolist())
+    assert set(separate.shuffle_idx[-100:].tolist()) == set(range(199, 299))
+    megatron = build_indices(sizes, np.arange(100), seq_length=10, num_samples=205, seed=1234, separate_below=0.80)
+    assert default.shuffle_idx.tolist() == megatron.shuffle_idx.tolist()
+
+
+@given(n=st.integers(0, 1000) | st.just(10**17), weights=st.lists(st.integers(0, 1000), min_size=1, max_size=5))
+def test_split_documents_covers_all_once(n, weights):
+    if not sum(weights):
+        assert type(refusal(split_documents, n, weights)) is ArgumentError
+        return
+    parts = split_documents(n, weights)
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == n
+    if n <= 1000:
+        assert all(abs(len(each) - n * w / sum(weights)) <= 1 for each, w in zip(parts, weights, strict=True))
+
+
+def test_split_documents_rounds_as_megatron_does():
+    assert split_documents(15, [7, 2, 1]) == [range(10), range(10, 13), range(13, 15)]
+    assert split_documents(10, [1, 0, 0])[1:] == [range(10, 10)] * 2
+    for wrong in ([], [0, 0], [2, -1], [float("nan")], [float("inf"), 1], "12", None):
+        assert refusal(split_documents, 10, wrong).where == "weights"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 40), max_size=4), max_size=6),
+    dtype=st.sampled_from(sorted(CODES)),
+    modes=st.booleans(),
+)
+def test_builder_writes_the_bytes_of_the_format(tmp_path_factory, sizes, dtype, modes):
+    folder, rng = tmp_path_factory.mktemp("built"), np.random.default_rng(1)
+    documents = [
+        [rng.integers(0, 256, size * np.dtype(dtype).itemsize, dtype=np.uint8).view(dtype) for size in document]
+        for document in sizes
+    ]
+    flat = [sequence for document in documents for sequence in document]
+    doc_idx = [0, *np.cumsum([len(document) for document in documents], dtype=int).tolist()]
+    marks = [i % 256 - 128 for i in range(len(flat))] if modes else None
+    with IndexedDatasetBuilder(folder / "a", dtype, multimodal=modes) as builder:
+        for number, (document, (first, end)) in enumerate(zip(documents, itertools.pairwise(doc_idx), strict=True)):
+            mine = None if marks is None else marks[first:end]
+            if number % 2:
+                whole = np.concatenate([np.zeros(0, dtype), *document])
+                builder.add_document(whole, [len(sequence) for sequence in document], mine)
+            else:
+                for i, sequence in enumerate(document):
+                    builder.add_sequence(sequence, 0 if mine is None else mine[i])
+                builder.end_document()
+    expected = mmididx_bytes(flat, doc_idx=doc_idx, modes=marks, code=CODES[dtype])
+    assert ((folder / "a.idx").read_bytes(), (folder / "a.bin").read_bytes()) == expected
+    if dtype.startswith("float") and not any(map(len, flat)):
+        return
+    with IndexedDatasetBuilder(folder / "b", dtype, multimodal=modes) as builder:
+        for _ in range(2):
+            builder.merge(IndexedDataset(folder / "a", dtype=dtype), progress=False)
+    twice = [*doc_idx, *(at + len(flat) for at in doc_idx[1:])]
+    expected = mmididx_bytes(flat * 2, doc_idx=twice, modes=marks and marks * 2, code=CODES[dtype])
+    assert ((folder / "b.idx").read_bytes(), (folder / "b.bin").read_bytes()) == expected
+
+
+@given(
+    values=st.lists(st.integers(-(2**63), 2**64 - 1) | st.integers(-300, 70_000), min_size=1, max_size=5),
+    given_as=st.sampled_from(["i1", "u1", "i2", "u2", ">i4", "u4", "i8", "u8"]),
+    dtype=st.sampled_from(sorted(CODES)),
+)
+def test_builder_holds_integers_exactly_or_refuses_them(tmp_path_factory, values, given_as, dtype):
+    folder, bounds = tmp_path_factory.mktemp("held"), np.iinfo(given_as)
+    tokens = np.array([value for value in values if bounds.min <= value <= bounds.max], given_as)
+    most = 2 ** (np.finfo(dtype).nmant + 1) if dtype.startswith("float") else None
+    low, high = (-most, most) if most else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    with IndexedDatasetBuilder(folder / "a", dtype) as builder:
+        builder.add_document([1])
+        if all(low <= value <= high for value in tokens.tolist()):
+            builder.add_document(tokens)
+        else:
+            error = refusal(builder.add_document, tokens)
+            assert (type(error), error.where) == (ArgumentError, "tokens")
+            tokens = tokens[:0]
+            builder.add_document(tokens)
+    assert lists(IndexedDataset(folder / "a", dtype=dtype)) == [[1], tokens.tolist()]
+
+
+def test_builder_refuses_what_does_not_fit_and_keeps_nothing_of_it(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "x", "uint16") as builder:
+        for tokens in ([1.5], [[1]], ["a"], [2**70], 3, [None], [[1], [2, 3]]):
+            assert (refusal(builder.add_document, tokens).where) == "tokens"
+        for lengths, modes, where in (
+            ([1], None, "lengths"), ([3, -1], None, "lengths"), ([1, 1], [0], "modes"), ([2], [1], "mode"),
+        ):  # fmt: skip
+            assert refusal(builder.add_document, [1, 2], lengths, modes).where == where
+        assert refusal(builder.add_sequence, [1], mode=1).where == "mode"
+        mine = np.array([65_535, 7], np.uint16)
+        builder.add_document(mine)
+        mine[:] = 0  # the caller's memory is its own again
+    assert IndexedDataset(tmp_path / "x")[0].tolist() == [65_535, 7]
+    with IndexedDatasetBuilder(tmp_path / "f", "float32") as builder:
+        for tokens in ([1e300], [0.0, -3.5e38], [float("inf"), 1e39]):
+            assert refusal(builder.add_document, tokens).where == "tokens"
+        builder.add_document([3.4e38, float("-inf"), float("nan")])
+    assert np.isnan(IndexedDataset(tmp_path / "f", dtype="float32")[0]).tolist() == [False, False, True]
+    with IndexedDatasetBuilder(tmp_path / "m", multimodal=True) as builder:
+        for mode in (128, -129):
+            assert refusal(builder.add_sequence, [1], mode).where == "mode"
+        assert refusal(builder.merge, IndexedDataset(tmp_path / "x")).where == "other"
+        builder.add_sequence([1], -128)
+    with IndexedDatasetBuilder(tmp_path / "n", "uint16") as builder, IndexedDatasetBuilder(tmp_path / "e", "uint16"):
+        for other in ("m", "f"):
+            assert refusal(builder.merge, IndexedDataset(tmp_path / other, dtype=None)).where == "other"
+    for dtype in ("complex64", "S3", object, "nothing"):
+        assert refusal(IndexedDatasetBuilder, tmp_path / "z", dtype).where == "dtype"
+    assert names(tmp_path) == [f"{name}.{ending}" for name in "efmnx" for ending in ("bin", "idx")]
+
+
+def test_builder_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError), IndexedDatasetBuilder(tmp_path / "x") as builder:
+        builder.add_document(range(1_000_000))
+        raise RuntimeError
+    builder = IndexedDatasetBuilder(tmp_path / "x")
+    builder.add_document([1])
+    builder.abort()
+    assert names(tmp_path) == []
+    for call in (lambda: builder.add_document([1]), builder.finalize):
+        assert type(refusal(call)) is ArgumentError
+    other = IndexedDataset(put(tmp_path), engine="pread")
+    other.close()
+    (tmp_path / "x.bin").write_bytes(b"")
+    builder = IndexedDatasetBuilder(tmp_path / "y")
+    assert type(refusal(builder.merge, other)) is CorruptShardError
+    assert type(refusal(builder.finalize)) is ArgumentError
+    assert names(tmp_path) == ["x.bin", "x.idx"]
+
+
+def test_builder_merges_what_is_not_packed_and_ends_open_documents(tmp_path):
+    idx, _ = mmididx_bytes([np.zeros(2, np.int32), np.zeros(3, np.int32)], pointers=[16, 0], doc_idx=[0, 2])
+    other = IndexedDataset(put(tmp_path, idx, np.arange(6, dtype=np.int32).tobytes()))
+    with IndexedDatasetBuilder(tmp_path / "new" / "y") as builder:
+        builder.add_sequence([7])
+        builder.merge(other, progress=False)
+        builder.add_sequence([8])
+    merged = IndexedDataset(tmp_path / "new" / "y.bin")
+    assert (lists(merged), merged.doc_idx.tolist()) == ([[7], [4, 5], [0, 1, 2], [8]], [0, 1, 3, 4])
+    assert merged.problems == ()
+
+
+def test_builder_publishes_once_or_replaces(tmp_path):
+    for engine in ENGINES:
+        path = tmp_path / engine / "x"
+        path.parent.mkdir()
+        first, second = (IndexedDatasetBuilder(f"{path}.idx", "uint16", engine=engine) for _ in range(2))
+        first.add_document(range(65_536))
+        second.add_document([7])
+        assert [name for name in names(path.parent) if not name.startswith(".")] == []
+        first.finalize()
+        assert type(refusal(second.finalize)) is StoreExistsError
+        assert type(refusal(IndexedDatasetBuilder, path, engine=engine)) is StoreExistsError
+        assert IndexedDataset(path, engine=engine)[0].tolist() == list(range(65_536))
+        if engine == "fsspec":  # cannot replace two files together
+            error = refusal(IndexedDatasetBuilder, path, overwrite=True, engine=engine)
+            assert (type(error), error.where) == (StoreExistsError, f"file://{path}.idx")
+        else:
+            with IndexedDatasetBuilder(path, "int64", overwrite=True, engine=engine) as builder:
+                builder.add_document([2**40])
+            assert IndexedDataset(path, engine=engine)[0].tolist() == [2**40]
+        assert names(path.parent) == ["x.bin", "x.idx"]
+
+
+def test_builders_that_publish_at_once_take_turns(tmp_path, monkeypatch):
+    builders = [IndexedDatasetBuilder(tmp_path / "x", overwrite=overwrite) for overwrite in (False, True)]
+    for token, builder in enumerate(builders):
+        builder.add_document([token])
+    kind, met = type(open_transport(tmp_path)), []
+    lock = kind.lock
+
+    def second(self, path):
+        if not met:
+            met.append(path)
+            with lock(self, path):
+                met.append(refusal(builders[1].finalize))
+        return lock(self, path)
+
+    monkeypatch.setattr(kind, "lock", second)
+    builders[0].finalize()
+    assert type(met[1]) is WriterConflictError
+    assert lists(IndexedDataset(tmp_path / "x")) == [[0]]
+    assert names(tmp_path) == ["x.bin", "x.idx"]
+
+
+def test_builder_whose_index_cannot_be_published_leaves_no_tokens(tmp_path):
+    builder = IndexedDatasetBuilder(tmp_path / "x")
+    builder.add_document([1, 2, 3])
+    (tmp_path / "x.idx").write_bytes(b"another program's")
+    assert type(refusal(builder.finalize)) is StoreExistsError
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x.idx": b"another program's"}
+
+
+def test_data_set_in_a_bucket_is_written_read_and_not_replaced(s3_bucket):
+    url, options = f"{s3_bucket.url}/deep/x.idx", s3_bucket.options
+    with IndexedDatasetBuilder(url, "uint16", storage_options=options) as builder:
+        builder.add_document([1, 2, 3])
+    dataset = IndexedDataset(url, options)
+    assert lists(dataset) == [[1, 2, 3]]
+    bucket = open_transport(f"{s3_bucket.url}/deep", options)
+    for left in ("x.idx", "x.bin"):  # even if a writer that was killed has left only one of the two
+        (other,) = {"x.idx", "x.bin"} - {left}
+        content = bucket.read(other)
+        bucket.delete(other)
+        error = refusal(IndexedDatasetBuilder, url, "uint16", overwrite=True, storage_options=options)
+        assert (type(error), error.where) == (StoreExistsError, f"{s3_bucket.url}/deep/{left}")
+        bucket.put(other, content[::-1])
+    with pytest.raises((CorruptShardError, TransportError)):
+        dataset.rows([0])
