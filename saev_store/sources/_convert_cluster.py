@@ -26,8 +26,7 @@ from saev_store.sources._source import steps
 from saev_store.sources._token_ids import TokenIds, add_document
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.llmbatch.header import Header
-from saev_store.sources.llmbatch.order import RecordOrder
-from saev_store.sources.llmbatch.writer import checked_header, slots_of
+from saev_store.sources.llmbatch.writer import RecordOrder, checked_header, slots_of
 from saev_store.sources.mmididx.reader import IndexedDataset, file_names
 from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
 from saev_store.transport import Transport

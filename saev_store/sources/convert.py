@@ -24,9 +24,8 @@ from saev_store.sources._source import Source, steps
 from saev_store.sources._token_ids import TokenIds, Tokenizer, add_document
 from saev_store.sources.address import Url
 from saev_store.sources.llmbatch.header import MAX_U32
-from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import BatchFileReader
-from saev_store.sources.llmbatch.writer import as_tokens, write_batch_dataset
+from saev_store.sources.llmbatch.writer import RecordOrder, as_tokens, write_batch_dataset
 from saev_store.sources.mmididx.index import code_of
 from saev_store.sources.mmididx.reader import IndexedDataset
 from saev_store.sources.mmididx.writer import IndexedDatasetBuilder

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import sqlite3
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from energon_tars import METADATASET_HEAD as HEAD
 from energon_tars import sample_files, tar_bytes
-from token_files import llmbatch_bytes
 
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, StoreExistsError, UnsafeContentError
-from saev_store.sources import _files, open_source
+from saev_store.errors import ArgumentError, DocumentError, UnsafeContentError
+from saev_store.sources import open_source
 from saev_store.sources.convert import samples_to_documents
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.metadataset import read_metadataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.energon.split import SplitPlan, expand
-from saev_store.sources.llmbatch import BatchFileReader, write_batch_dataset, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset
 from saev_store.transport import MemoryTransport
 
@@ -170,120 +166,6 @@ def test_a_metadata_set_in_an_archive_names_what_is_in_the_archive(tmp_path: Pat
     found = read_metadataset(f"zip://d/meta.yaml::file://{tmp_path}/all.zip")["train"]
     assert found.primary == f"zip://d/texts::file://{tmp_path}/all.zip"
     assert found.folders == {"files": f"zip://d/x/y::file://{tmp_path}/all.zip"}
-
-
-# -- MMIDIDX -------------------------------------------------------------------------------------------------------------
-
-
-# -- LLMBATCH ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_may_fill_one_array_again_and_again():
-    def stream() -> Iterator[np.ndarray]:
-        record = np.zeros(3, np.uint32)
-        for number in range(6):
-            record[:] = number
-            yield record
-
-    memory = MemoryTransport()
-    assert write_batch_dataset("a.batch", stream(), 6, 2, 3, transport=memory, progress=False) == 3
-    found = BatchFileReader("a.batch", transport=memory).rows(slice(None))
-    assert sorted(found.tolist()) == [[number] * 3 for number in range(6)]
-
-
-def test_a_stream_is_not_begun_where_a_file_of_that_name_stays(tmp_path: Path):
-    asked: list[int] = []
-
-    def stream() -> Iterator[np.ndarray]:
-        for number in range(2):
-            asked.append(number)
-            yield np.full(3, number)
-
-    write_batch_file(tmp_path / "a.batch", np.zeros((2, 3), int), 1, progress=False)
-    before = (tmp_path / "a.batch").read_bytes()
-    with pytest.raises(StoreExistsError):
-        write_batch_dataset(tmp_path / "a.batch", stream(), 2, 1, 3, progress=False)
-    assert asked == []
-    assert (tmp_path / "a.batch").read_bytes() == before
-    write_batch_dataset(tmp_path / "a.batch", stream(), 2, 1, 3, overwrite=True, progress=False)
-    assert asked == [0, 1]
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
-def test_the_largest_token_id_fits_whatever_its_type(dtype: type[np.generic]):
-    memory = MemoryTransport()
-    write_batch_file("a.batch", np.full((1, 2), 2**32 - 1, dtype), 1, transport=memory, progress=False)
-    assert memory.files["a.batch"] == llmbatch_bytes(np.full((1, 1, 2), 2**32 - 1, np.uint32))
-    if dtype is not np.uint32:
-        with pytest.raises(ArgumentError, match="4294967296"):
-            write_batch_file("b.batch", np.full((1, 2), 2**32, dtype), 1, transport=memory, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("offset", "batch"), [(4096 + 12, 0), (2 * 4096 - 1, 0), (2 * 4096 + 12, 1), (4096 + 11, None), (2 * 4096, None)]
-)
-def test_padding_begins_behind_the_last_token(offset: int, batch: int | None):
-    """Two batches of one record of three tokens: 12 bytes, and 4084 of padding."""
-    content = bytearray(llmbatch_bytes(np.zeros((2, 1, 3), np.uint32)))
-    content[offset] = 1
-    report = BatchFileReader("a.batch", transport=MemoryTransport({"a.batch": bytes(content)})).validate(
-        deep=True, progress=False
-    )
-    expected = [] if batch is None else [f"padding of batch {batch} is not zero, at byte {offset:,}"]
-    assert [problem.message for problem in report.problems] == expected
-
-
-@pytest.mark.parametrize("piece", [100, 4096, 5000, 1 << 20])
-@pytest.mark.parametrize("offset", [12, 4096 + 12, 2 * 4096 + 4094])
-def test_the_first_byte_of_padding_that_is_not_zero_is_told(piece: int, offset: int, monkeypatch: pytest.MonkeyPatch):
-    """In whatever piece of the file it is, and once, though the last byte is not zero either."""
-    monkeypatch.setattr(_files, "CHUNK_BYTES", piece)
-    content = bytearray(llmbatch_bytes(np.zeros((3, 1, 3), np.uint32)))
-    content[4096 + offset] = content[-1] = 1
-    reader = BatchFileReader("a.batch", transport=MemoryTransport({"a.batch": bytes(content)}))
-    (problem,) = reader.validate(deep=True, progress=False).problems
-    assert problem.message == f"padding of batch {offset // 4096} is not zero, at byte {4096 + offset:,}"
-
-
-@pytest.mark.parametrize("engine", ["mmap", "pread"])
-def test_whatever_a_reader_returns_alone_is_read_only(engine: str, tmp_path: Path):
-    path = tmp_path / "a.batch"
-    path.write_bytes(llmbatch_bytes(np.arange(12, dtype=np.uint32).reshape(2, 2, 3)))
-    with BatchFileReader(path, engine=engine) as reader:
-        for found in (reader.read_batch(1), reader.read_batch(np.int64(-1)), reader[3], reader[-1]):
-            assert not found.flags.writeable
-        assert reader.read_batches([1, 0]).flags.writeable
-        assert reader.rows([3, 0]).tolist() == [[9, 10, 11], [0, 1, 2]]
-        assert reader.rows([3, 0]).flags.writeable
-
-
-def test_a_file_that_was_cut_is_lost_as_a_whole(tmp_path: Path):
-    path = tmp_path / "a.batch"
-    content = llmbatch_bytes(np.arange(12, dtype=np.uint32).reshape(2, 2, 3))
-    path.write_bytes(content)
-    with BatchFileReader(path, engine="pread") as reader:
-        path.write_bytes(content[:5000])
-        report = reader.validate()
-    assert not report.ok
-    assert [problem.lost for problem in report.problems] == [((0, 4),)]
-
-
-@pytest.mark.parametrize("engine", ["mmap", "pread"])
-def test_a_file_that_was_replaced_while_the_reader_was_closed_is_told(engine: str, tmp_path: Path):
-    """The header is the same: other tokens in the same order would go unnoticed."""
-    path, other = tmp_path / "a.batch", tmp_path / "b.batch"
-    path.write_bytes(llmbatch_bytes(np.zeros((2, 2, 3), np.uint32)))
-    other.write_bytes(llmbatch_bytes(np.ones((2, 2, 3), np.uint32)))
-    reader = BatchFileReader(path, engine=engine)
-    assert not reader.read_batch(0).any()
-    reader.close()
-    assert not reader.read_batch(1).any()
-    reader.close()
-    other.replace(path)
-    for read in (lambda: reader.read_batch(0), lambda: reader.read_batches([0]), lambda: reader.rows([3])):
-        with pytest.raises(CorruptShardError, match="another file has this name"):
-            read()
-    reader.close()
 
 
 # -- samples that become documents ------------------------------------------------------------------------------------------

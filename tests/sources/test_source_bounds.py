@@ -25,8 +25,7 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.sources import ImageFolder, MapStyle, Source, TextFile, TokenPlace, _files, _new_file, recorded_from
-from saev_store.sources._files import digest_files
+from saev_store.sources import ImageFolder, MapStyle, Source, TextFile, TokenPlace, recorded_from
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.energon import EnergonDataset, _yaml
 from saev_store.sources.energon.filesystem import EnergonFileSystem
@@ -317,34 +316,6 @@ def test_what_is_on_this_machine_is_not_copied(tmp_path: Path, monkeypatch: pyte
 
 
 # -- pieces --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nbytes", [1, 5, 4096, 4097, 1 << 20])
-def test_files_that_are_read_and_written_in_pieces(nbytes: int, monkeypatch: pytest.MonkeyPatch):
-    if nbytes > 4:  # a piece for each byte of a large file takes long
-        batches = bytearray(llmbatch_bytes(np.ones((3, 1, 3), np.uint32)))
-        batches[3 * 4096 + 100] = 1
-    else:
-        batches = bytearray(llmbatch_bytes(np.ones((0, 1, 3), np.uint32)))
-    idx, bin_ = mmididx_bytes([np.arange(9, dtype=np.uint8)])
-    memory = MemoryTransport({"x.batch": bytes(batches), "x.idx": idx, "x.bin": bin_})
-    whole = digest_files(memory, [("x.batch", len(batches)), ("x.bin", 9)], scope="full")
-    monkeypatch.setattr(_files, "CHUNK_BYTES", nbytes)
-    monkeypatch.setattr(_new_file, "CHUNK_BYTES", nbytes)
-    assert digest_files(memory, [("x.batch", len(batches)), ("x.bin", 9)], scope="full") == whole
-    report = BatchFileReader("x.batch", transport=memory).validate(deep=True, progress=False)
-    assert report.checked_bytes == len(batches)
-    expected = ["padding of batch 2 is not zero, at byte 12,388"] if nbytes > 4 else []
-    assert [problem.message for problem in report.problems] == expected
-    report = IndexedDataset("x", transport=memory).validate(deep=True, progress=False)
-    assert (report.checked_bytes, report.problems) == (9, ())
-    for start in (0, 1, 8, 9):
-        assert b"".join(map(bytes, _files.chunks(memory, "x.bin", 9, start=start))) == bin_[start:]
-    with NewFile(memory, "y") as file:
-        file.write(bin_)
-        file.write(memoryview(bin_)[:5])
-        file.commit()
-    assert memory.files["y"] == bin_ + bin_[:5]
 
 
 def test_what_waits_for_its_upload_is_read_by_nobody_else():

@@ -16,7 +16,7 @@ from saev_store.problems import Problem
 from saev_store.sources import PatchPlace, convert, open_source, provenance, recorded_from
 from saev_store.sources._source import text_card
 from saev_store.sources.energon import EnergonDataset
-from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, write_batch_file
+from saev_store.sources.llmbatch import BatchFileReader
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.transport import MemoryTransport
 
@@ -170,12 +170,6 @@ def test_a_source_is_opened_with_the_options_of_the_caller(text: Path, tmp_path:
     assert given == [({"key": "k"}, "s3://b/x.idx"), (None, None)]
 
 
-# -- parts of sequences and documents ----------------------------------------------------------------------------------
-
-SEQUENCES = [np.arange(size, dtype=np.int32) + 10 * number for number, size in enumerate((3, 0, 2, 0, 0, 4, 1, 0))]
-DOC_IDX = [0, 3, 3, 5, 8]
-
-
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", None, 0, 11])
 def test_a_count_is_an_integer_in_its_bounds(value: object):
     assert [check_count(n, name="x", most=10) for n in (1, np.int64(2), 10)] == [1, 2, 10]
@@ -220,18 +214,3 @@ def test_the_largest_tokens_keep_their_values():
     options = {"dtype": "uint64", "end_token": 7, "transport": memory}
     assert convert.samples_to_documents(dataset_of([tokens]), "y", **options) == 1
     assert IndexedDataset("y", transport=memory)[0].tolist() == [2**64 - 1, 2**63, 1, 7]
-
-
-def test_a_reader_that_was_handed_over_stays_open(tmp_path: Path):
-    """A loader closes what it has opened itself."""
-    write_batch_file(tmp_path / "x.batch", np.arange(12).reshape(6, 2), 2)
-    closed: list[int] = []
-    with BatchFileReader(tmp_path / "x.batch") as reader:
-        close, reader.close = reader.close, lambda: closed.append(1)
-        BatchNativeLoader(reader, output="numpy").close()
-        assert not closed
-        reader.close = close
-    loader = BatchNativeLoader(tmp_path / "x.batch", output="numpy")
-    loader.reader.close = lambda: closed.append(1)
-    loader.close()
-    assert closed == [1]

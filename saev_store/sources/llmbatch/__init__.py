@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from saev_store.sources.llmbatch.header import Header, parse_header
 from saev_store.sources.llmbatch.loader import BatchNativeLoader
-from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import BatchFileReader
-from saev_store.sources.llmbatch.writer import write_batch_dataset, write_batch_file
+from saev_store.sources.llmbatch.writer import RecordOrder, write_batch_dataset, write_batch_file
 
 __all__ = [
     "BatchFileReader",

@@ -1,11 +1,16 @@
-"""The training loader of LLMBATCH: every batch once in an epoch, blocks shuffled, batches of a block in file order."""
+"""The training loader of LLMBATCH: every batch once in an epoch, blocks shuffled, batches of a block in file order.
+
+The order of blocks is stable: the same arguments give the same order on every machine and in every release. The block that
+an epoch begins with is the one that a seeded permutation of all blocks has at position `epoch` (modulo their number); the
+others follow in an order shuffled by seed and epoch. So any run of as many epochs as there are blocks has no two equal
+orders.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 
@@ -13,9 +18,8 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_choice, check_count, check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, ResumeError, brief
-from saev_store.sources._files import digest_files
+from saev_store.order import derive, shuffled
 from saev_store.sources.llmbatch.header import MAX_U32
-from saev_store.sources.llmbatch.order import BLOCK_ORDER, epoch_batches
 from saev_store.sources.llmbatch.reader import BatchFileReader, TokenArray, as_tensor
 
 if TYPE_CHECKING:
@@ -26,9 +30,11 @@ if TYPE_CHECKING:
     from saev_store.sources.address import Url
     from saev_store.transport import Engine
 
+#: Changes when the order changes; stored in the states of loaders.
+BLOCK_ORDER = "saev-store-blocks-1"
+_FIRST, _REST = 0x4C4C4D43, 0x4C4C4D44
 #: Bytes of one fetch from a remote file, at first and at most, and the number of concurrent fetches.
-_FIRST_BYTES, _GROUP_BYTES = 1 << 20, 16 << 20
-_N_AHEAD = 4
+_FIRST_BYTES, _GROUP_BYTES, _N_AHEAD = 1 << 20, 16 << 20, 4
 STATE_VERSION = 2
 
 
@@ -39,8 +45,8 @@ class BatchNativeLoader:
     an order that depends on seed and epoch alone, and the batches of a block in file order. Any run of as many epochs as
     there are blocks has no two equal orders.
 
-    Iterating starts at the beginning of the epoch, or where `load_state_dict` said. The epoch is over, and `epoch` counts
-    up, when its last batch was returned. An iteration ends with an error where another one was begun since, or `set_epoch` or
+    Iterating starts at the beginning of the epoch, or after what a loaded state counts. The epoch is over, and `epoch` counts
+    up, when its last batch was returned. An iteration ends with an error if another one was begun since, or `set_epoch` or
     `load_state_dict` was called. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
     order, so a state can be continued by another number of ranks.
 
@@ -51,13 +57,12 @@ class BatchNativeLoader:
         seed: Seed of the order of blocks.
         epoch: The first epoch.
         output: `"torch"` gives int64 tensors that own their memory; `"numpy"` gives read-only uint32 arrays, which are views
-            where the file is mapped.
+            if the file is mapped.
         rank: Number of this process, below `world_size`.
-        world_size: How many processes share the epoch.
+        world_size: Number of processes that share the epoch.
         drop_last: With several ranks, leave out the up to `world_size - 1` batches at the end of the epoch's order that
             not all ranks would get; False repeats batches from its beginning instead. All ranks get the same number.
-        storage_options: Options of the fsspec file system.
-        engine: As in `open_transport`.
+        storage_options, engine: As in `BatchFileReader`.
 
     Attributes:
         epoch: The epoch of the next batch.
@@ -66,6 +71,13 @@ class BatchNativeLoader:
     Raises:
         ArgumentError: a number is out of range.
         NotFoundError, DocumentError, CorruptShardError: as in `BatchFileReader`.
+
+    >>> from saev_store.sources.llmbatch import write_batch_file
+    >>> path = "memory://lab/loaded.batch"
+    >>> n_batches = write_batch_file(path, np.arange(24).reshape(12, 2), 2, overwrite=True)
+    >>> loader = BatchNativeLoader(path, block_size=2, seed=1, output="numpy")
+    >>> loader.order().tolist(), next(iter(loader)).shape, loader.state_dict()["position"]
+    ([0, 1, 2, 3, 4, 5], (2, 2), 1)
     """
 
     def __init__(
@@ -95,18 +107,19 @@ class BatchNativeLoader:
         self.reader = (
             path if isinstance(path, BatchFileReader) else BatchFileReader(path, storage_options, engine=engine)
         )
-        #: Batches of the epoch's order that all ranks together returned before this iteration, and that this rank returned in it.
-        self._first, self._n_yielded = 0, 0
-        self._is_resumed = False
-        #: The iteration that goes on from this position: the latest.
+        self._digest: str | None = None
+        self._go_to(self.epoch, 0, is_resumed=False)
+
+    def _go_to(self, epoch: int, position: int, *, is_resumed: bool) -> None:
+        """Let the next iteration begin at a batch of an epoch's order; running iterations end."""
+        self.epoch, self._position, self._is_resumed = epoch, position, is_resumed
         self._iteration: object = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning; the epoch of a loaded state keeps its position."""
         epoch = check_count(epoch, name="epoch", least=0)
         if not (self._is_resumed and epoch == self.epoch):
-            self.epoch, self._first, self._n_yielded, self._is_resumed = epoch, 0, 0, False
-            self._iteration = None
+            self._go_to(epoch, 0, is_resumed=False)
 
     def __len__(self) -> int:
         """Batches that this rank gets in a whole epoch."""
@@ -120,44 +133,49 @@ class BatchNativeLoader:
         return self._order(0)
 
     def _order(self, first: int) -> IntArray:
-        whole = epoch_batches(
-            self.reader.num_batches, block_size=self.block_size, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch
-        )
-        n = self._length(len(whole) - first)
-        mine = first + self.rank + np.arange(n, dtype=np.int64) * self.world_size
-        return whole[mine % max(len(whole), 1)]
+        """The numbers of this rank's batches from a position of the epoch's order on."""
+        n, block = self.reader.num_batches, min(self.block_size, max(self.reader.num_batches, 1))
+        whole = np.arange(n, dtype=np.int64)
+        if self.shuffle and n:
+            n_blocks = -(-n // block)
+            begin = int(shuffled(derive(_FIRST, self.seed), n_blocks)[self.epoch % n_blocks])
+            rest = shuffled(derive(_REST, self.seed, self.epoch), n_blocks - 1)
+            blocks = np.concatenate(([begin], rest + (rest >= begin)))
+            batches = (blocks[:, None] * block + np.arange(block)).reshape(-1)
+            whole = batches[batches < n]
+        mine = first + self.rank + np.arange(self._length(n - first), dtype=np.int64) * self.world_size
+        return whole[mine % max(n, 1)]
 
     def __iter__(self) -> Iterator[torch.Tensor | TokenArray]:
-        self._first = self._first if self._is_resumed else 0
-        self._n_yielded, self._is_resumed = 0, False
+        first = self._position if self._is_resumed else 0
+        self._go_to(self.epoch, first, is_resumed=False)
         iteration = self._iteration = object()
-        order = self._order(self._first)
+        order = self._order(first)
         batches = map(self.reader.read_batch, order.tolist()) if self.reader.is_resident else self._fetched(order)
         for n_yielded, batch in enumerate(batches, start=1):
             converted = as_tensor(batch) if self.output == "torch" else batch
             if self._iteration is not iteration:
                 raise ArgumentError(
-                    "this iterator was closed: its loader was iterated anew, or given another epoch or state",
+                    "this iterator was closed: its loader was iterated again, or given another epoch or state",
                     where="iter(loader)",
                     remedy="Call iter(loader) again.",
                 )
-            self._n_yielded = n_yielded
+            self._position = first + n_yielded * self.world_size
             if n_yielded == len(order):
-                self.epoch, self._first, self._n_yielded = self.epoch + 1, 0, 0
+                self.epoch, self._position = self.epoch + 1, 0
             yield converted
 
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
         """The batches, read-only, fetched ahead of the consumer in groups.
 
-        Groups begin small and double: on a slow link the first batch would wait for all that is fetched beside it.
+        Groups begin small and double: on a slow link the first batch would wait for all that is fetched with it.
         """
-        n_group, most = (
-            max(1, nbytes // self.reader.header.padded_batch_nbytes) for nbytes in (_FIRST_BYTES, _GROUP_BYTES)
-        )
-        groups, start = list[IntArray](), 0
-        while start < len(order):
-            groups.append(order[start : start + n_group])
-            start, n_group = start + n_group, min(2 * n_group, most)
+        slot = self.reader.header.padded_batch_nbytes
+        n, most = max(1, _FIRST_BYTES // slot), max(1, _GROUP_BYTES // slot)
+        groups = list[IntArray]()
+        while len(order):
+            groups.append(order[:n])
+            order, n = order[n:], min(2 * n, most)
         with contextlib.closing(ahead(self.reader.read_batches, groups, _N_AHEAD)) as fetched:
             for group in fetched:
                 group.flags.writeable = False
@@ -165,12 +183,8 @@ class BatchNativeLoader:
 
     # -- resuming --------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _digest(self) -> str:
-        """The sampled digest of the file."""
-        return digest_files(self.reader.transport, self.reader.sized_files(), scope="sampled")
-
     def _identity(self) -> dict[str, object]:
+        self._digest = self._digest or self.reader.sampled_digest()
         return {
             "version": STATE_VERSION,
             "order": BLOCK_ORDER,
@@ -190,8 +204,7 @@ class BatchNativeLoader:
         `position` counts the batches of the epoch's order that all ranks together have returned; `digest` is the
         sampled digest of the file.
         """
-        position = self._first + self._n_yielded * self.world_size
-        return {**self._identity(), "epoch": self.epoch, "position": position}
+        return {**self._identity(), "epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue the next iteration after the batches that `state` counts, with any number of ranks.
@@ -199,21 +212,19 @@ class BatchNativeLoader:
         Raises:
             ResumeError: the state is of another file or order, or is not a state.
         """
-        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ResumeError(f"the state is {brief(state)}; it must be what state_dict() gave", where="state")
+        found = dict(state) if isinstance(cast("object", state), Mapping) else {}
         for name, value in self._identity().items():
-            if type(state.get(name)) is not type(value) or state.get(name) != value:
-                raise ResumeError(
-                    f"{name} is {brief(state.get(name))} in the state, but {brief(value)} here", where="state"
-                )
-        epoch, position = state.get("epoch"), state.get("position")
-        for name, value, most in (("epoch", epoch, 2**63 - 1), ("position", position, self.reader.num_batches)):
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-                raise ResumeError(f"{name} is {brief(value)}; it must be from 0 to {most}", where="state")
-        self.epoch, self._first = cast("int", epoch), cast("int", position)
-        self._n_yielded, self._is_resumed, self._iteration = 0, True, None
-        if not self._length(self.reader.num_batches - self._first):  # nothing is left for this number of ranks
-            self.epoch, self._first = self.epoch + 1, 0
+            if type(found.get(name)) is not type(value) or found.get(name) != value:
+                message = f"{name} is {brief(found.get(name))} in the state, but {brief(value)} here"
+                raise ResumeError(message, where="state")
+        numbers: list[Any] = [found.get("epoch"), found.get("position")]
+        for value, most in zip(numbers, (2**63 - 1, self.reader.num_batches), strict=True):
+            if type(value) is not int or not 0 <= value <= most:
+                message = f"epoch and position are {brief(numbers)}; each must be an integer, at most {most}"
+                raise ResumeError(message, where="state")
+        epoch, position = numbers
+        is_over = not self._length(self.reader.num_batches - position)  # nothing is left for this number of ranks
+        self._go_to(epoch + is_over, 0 if is_over else position, is_resumed=True)
 
     def close(self) -> None:
         """Close the reader if the loader opened it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, cast
 
 import numpy as np
@@ -14,11 +15,10 @@ from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import CorruptShardError, MissingDependencyError, SaevStoreError
 from saev_store.problems import Problem
-from saev_store.sources._files import chunks, describe_digest, is_resident
+from saev_store.sources._files import chunks, describe_digest, digest_files, is_resident
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.address import Url, full_url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, Header, parse_header
-from saev_store.transport.fetch import fetch_ranges
 from saev_store.validation import Report
 
 if TYPE_CHECKING:
@@ -45,12 +45,13 @@ class BatchFileReader(Source[TokenArray]):
     Attributes:
         transport, path: The storage, and the file's path below its root.
         header: The checked header; its numbers are attributes, too.
-        is_resident: Whether batches are views of memory, so that nothing is fetched.
+        nbytes: Bytes of all tokens.
+        is_resident: True if batches are views of memory, so that nothing is fetched.
 
     Raises:
         NotFoundError: the file does not exist.
         DocumentError: the header breaks a rule; `UnknownProtocolError` for a later version.
-        CorruptShardError: the file is longer or shorter than its header says.
+        CorruptShardError: the file is longer or shorter than its header requires.
     """
 
     format = "llmbatch"
@@ -65,16 +66,14 @@ class BatchFileReader(Source[TokenArray]):
     ) -> None:
         self.transport, self.path = locate(path, storage_options, engine=engine, transport=transport)
         self.url = full_url(self.transport, self.path)
-        self.header, self.problems = self._read_header()
+        self.header, self.problems = header, _ = self._read_header()
         self._version = self.transport.version(self.path)
-        header = self.header
         self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
         self.num_batches, self.total_records = header.num_batches, header.total_records
         self.nbytes = self.num_batches * header.raw_batch_nbytes
-        self.is_resident = is_resident(self.transport)
+        self.is_resident, self._closed = is_resident(self.transport), False
         #: The mapped file as one array.
         self._whole: TokenArray | None = self._map() if self.is_resident else None
-        self._closed = False
 
     def _read_header(self) -> tuple[Header, tuple[Problem, ...]]:
         nbytes = self.transport.size(self.path)
@@ -95,19 +94,16 @@ class BatchFileReader(Source[TokenArray]):
 
     def _reopen_if_closed(self) -> None:
         """Compare the header again after `close`, which has released the transport's pin of the file."""
-        if not self._closed:
-            return
-        header, _ = self._read_header()
-        if header != self.header or self.transport.version(self.path) != self._version:
-            raise CorruptShardError(
-                "another file has this name since the reader was closed", where=self.url, remedy="Open it again."
-            )
-        if self.is_resident:
-            self._whole = self._map()
-        self._closed = False
+        if self._closed:
+            header, _ = self._read_header()
+            if header != self.header or self.transport.version(self.path) != self._version:
+                message = "another file has this name since the reader was closed"
+                raise CorruptShardError(message, where=self.url, remedy="Open it again.")
+            self._whole = self._map() if self.is_resident else None
+            self._closed = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (type(self), self.transport, self.path))
+        return partial(type(self), transport=self.transport), (self.path,)
 
     def __len__(self) -> int:
         return self.num_batches * self.batch_size
@@ -134,9 +130,9 @@ class BatchFileReader(Source[TokenArray]):
             return whole[batch_index]  # twice as fast as the general way
         index = check_index(batch_index, self.num_batches, what="batch")
         self._reopen_if_closed()
-        if self._whole is not None:
-            return cast("TokenArray", self._whole[index])
-        found = cast("TokenArray", self.read_batches([index])[0])
+        found = cast(
+            "TokenArray", (self.read_batches([index]) if self._whole is None else self._whole[index : index + 1])[0]
+        )
         found.flags.writeable = False
         return found
 
@@ -152,7 +148,7 @@ class BatchFileReader(Source[TokenArray]):
     def read_batches(self, batch_indices: npt.ArrayLike | slice) -> TokenArray:
         """Return several batches in the order asked for: uint32, shape (n, batch_size, seq_len), fresh memory.
 
-        Neighbours share a request where that is cheaper.
+        Neighbours share a request if that is cheaper.
         """
         wanted = check_positions(batch_indices, self.num_batches, what="batch")
         out = np.empty((len(wanted), self.batch_size, self.seq_len), TOKEN)
@@ -171,8 +167,7 @@ class BatchFileReader(Source[TokenArray]):
         """Return a record by its place in the file: uint32, shape (seq_len,), read-only."""
         place = check_index(index, len(self), what="record")
         if self.is_resident:
-            batch_idx, row = divmod(place, self.batch_size)
-            return cast("TokenArray", self.read_batch(batch_idx)[row])
+            return cast("TokenArray", self.read_batch(place // self.batch_size)[place % self.batch_size])
         found = cast("TokenArray", self.rows([place])[0])
         found.flags.writeable = False
         return found
@@ -192,16 +187,15 @@ class BatchFileReader(Source[TokenArray]):
 
     def _fetch(self, starts: IntArray, nbytes: int, out: TokenArray) -> None:
         """Fill `out[i]` from the first of the `nbytes` bytes at `starts[i]`."""
-        for tokens, part in zip(
-            out, fetch_ranges(self.transport, self.path, starts.tolist(), (starts + nbytes).tolist()), strict=True
-        ):
+        parts = self.transport.get_ranges(self.path, starts=starts.tolist(), ends=(starts + nbytes).tolist())
+        for tokens, part in zip(out, parts, strict=True):
             tokens[...] = np.frombuffer(part, TOKEN, tokens.size).reshape(tokens.shape)
 
     # -- as a source -----------------------------------------------------------------------------------------------------
 
-    def sized_files(self) -> Sequence[tuple[str, int]]:
-        """Path and size of the file."""
-        return [(self.path, self.header.file_nbytes)]
+    def sampled_digest(self) -> str:
+        """The sampled digest of the file, as `describe` has it."""
+        return digest_files(self.transport, [(self.path, self.header.file_nbytes)], scope="sampled")
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the file for `metadata.data` of a store that is recorded from it."""
@@ -212,7 +206,7 @@ class BatchFileReader(Source[TokenArray]):
             "mapping": "example i is record i, in file order: row i % batch_size of batch i // batch_size",
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
-            "digest": describe_digest(self.transport, self.sized_files(), scope=digest),
+            "digest": describe_digest(self.transport, [(self.path, self.header.file_nbytes)], scope=digest),
         }
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
@@ -225,9 +219,7 @@ class BatchFileReader(Source[TokenArray]):
         try:
             now, _ = self._read_header()
             if now != self.header:
-                raise CorruptShardError(
-                    f"the header was {self.header} when the file was opened, and is {now}", where=self.url
-                )
+                raise CorruptShardError(f"the header was {self.header}, and is {now} now", where=self.url)
             if deep:
                 with Progress(self.header.file_nbytes, "checking", shown=progress) as bar:
                     problems += self._check_padding(bar)
@@ -240,18 +232,19 @@ class BatchFileReader(Source[TokenArray]):
 
     def _check_padding(self, bar: Progress) -> list[Problem]:
         """Read every byte, and report the first padding byte that is not zero."""
-        problems, start = list[Problem](), 0
+        first, start = -1, 0
         slot, raw_nbytes = self.header.padded_batch_nbytes, self.header.raw_batch_nbytes
         bar.advance(HEADER_NBYTES)  # compared before
         for part in chunks(self.transport, self.path, self.header.file_nbytes, start=HEADER_NBYTES):
             offsets = start + np.flatnonzero(np.frombuffer(part, np.uint8))
             odd = offsets[offsets % slot >= raw_nbytes]
-            if len(odd) and not problems:
-                message = f"padding of batch {int(odd[0]) // slot} is not zero, at byte {HEADER_NBYTES + int(odd[0]):,}"
-                problems.append(Problem("padding_not_zero", message, where=self.url, severity="warning"))
+            first = int(odd[0]) if first < 0 and len(odd) else first
             start += len(part)
             bar.advance(len(part))
-        return problems
+        if first < 0:
+            return []
+        message = f"padding of batch {first // slot} must be zero; byte {HEADER_NBYTES + first:,} is not"
+        return [Problem("padding_not_zero", message, where=self.url, severity="warning")]
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the file again."""
@@ -268,7 +261,3 @@ def as_tensor(tokens: TokenArray) -> torch.Tensor:
             "tensors need torch", where="output", remedy="pip install 'saev-store[torch]', or read NumPy arrays."
         ) from None
     return torch.from_numpy(tokens.astype(np.int64))  # pyright: ignore[reportUnknownMemberType]  # the stubs
-
-
-def _reopen(kind: type[BatchFileReader], transport: Transport, path: str) -> BatchFileReader:
-    return kind(path, transport=transport)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from io import FileIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,10 @@ from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_count, check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, brief
+from saev_store.order import Permutation, derive
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, MAX_U32, Header
-from saev_store.sources.llmbatch.order import RecordOrder
 from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
 from saev_store.transport.checks import os_errors, temporary_folder
 
@@ -25,6 +26,39 @@ if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
 
 _PIECE_BYTES = 8 << 20
+_RECORDS = 0x4C4C4D42
+
+
+class RecordOrder:
+    """The permutation between records of the source and their places in the file.
+
+    The format's text leaves it open. It is stable, the same on every machine and in every release, and gives the place of
+    any single record without listing the others, so a record can be found again by the number it had in the source.
+
+    Args:
+        total_records: Records given to the writer.
+        seed: The seed in the header.
+
+    >>> order = RecordOrder(6, seed=1)
+    >>> records = order.records(np.arange(6))
+    >>> order.places(records).tolist()
+    [0, 1, 2, 3, 4, 5]
+    """
+
+    def __init__(self, total_records: int, seed: int) -> None:
+        self.total_records, self.seed = total_records, seed
+
+    @cached_property
+    def _permutation(self) -> Permutation:
+        return Permutation(self.total_records, derive(_RECORDS, self.seed))
+
+    def records(self, places: IntArray) -> IntArray:
+        """Numbers in the source of the records at these places, int64."""
+        return self._permutation.at(np.asarray(places, np.int64))
+
+    def places(self, records: IntArray) -> IntArray:
+        """Places of records, int64; a place beyond the file's last one means that the record was dropped."""
+        return self._permutation.position_of(np.asarray(records, np.int64))
 
 
 def write_batch_file(
@@ -40,7 +74,7 @@ def write_batch_file(
     transport: Transport | None = None,
     progress: bool | None = None,
 ) -> int:
-    """Shuffle the records of an array, form batches and write them.
+    """Shuffle the records of an array, form batches, write them, and return their number.
 
     Records that do not fill the last batch are dropped. The array may be a memory map larger than memory.
 
@@ -56,12 +90,12 @@ def write_batch_file(
         transport: As in `open_source`.
         progress: Show a bar on stderr; default: when it is a terminal.
 
-    Returns:
-        The number of batches.
-
     Raises:
         ArgumentError: the array is not of that shape, or a number is out of range. What was there is unchanged.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
+
+    >>> write_batch_file("memory://lab/x.batch", np.arange(22 * 5).reshape(22, 5), 4, overwrite=True)
+    5
     """
     try:
         tokens = np.asanyarray(tokens_array)
@@ -91,7 +125,7 @@ def write_batch_dataset(
     transport: Transport | None = None,
     progress: bool | None = None,
 ) -> int:
-    """Shuffle a stream of records globally, form batches and write them.
+    """Shuffle a stream of records globally, form batches, write them, and return their number.
 
     The records are collected in a temporary file in `$TMPDIR` of their size, so memory does not grow with the stream. The
     result is byte for byte that of `write_batch_file`.
@@ -99,18 +133,15 @@ def write_batch_dataset(
     Args:
         output_path: As in `write_batch_file`.
         tokens_iter: Arrays of shape (seq_len,), or of shape (n, seq_len) for several records at once.
-        total_records: How many records the stream has.
-        batch_size: Records in a batch.
+        total_records: Number of records in the stream.
+        batch_size: As in `write_batch_file`.
         seq_len: Tokens of a record.
-        seed: From 0 to 2^32 - 1; kept in the header.
+        seed: As in `write_batch_file`.
         overwrite: As in `write_batch_file`.
         storage_options: As in `open_source`.
         engine: As in `open_source`.
         transport: As in `open_source`.
-        progress: Show a bar on stderr; default: when it is a terminal.
-
-    Returns:
-        The number of batches.
+        progress: As in `write_batch_file`.
 
     Raises:
         ArgumentError: a record has another shape, more or fewer come than announced, or a number is out of range.
@@ -121,9 +152,11 @@ def write_batch_dataset(
     header = checked_header(path, total_records, batch_size, seq_len, seed)
     if not overwrite:  # before the stream is consumed
         refuse_existing(there, path)
-    with _temporary() as spool:
+    shape = (header.total_records, header.seq_len)
+    with os_errors(temporary_folder(), "collect records"):
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed below)
+    with file as spool:
         _collect(_grouped(tokens_iter, header.seq_len), spool, header, progress=progress)
-        shape = (header.total_records, header.seq_len)
         with os_errors(temporary_folder(), "map the records"):
             tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
         return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
@@ -154,8 +187,7 @@ def _write(
     progress: bool | None,
 ) -> int:
     """Write the file, some MiB of whole batches at a time."""
-    order, slot = RecordOrder(header.total_records, header.seed), header.padded_batch_nbytes
-    n_group = max(1, _PIECE_BYTES // slot)
+    order, n_group = RecordOrder(header.total_records, header.seed), max(1, _PIECE_BYTES // header.padded_batch_nbytes)
     with (
         Progress(header.file_nbytes, "writing", shown=progress) as bar,
         NewFile(transport, path, overwrite=overwrite) as file,
@@ -181,45 +213,17 @@ def slots_of(header: Header, first: int, end: int, records: Callable[[IntArray],
         end: The batch behind its last one.
         records: The records at some places of the file, (n, seq_len).
     """
-    n = end - first
     places = np.arange(first * header.batch_size, end * header.batch_size, dtype=np.int64)
-    slots = np.zeros((n, header.padded_batch_nbytes), np.uint8)
-    slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records(places).reshape(n, -1)
+    slots = np.zeros((end - first, header.padded_batch_nbytes), np.uint8)
+    slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records(places).reshape(end - first, -1)
     return slots
-
-
-@contextlib.contextmanager
-def _temporary() -> Generator[BinaryIO]:
-    """A file without a name, for the length of a block."""
-    with os_errors(temporary_folder(), "collect records"):
-        file = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
-    try:
-        yield file
-    finally:
-        with contextlib.suppress(OSError):  # what the full disk has not taken is written once more
-            file.close()
-
-
-def _collect(groups: Iterator[TokenArray], spool: BinaryIO, header: Header, *, progress: bool | None) -> None:
-    n, total = 0, header.total_records
-    with Progress(total * header.seq_len * ITEMSIZE, "collecting", shown=progress) as bar:
-        for records in groups:
-            n += len(records)
-            if n > total:
-                raise ArgumentError(f"more than the announced {total:,} records came", where="total_records")
-            with os_errors(temporary_folder(), "collect records"):
-                spool.write(records.data)
-                spool.flush()
-            bar.advance(records.nbytes)
-    if n < total:
-        raise ArgumentError(f"{n:,} records came, {total:,} were announced", where="total_records")
 
 
 def as_tokens(values: npt.ArrayLike) -> TokenArray:
     """Token ids as uint32.
 
     Raises:
-        ArgumentError: they are no integers, or some are outside 0 to 2^32 - 1.
+        ArgumentError: they are not integers, or some are outside 0 to 2^32 - 1.
     """
     found = np.asarray(values)
     if found.dtype.kind not in "iu" and found.size:
@@ -231,6 +235,22 @@ def as_tokens(values: npt.ArrayLike) -> TokenArray:
     return found.astype(TOKEN, copy=False)
 
 
+def _collect(groups: Iterator[TokenArray], spool: FileIO, header: Header, *, progress: bool | None) -> None:
+    n, total = 0, header.total_records
+    with Progress(total * header.seq_len * ITEMSIZE, "collecting", shown=progress) as bar:
+        for records in groups:
+            n += len(records)
+            if n > total:
+                break
+            with os_errors(temporary_folder(), "collect records"):
+                left = memoryview(records).cast("B")
+                while left:
+                    left = left[spool.write(left) :]
+            bar.advance(records.nbytes)
+    if n != total:
+        raise ArgumentError(f"{total:,} records were announced, {n:,} came", where="total_records")
+
+
 def _grouped(items: Iterable[npt.ArrayLike], seq_len: int) -> Iterator[TokenArray]:
     """Check records and join them to arrays of shape (n, seq_len) uint32 with about a MiB each."""
     waiting: list[TokenArray] = []
@@ -239,12 +259,9 @@ def _grouped(items: Iterable[npt.ArrayLike], seq_len: int) -> Iterator[TokenArra
         found = np.asarray(item)
         records = found[None] if found.ndim == 1 else found
         if records.ndim != 2 or records.shape[1] != seq_len:
-            raise ArgumentError(
-                f"a record of shape {found.shape} came; it must be ({seq_len},), or several in a two-dimensional array",
-                where="tokens_iter",
-            )
-        # A copy: the caller may fill its array again.
-        waiting.append(np.array(as_tokens(records)))
+            rule = f"it must be ({seq_len},), or several in a two-dimensional array"
+            raise ArgumentError(f"a record of shape {found.shape} came; {rule}", where="tokens_iter")
+        waiting.append(np.array(as_tokens(records)))  # a copy: the caller may fill its array again
         n += len(records)
         if n >= enough:
             yield np.concatenate(waiting)
