@@ -63,7 +63,7 @@ _EXAMPLES = {
     ),
     "repair": ("repair /scratch/shards/1a2b3c4d --config recording.toml", "repair URL --model gpt2 --text c.jsonl --context 128"),
     "finalize": ("finalize /scratch/shards/1a2b3c4d",),
-    "import": ("import cache --to /scratch/shards --family gpt2", "import a.npy --to out --family vit --ckpt vit-b --layers 5"),
+    "import": ("import cache --to /scratch/shards --family gpt2", "import hs --to out --family qwen3 --ckpt q --layer-ids 3 --context 512"),
     "demo": ("demo", "demo --out /scratch/demo --device cuda"),
     "copy": ("copy /scratch/shards/1a2b3c4d s3://lab/shards", "copy SRC DST --layers 13 --dtype bfloat16"),
     "clean": ("clean /scratch/shards --dry-run", "clean s3://lab/shards --older-than 2d --engine fsspec"),

@@ -25,16 +25,14 @@ from saev_store.errors import ArgumentError
 
 
 def import_(
-    url: Annotated[
-        str, typer.Argument(metavar="URL", help="The folder of a cache, or a .npy file: a path, or any fsspec URL.")
-    ],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The folder of a cache: a path, or any fsspec URL.")],
     to: Annotated[str, typer.Option(metavar="ROOT", help="The folder in which the store's folder is created.")],
     family: Annotated[str, typer.Option(help="The family of models, such as gpt2; it is part of the metadata.")],
     ckpt: Annotated[
         str | None, typer.Option(help="The checkpoint, such as gpt2-small [default: as the cache names it].")
     ] = None,
     format: Annotated[
-        Literal["saelens", "hidden-states", "memmap", "npy"] | None,
+        Literal["saelens", "hidden-states"] | None,
         typer.Option("--format", help="Format of the cache [default: by the names of its files]."),
     ] = None,
     layers: Annotated[
@@ -48,16 +46,8 @@ def import_(
     context: Annotated[
         int | None, typer.Option(help="Tokens of an example, such as 512, where documents lie end to end.")
     ] = None,
-    bos_token: Annotated[int | None, typer.Option(help="Memmaps: the token id with which documents begin.")] = None,
     cls_token: Annotated[
         bool | None, typer.Option("--cls-token/--no-cls-token", help="Token 0 of each context is a CLS or BOS token.")
-    ] = None,
-    dims: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Arrays: names of the axes in their order, with commas between: example, layer, token, d_model.",
-        ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
@@ -94,7 +84,7 @@ def import_(
 ) -> None:
     """Write what another program has cached as a store, bit for bit; an interrupted import continues where it stopped.
 
-    Caches of SAELens, hidden states of vLLM and speculators, memory-mapped vectors with their tokens, and .npy files.
+    Caches of SAELens, and hidden states of vLLM and speculators.
     """
     from saev_store.sources.caches import import_cache
 
@@ -107,8 +97,7 @@ def import_(
             url, to, format=format, family=family, ckpt=ckpt,
             layers=None if layers is None else layer_keys(layers, where="--layers"),
             layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
-            context=context, bos_token=bos_token, cls_token=cls_token, dims=None if dims is None else dims.split(","),
-            dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard, resume="auto" if resume else False,
+            context=context, cls_token=cls_token, dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard, resume="auto" if resume else False,
             verify=verify, storage_options=storage_options(options, option),
             dst_storage_options=target,
             on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,

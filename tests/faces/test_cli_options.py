@@ -80,8 +80,8 @@ def test_copy(calls: Calls) -> None:
 
 def test_import(calls: Calls) -> None:
     arguments = (
-        "--to", "memory://to", "--family", "gpt2", "--ckpt", "own", "--format", "memmap", "--layers", "3,5:mlp_out",
-        "--layer-ids", "4,9", "--context", "12", "--bos-token", "50256", "--no-cls-token", "--dims", "example,d_model",
+        "--to", "memory://to", "--family", "gpt2", "--ckpt", "own", "--format", "saelens", "--layers", "3,5:mlp_out",
+        "--layer-ids", "4,9", "--context", "12", "--no-cls-token",
         "--dtype", "bfloat16", "--dataset", "pile", "--max-tokens-per-shard", "99", "--no-resume", "--no-verify",
         "--on-nonfinite", "allow", "--on-overflow", "saturate", "--no-progress", *STORAGE, *DST,
     )  # fmt: skip
@@ -90,9 +90,9 @@ def test_import(calls: Calls) -> None:
     assert main(["import", "memory://cache", *arguments]) == DONE
     assert calls.found == [
         {
-            "url": "memory://cache", "root": "memory://to", "format": "memmap", "family": "gpt2", "ckpt": "own",
-            "layers": [3, (5, "mlp_out")], "layer_ids": [4, 9], "context": 12, "bos_token": 50256, "cls_token": False,
-            "dims": ["example", "d_model"], "dtype": "bfloat16", "dataset": "pile", "max_tokens_per_shard": 99,
+            "url": "memory://cache", "root": "memory://to", "format": "saelens", "family": "gpt2", "ckpt": "own",
+            "layers": [3, (5, "mlp_out")], "layer_ids": [4, 9], "context": 12, "cls_token": False,
+            "dtype": "bfloat16", "dataset": "pile", "max_tokens_per_shard": 99,
             "resume": False, "verify": False, "on_nonfinite": "allow", "on_overflow": "saturate", "progress": False,
             "storage_options": STORAGE_FOUND, "dst_storage_options": DST_FOUND,
         }

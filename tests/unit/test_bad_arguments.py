@@ -150,7 +150,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "dtype of tokens": lambda junk: IndexedDatasetBuilder(root / "mm", junk).abort(),
         "family of a cache": lambda junk: import_cache(root, root / "to", family=junk),
         "format of a cache": lambda junk: import_cache(root, root / "to", family="x", format=junk),
-        "layers of a cache": lambda junk: import_cache(root / "a.npy", root / "to", family="x", layers=junk),
+        "layers of a cache": lambda junk: import_cache(root, root / "to", family="x", format="saelens", layers=junk),
         "files in memory": MemoryTransport,
         "a file in memory": lambda junk: MemoryTransport({"a": junk}),
         "a path in memory": lambda junk: MemoryTransport({junk: b""} if isinstance(junk, Hashable) else {}),

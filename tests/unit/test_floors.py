@@ -113,7 +113,6 @@ HEAVY = {
     "torch": (
         "torch/",
         "sources/llmbatch/reader.py",
-        "sources/caches/_torch_file.py",
         "record/",
         "testing/",
         "compat/",

@@ -15,19 +15,17 @@ from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.errors import SaevStoreError
 from saev_store.loaders import CachedTransport, ShuffledLoader
-from saev_store.sources.caches import import_cache
 from saev_store.transport import open_transport
 from saev_store.writer.importing import from_array
 
 
 class Import:
-    """An array in memory, with token arrays; or a file of NumPy."""
+    """An array in memory, with token arrays."""
 
-    def __init__(self, *, of_file: bool) -> None:
-        self.of_file = of_file
+    def __init__(self) -> None:
         rng = np.random.default_rng(6)
         self.acts = rng.standard_normal((11, 2, 3, 5)).astype(np.float32)
-        self.arrays = {} if of_file else {"mask": rng.integers(0, 2, (11, 3)).astype(bool)}
+        self.arrays = {"mask": rng.integers(0, 2, (11, 3)).astype(bool)}
 
     def set_up(self, folder: Path) -> None:
         np.save(folder / "x.npy", self.acts)
@@ -36,10 +34,7 @@ class Import:
         options = {
             "family": "gpt2", "ckpt": "x", "layers": [2, 5], "max_tokens_per_shard": 24, "max_block_bytes": 200, "progress": False,
         }  # fmt: skip
-        if self.of_file:
-            import_cache(folder / "x.npy", folder / "to", format="npy", **options)
-        else:
-            from_array(self.acts, folder / "to", token_arrays=self.arrays, **options)
+        from_array(self.acts, folder / "to", token_arrays=self.arrays, **options)
 
     def check(self, folder: Path, *, finished: bool) -> None:
         found = [path.parent for path in folder.glob("to/*/metadata.json")]
@@ -115,8 +110,7 @@ def tensorstore_values(path: Path) -> np.ndarray:
 
 
 OPERATIONS: dict[str, Callable[[], Operation]] = {
-    "import of an array": lambda: Import(of_file=False),
-    "import of a file": lambda: Import(of_file=True),
+    "import of an array": Import,
     "cache": Cached,
     "tensorstore": lambda: Replaced(command("tensorstore"), tensorstore_values),
 }

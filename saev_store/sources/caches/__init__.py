@@ -4,43 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from saev_store.core.arguments import check_choice
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.layout import LayerKey
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, NotFoundError, brief
-from saev_store.sources.address import Url, full_url, locate
-from saev_store.sources.caches._cache import Cache, Wanted, check_wanted, entries_of
-from saev_store.sources.caches.hidden_states import HiddenStatesCache
-from saev_store.sources.caches.memmap import MemmapCache
-from saev_store.sources.caches.npy import ENDING, mapped
-from saev_store.sources.caches.saelens import SaelensCache
+from saev_store.sources.address import Url, locate
+from saev_store.sources.caches.hidden_states import ENDING, HiddenStatesCache
+from saev_store.sources.caches.saelens import INFO, STATE, SaelensCache
 from saev_store.store import ShardStore
 from saev_store.store.opening import as_metadata
 from saev_store.transport import open_transport
-from saev_store.writer.importing import (
-    MAX_BLOCK_BYTES,
-    Block,
-    ImportOptions,
-    check_options,
-    from_array,
-    import_examples,
-)
+from saev_store.writer.importing import MAX_BLOCK_BYTES, Block, ImportOptions, check_options, import_examples
+
+if TYPE_CHECKING:
+    from saev_store.transport import Lists
 
 __all__ = ["FORMATS", "import_cache"]
 
-_FOLDERS: tuple[type[Cache], ...] = (SaelensCache, HiddenStatesCache, MemmapCache)
-#: The names of the formats.
-FORMATS = (*(kind.format for kind in _FOLDERS), "npy")
+#: The names of the formats, and the arguments that each takes.
+_TAKES = {SaelensCache.format: {"layers", "cls_token"}, HiddenStatesCache.format: {"layers", "layer_ids", "context"}}
+FORMATS = tuple(_TAKES)
 
 
 @dataclass(frozen=True)
 class _CacheExamples:
-    """A cache with the metadata of its store: what is imported."""
+    """A cache with the metadata of its store: the examples that are imported."""
 
-    cache: Cache
+    cache: SaelensCache | HiddenStatesCache
     metadata: Metadata
 
     def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
@@ -58,9 +51,7 @@ def import_cache(
     layers: Sequence[LayerKey] | None = None,
     layer_ids: Sequence[int] | None = None,
     context: int | None = None,
-    bos_token: int | None = None,
     cls_token: bool | None = None,
-    dims: Sequence[str] | None = None,
     dtype: StoredDtype | None = None,
     data: Mapping[str, object] | None = None,
     dataset: str | None = None,
@@ -77,24 +68,22 @@ def import_cache(
 ) -> ShardStore:
     """Write a cache of another program as a new store below `root`, bit for bit, and open it.
 
-    docs/importing.md says what becomes of each format. The same call continues after a crash. An argument that a format has no use for
-    is refused.
+    docs/importing.md describes the result of each format, and recipes for arrays and other caches. The same call continues
+    after a crash. An argument that a format has no use for is refused.
 
     Args:
-        url: The folder of the cache, or a `.npy` file: a path, or any URL that fsspec supports.
+        url: The folder of the cache: a path, or any URL that fsspec supports.
         root: The folder of stores; created if need be.
         format: One of `FORMATS`; None looks at the names in the folder.
         family: The family of models, such as "gpt2".
-        ckpt: The model; None where the cache names it.
-        layers: Labels, or pairs (label, hook point), of the cache's layers in their order, where it does not name them.
+        ckpt: The model; None if the cache names it.
+        layers: Labels, or pairs (label, hook point), of the cache's layers in their order, if it does not name them.
         layer_ids: For hidden states of vLLM: the ids that it was given. Id i is what enters layer i, so its label is i - 1.
-        context: How many tokens an example has, where documents lie end to end.
-        bos_token: For memmaps without `sequence_ranges.pt`: the token id with which each document begins.
-        cls_token: For contexts: token 0 of each is a BOS token, for which no token id is stored.
-        dims: For a `.npy` file: the names of its axes, as in `ShardStore.from_array`.
+        context: For hidden states: the number of tokens of an example.
+        cls_token: For SAELens: token 0 of each context is the same BOS token, for which no token id is stored.
         dtype: Of the store; None keeps that of the cache.
         data: Describes the data set; `imported` is added to it.
-        dataset: Where the data set is.
+        dataset: The place of the data set.
         max_tokens_per_shard: Budget of vectors per shard.
         max_block_bytes: Read at most so much at a time, or one example.
         resume: As in `ShardStore.create`; False also refuses a finished store.
@@ -108,81 +97,74 @@ def import_cache(
 
     Raises:
         NotFoundError: nothing of a known format is there.
-        DocumentError, CorruptShardError: a file breaks a rule of its format, or has another size than it says.
-        ArgumentError: what the files do not tell is not given, or does not fit.
+        DocumentError, CorruptShardError: a file breaks a rule of its format, or has another size than its header.
+        ArgumentError: what the files do not have is not given, or does not fit.
         MissingDependencyError: the format needs a library that is not installed.
         ResumeError: the cache has changed since an unfinished import of it was begun.
     """
     if not isinstance(family, str) or not family.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(
-            f"it is {brief(family)}; it must be a name",
-            where="family",
-            remedy="Name the family of models, such as gpt2.",
-        )
+        raise ArgumentError(f"family is {brief(family)}; it must be a name, such as gpt2", where="family")
     check_options(max_block_bytes, verify)
     if format is not None:
         check_choice(format, FORMATS, name="format")
     if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"layers is {brief(layers)}; it must be a list of labels", where="layers")
-    wanted = Wanted(layers, layer_ids, context, bos_token, cls_token, dims, dtype)
-    common: dict[str, Any] = {
-        "family": family,
-        "dataset": dataset,
-        "max_tokens_per_shard": max_tokens_per_shard,
-        **({} if ckpt is None else {"ckpt": ckpt}),
-    }
-    options = ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
-    there, name = locate(url, storage_options, engine="auto", transport=None, root_ok=format != "npy")
-    if format == "npy" or (format is None and name.endswith(ENDING)):
-        array = mapped(there, name, dtype)
-        axis = _npy_layers(wanted)
-        _check_named(common)
-        return from_array(
-            array, root, **common, **axis, cls_token=bool(cls_token), dims=dims, dtype=dtype, data=data,
-            storage_options=dst_storage_options, **options._asdict(),
-        )  # fmt: skip
-    folder = there.at(name)
-    if folder.name == "mmap" and format != SaelensCache.format:
-        folder = open_transport(full_url(there, name), storage_options, engine="pread")
-    entries = entries_of(folder)
-    kind = _kind([entry.name for entry in entries], format, folder.url)
-    check_wanted(kind, wanted)
-    cache = kind(there.at(name) if kind is SaelensCache else folder, entries, wanted)
-    arguments = {**cache.arguments(), **common}
-    _check_named(arguments)
-    imported = {
-        "format": kind.format,
-        "url": folder.url,
-        "digest": {"algorithm": "xxh3_128", "scope": "sampled", "value": cache.digest()},
-    }
+    given = {"layers": layers, "layer_ids": layer_ids, "context": context, "cls_token": cls_token}
+    cache, folder = _opened(url, storage_options, format, given, dtype)
+    arguments = {**cache.arguments, "family": family, "dataset": dataset, "max_tokens_per_shard": max_tokens_per_shard}
+    if ckpt is None and "ckpt" not in arguments:
+        raise ArgumentError("the cache does not name its model", where="ckpt", remedy="Pass ckpt=….")
+    digest = {"algorithm": "xxh3_128", "scope": "sampled", "value": cache.digest()}
+    imported = {"format": cache.format, "url": folder, **cache.imported, "digest": digest}
     described = {**(data or {"__class__": "Import"}), "imported": imported}
-    metadata = as_metadata({**arguments, "data": described})
+    named = {} if ckpt is None else {"ckpt": ckpt}
+    metadata = as_metadata({**arguments, **named, "data": described})
     target = open_transport(root, dst_storage_options)
+    options = ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
     import_examples(_CacheExamples(cache, metadata), target, options)
     return ShardStore.open(target.at(metadata.hash))
 
 
-def _kind(names: Sequence[str], format: str | None, where: str) -> type[Cache]:
-    """The format of a folder with these names, or the one that is asked for."""
-    for kind in _FOLDERS:
-        if format == kind.format or (format is None and kind.detect(names)):
-            return kind
-    raise NotFoundError(
-        "there is no cache of a known format",
-        where=where,
-        remedy=f"Known are {', '.join(FORMATS)}: the folder as its program writes it, or one .npy file.",
-    )
+def _opened(
+    url: Url,
+    storage_options: Mapping[str, object] | None,
+    format: str | None,
+    given: Mapping[str, Any],
+    dtype: StoredDtype | None,
+) -> tuple[SaelensCache | HiddenStatesCache, str]:
+    """The cache at an address, and its folder without credentials.
 
-
-def _npy_layers(wanted: Wanted) -> dict[str, Any]:
-    """The layer arguments of `from_array`."""
-    for name in ("layer_ids", "context", "bos_token"):
-        if getattr(wanted, name) is not None:
-            raise ArgumentError("it says nothing about an array", where=name, remedy="Leave it out.")
-    pairs = [layer if isinstance(layer, tuple) else (layer, "resid_post") for layer in wanted.layers or ()]
-    return {"layers": [label for label, _ in pairs] or None, "hook_points": [point for _, point in pairs] or None}
-
-
-def _check_named(arguments: Mapping[str, object]) -> None:
-    if arguments.get("ckpt") is None:
-        raise ArgumentError("the cache does not name its model", where="ckpt", remedy="Pass ckpt=….")
+    Args:
+        url: The address.
+        storage_options: Its options.
+        format: The format, if the caller names it.
+        given: Arguments of which each format takes some; None if they are not given.
+        dtype: Of the store.
+    """
+    there, name = locate(url, storage_options, engine="auto", transport=None, root_ok=True)
+    folder = there.at(name)
+    entries = cast("Lists", folder).list()
+    names = {entry.name for entry in entries}
+    if format is None:
+        is_saelens, is_hidden = {INFO, STATE} <= names, any(name.endswith(ENDING) for name in names)
+        if not is_saelens and not is_hidden:
+            remedy = "Known are the folders that SAELens, vLLM and speculators write. docs/importing.md has recipes for arrays."
+            if ".tmp_shards" in names:
+                remedy = "SAELens was ended before it joined what is in .tmp_shards: let its run finish."
+            raise NotFoundError("there is no cache of a known format", where=folder.url, remedy=remedy)
+        format = FORMATS[0] if is_saelens else FORMATS[1]
+    for argument, value in given.items():
+        if value is not None and argument not in _TAKES[format]:
+            message = f"{argument} has no meaning for a cache of the format {format!r}"
+            raise ArgumentError(message, where=argument, remedy="Leave it out.")
+    if format == HiddenStatesCache.format and folder.name == "mmap":  # many files are many maps
+        folder = open_transport(folder.url, storage_options, engine="pread")
+    # Servers list no sizes, so each file of a cache is asked for its own. A broken link is an error then.
+    sizes = {
+        entry.name: folder.size(entry.path) if entry.size is None else entry.size
+        for entry in entries
+        if entry.name.endswith((ENDING, ".json", ".arrow")) and not (entry.is_dir or entry.name.startswith("."))
+    }
+    taken = {argument: given[argument] for argument in sorted(_TAKES[format])}
+    kind = SaelensCache if format == SaelensCache.format else HiddenStatesCache
+    return kind(folder, sizes, **taken, dtype=dtype), folder.url

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,88 +21,34 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class Rows:
-    """Some rows of a file.
+def read_rows(
+    transport: Transport, path: str, nbytes: int, columns: Mapping[str, tuple[Sequence[int], str]]
+) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
+    """The rows of a file, one record batch after the other: for each column an array (rows, *shape).
+
+    Arrays are views of the mapped file on this machine; elsewhere one record batch is in memory.
 
     Args:
-        batch: What pyarrow has of them.
-        where: The file, for messages.
-    """
-
-    def __init__(self, batch: pa.RecordBatch, where: str) -> None:
-        self._batch, self._where = batch, where
-
-    def __len__(self) -> int:
-        return cast("int", self._batch.num_rows)
-
-    def part(self, start: int, n: int) -> Rows:
-        """`n` of the rows."""
-        return Rows(self._batch.slice(start, n), self._where)
-
-    def numbers(self, column: str, shape: Sequence[int], dtype: str) -> npt.NDArray[np.generic]:
-        """(rows, *shape) of a column whose items are nested lists of numbers; a view of the file where that is mapped.
-
-        Raises:
-            CorruptShardError: a list has another length, or an item is empty.
-            DocumentError: the items are no such lists, or have another dtype.
-        """
-        found = self._batch.column(column)
-        values = getattr(found, "storage", found)  # where the library that wrote it has registered its types
-        for length in shape:
-            values = self._flat(values, length, column)
-        flat = cast("npt.NDArray[np.generic]", values.to_numpy(zero_copy_only=False))
-        if flat.dtype.name != dtype:
-            raise DocumentError(f"{column} has {flat.dtype.name}; it must have {dtype}", where=self._where)
-        return flat.reshape(-1, *shape)
-
-    def _flat(self, lists: pa.Array, length: int, column: str) -> pa.Array:
-        """The items of lists, all of which have one length."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        if not isinstance(lists, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
-            raise DocumentError(f"{column} has {lists.type}; it must have lists", where=self._where)
-        lengths = np.unique(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
-        values = lists.flatten()
-        if lists.null_count or values.null_count:
-            raise CorruptShardError(f"{column} has empty items", where=self._where)
-        if lengths.tolist() not in ([], [length]):
-            raise CorruptShardError(
-                f"{column} has lists of {lengths.tolist()[:4]} items; they must have {length}", where=self._where
-            )
-        return values
-
-
-def read_rows(transport: Transport, path: str, nbytes: int, columns: Collection[str]) -> Iterator[Rows]:
-    """The rows of a file, one record batch after the other: views where the file is mapped, else in memory.
-
-    Args:
-        transport: Where the file is.
-        path: Its path.
+        transport: The storage.
+        path: The file.
         nbytes: Its size.
-        columns: What it must have.
+        columns: Shape of an item and dtype of its numbers, by name.
 
     Raises:
-        CorruptShardError: it is cut, or no Arrow stream.
-        DocumentError: a column is missing, or there more than once.
+        CorruptShardError: the file is cut, is not an Arrow stream, or has items of another shape.
+        DocumentError: a column is missing, is there more than once, or has another dtype.
     """
     import pyarrow as pa
 
     where = full_url(transport, path)
-    if transport.name == "mmap" and nbytes:
-        (mapped,) = transport.get_ranges(path, starts=[0], ends=[nbytes])
-        file = pa.BufferReader(pa.py_buffer(mapped))
-    else:
-        file = pa.PythonFile(_Ranges(transport, path, nbytes), "r")
     try:
-        messages = pa.ipc.MessageReader.open_stream(file)
+        local = transport.local_path
+        file = pa.PythonFile(_Ranges(transport, path, nbytes), "r")
+        messages = pa.ipc.MessageReader.open_stream(file if local is None else pa.memory_map(f"{local}/{path}"))
         schema = pa.ipc.read_schema(messages.read_next_message())
-        missing = sorted(set(columns) - set(schema.names))
-        if missing:
-            raise DocumentError(f"it has no column {missing[0]!r}", where=where)
-        repeated = sorted(name for name in columns if schema.names.count(name) > 1)
-        if repeated:
-            raise DocumentError(f"it has the column {repeated[0]!r} more than once", where=where)
+        for name in columns:
+            if schema.names.count(name) != 1:
+                raise DocumentError(f"it has {schema.names.count(name)} columns {name!r}; it must have 1", where=where)
         for message in messages:
             if message.type != "record batch" or _is_compressed(message.metadata.to_pybytes()):
                 raise DocumentError(
@@ -112,17 +58,43 @@ def read_rows(transport: Transport, path: str, nbytes: int, columns: Collection[
                 )
             batch = pa.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
-            yield Rows(batch, where)
+            yield {
+                name: _numbers(batch.column(name), shape, dtype, name, where)
+                for name, (shape, dtype) in columns.items()
+            }
     except StopIteration:
-        raise CorruptShardError("it is no whole Arrow stream: it is empty", where=where) from None
+        raise CorruptShardError("it is empty, not an Arrow stream", where=where) from None
     except (pa.ArrowException, OSError, UnicodeDecodeError, struct.error) as error:
-        raise CorruptShardError(f"it is no whole Arrow stream: {brief(str(error))}", where=where) from None
+        if isinstance(error, CorruptShardError):
+            raise
+        raise CorruptShardError(f"it is not a whole Arrow stream: {brief(str(error))}", where=where) from None
+
+
+def _numbers(lists: pa.Array, shape: Sequence[int], dtype: str, name: str, where: str) -> npt.NDArray[np.generic]:
+    """(rows, *shape) of nested lists of numbers."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = getattr(lists, "storage", lists)  # the library that wrote it may have registered its types
+    for length in shape:
+        if not isinstance(values, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
+            raise DocumentError(f"{name} has {values.type}; it must have lists", where=where)
+        lengths = np.unique(pc.list_value_length(values).to_numpy(zero_copy_only=False))
+        items = values.flatten()
+        if values.null_count or items.null_count or lengths.tolist() not in ([], [length]):
+            message = f"lists of {name} must have {length} items, none empty, not {lengths.tolist()[:4]}"
+            raise CorruptShardError(message, where=where)
+        values = items
+    flat = values.to_numpy(zero_copy_only=False)
+    if flat.dtype.name != dtype:
+        raise DocumentError(f"{name} has {flat.dtype.name}; it must have {dtype}", where=where)
+    return flat.reshape(-1, *shape)
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Whether the flatbuffer of a record batch has its field `compression`, which pyarrow does not show.
+    """Return True if the flatbuffer of a record batch has its field `compression`, which pyarrow does not show.
 
-    Compressed buffers say how large they become, and pyarrow takes that memory first (Arrow columnar format, "Compression").
+    Compressed buffers name their size, and pyarrow takes that memory first (Arrow columnar format, "Compression").
     """
     (message,) = struct.unpack_from("<I", metadata, 0)
     header = _field(metadata, message, 2)
@@ -131,7 +103,7 @@ def _is_compressed(metadata: bytes) -> bool:
 
 
 def _field(metadata: bytes, table: int, number: int) -> int:
-    """Where a field of a table of a flatbuffer is; 0 where it has none."""
+    """The place of a field of a table of a flatbuffer; 0 if it has none."""
     (back,) = struct.unpack_from("<i", metadata, table)
     (nbytes,) = struct.unpack_from("<H", metadata, table - back)
     at = 4 + 2 * number
@@ -150,8 +122,6 @@ class _Ranges(io.RawIOBase):
 
     def read(self, size: int = -1, /) -> bytes:
         end = self._nbytes if size < 0 else min(self._at + size, self._nbytes)
-        if self._at >= end:
-            return b""
-        (found,) = self._transport.get_ranges(self._path, starts=[self._at], ends=[end])
+        (found,) = self._transport.get_ranges(self._path, starts=[self._at], ends=[end]) if self._at < end else (b"",)
         self._at = end
         return bytes(found)
