@@ -167,8 +167,8 @@ def as_documents(
     elif source is not None:
         documents = _OfSource(cast("Source[npt.NDArray[np.generic]]", source), digest)
     elif isinstance(value, Iterable):
-        each = enumerate(cast("Iterable[object]", value))
-        ids = (_ids(found, tokenizer, f"documents[{number}]") for number, found in each)
+        named = ((sample, f"documents[{i}]") for i, sample in enumerate(cast("Iterable[object]", value)))
+        ids = (_ids(text_of(None, sample, text_key, where=where), tokenizer, where) for sample, where in named)
         documents = _InMemory(ids, {"__class__": "Texts"})
     else:
         raise ArgumentError(

@@ -40,9 +40,9 @@ class Texts(ExampleSource):
     document, and `mask`, false for padding. The vectors of padding are zeros.
 
     Args:
-        documents: The address of a UTF-8 file, which is one text (its line ends become newlines), or of a file `*.jsonl`, which has
-            an object with a text in each line; texts or arrays of token ids, in a list or in any data set with a length and numbered samples, such as one
-            of Hugging Face; or an open source of token ids or of Energon samples with a text, see
+        documents: The address of a UTF-8 file, which is one text (its line ends become newlines), or of JSON lines, which have
+            an object with a text in each line; texts, arrays of token ids or mappings with a text, in any iterable, such as a data set of
+            Hugging Face, streaming ones too; or an open source of token ids or of Energon samples with a text, see
             `saev_store.sources.open_source`. Texts are turned into ids at once and kept in memory, four bytes a token.
         tokenizer: Of `tokenizers` or `transformers`; needed for texts, and named in the metadata.
         context: Most content tokens that the model sees at once; longer documents are cut.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from array import array
 from typing import TYPE_CHECKING, SupportsIndex, cast
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 import xxhash
 
 from saev_store.core.arguments import check_flag
-from saev_store.errors import DocumentError, NotFoundError, SaevStoreError, brief
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, brief
 from saev_store.problems import Problem
 from saev_store.sources._files import ALGORITHM, CHUNK_BYTES, chunks
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
@@ -24,20 +25,29 @@ if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
     from saev_store.validation import Report
 
+_HEAD_NBYTES = 4096
+#: How gzip, Zstandard, bzip2, xz, LZ4 and zip files begin.
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0", b"\x04\x22\x4d\x18", b"PK\x03\x04")
+#: A JSON object that goes on in its line, and one in an array or of several lines.
+_OBJECT = re.compile(rb'\s*\{[ \t]*"')
+_ONE_DOCUMENT = re.compile(rb'\s*(?:\[\s*\{\s*"|\{[ \t]*[\r\n]\s*")')
+
 
 class TextFile(Source[str]):
-    """The texts of a UTF-8 file as a source: of `*.jsonl` one in each line, which is an object; any other file is one text.
+    """The texts of a UTF-8 file as a source: of JSON lines one in each line, which is an object; any other file is one text.
 
-    Lines without content are left out. The file is read once when it is opened, for its digest and to find its lines; of the texts,
+    JSON lines are files named `*.jsonl`, and those that begin with a JSON object whatever their name is. Lines without content are left out. The file is read once when it is opened, for its digest and to find its lines; of the texts,
     24 bytes each are kept.
 
     Args:
         url: The file: a path, any fsspec URL, or, with `transport`, a path below its root.
         storage_options, engine, transport: As in `open_source`.
-        text_key: Key of the text in the objects of a JSONL file.
+        text_key: Key of the text in the objects of JSON lines.
 
     Raises:
         NotFoundError: there is no such file.
+        DocumentError: it is compressed, or one JSON document of several lines.
+        ArgumentError: `text_key` is given for a file that is one text.
         AccessError, TransportError: it cannot be read.
 
     >>> from pathlib import Path
@@ -62,12 +72,13 @@ class TextFile(Source[str]):
     ) -> None:
         self.transport, self._path = locate(url, storage_options, engine=engine, transport=transport)
         self.url, self.text_key = full_url(self.transport, self._path), text_key
-        self._has_lines = self._path.endswith(".jsonl")
         try:
             nbytes = self.transport.size(self._path)
         except NotFoundError:
             remedy = "If this is the text itself, write it to a file. From Python pass a list of texts."
             raise NotFoundError("there is no such file", where=self.url, remedy=remedy) from None
+        (head,) = self.transport.get_ranges(self._path, starts=[0], ends=[min(nbytes, _HEAD_NBYTES)])
+        self._has_lines = self._look(bytes(head))
         #: The first byte of each text, the one behind its last, and the number of its line.
         self._starts, self._ends, self._lines = array("q"), array("q"), array("q")
         # The same digest as that of `digest_files`.
@@ -80,6 +91,20 @@ class TextFile(Source[str]):
         if not self._has_lines:
             self._starts, self._ends, self._lines = array("q", [0]), array("q", [nbytes]), array("q", [1])
         self._digest = hasher.hexdigest()
+
+    def _look(self, head: bytes) -> bool:
+        """Return True for JSON lines, from the first bytes of the file; refuse what is neither these nor a text."""
+        if head.startswith(_COMPRESSED):
+            raise DocumentError("it is compressed; texts are read as they are", where=self.url, remedy="Decompress it.")
+        is_named = self._path.endswith(".jsonl")
+        if not is_named and _ONE_DOCUMENT.match(head):
+            remedy = "Write one object with a text in each line."
+            raise DocumentError("it is one JSON document, not a text", where=self.url, remedy=remedy)
+        has_lines = is_named or _OBJECT.match(head) is not None
+        if not has_lines and self.text_key != "text":
+            message = f"text_key is {brief(self.text_key)}, but the file is one text, not JSON lines"
+            raise ArgumentError(message, where="text_key", remedy="Leave it out.")
+        return has_lines
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 _ENDINGS = frozenset({"txt", "text", "transcript"})
 
 
-def text_of(source: Source[object], sample: object, text_key: str | int, *, where: str) -> object:
+def text_of(source: Source[object] | None, sample: object, text_key: str | int, *, where: str) -> object:
     """The text of a sample, or its token ids.
 
     Args:
-        source: Where the sample is from.
+        source: The data set of the sample; None for any other iterable.
         sample: One of its samples. Texts and token ids are returned as they are.
         text_key: Of a sample with several parts the name of the text: the column of a data set; the field or the part of an
             Energon sample, whose only part of text needs no name. An integer is a place in a pair such as (text, label).
@@ -43,7 +43,7 @@ def text_of(source: Source[object], sample: object, text_key: str | int, *, wher
         ) from error
 
 
-def _part_of(source: Source[object], sample: RawSample, text_key: str, *, where: str) -> object:
+def _part_of(source: Source[object] | None, sample: RawSample, text_key: str, *, where: str) -> object:
     """The text among the parts of an Energon sample, decoded."""
     parts = sample.parts
     field = None

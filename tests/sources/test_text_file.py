@@ -103,12 +103,3 @@ def test_neighbours_are_read_together(tmp_path: Path) -> None:
     before = source.transport.counters.requests
     assert [*source.rows(np.arange(6))] == TEXTS
     assert source.transport.counters.requests <= before + 1
-
-
-@pytest.mark.parametrize("name", ["x.json", "x.jsonl.txt", "x.JSONL", "x.ndjson", "jsonl", "x.txt", "x.jsonl"])
-def test_only_jsonl_has_a_text_in_each_line(name: str, tmp_path: Path) -> None:
-    content = '{"text": "a"}\n{"text": "b"}\n'
-    (tmp_path / name).write_text(content)
-    source = TextFile(tmp_path / name)
-    assert [*source] == (["a", "b"] if name == "x.jsonl" else [content])
-    assert ("text_key" in source.describe()) == (name == "x.jsonl")
