@@ -151,10 +151,9 @@ class IndexedDataset(Source[TokenArray]):
         """
         at = check_index(index, self._n, what="sequence")
         size = self.sizes.item(at)
-        offset, _ = _check_part(offset, None, size, f"sequence {at}", where="offset")
-        _, length = _check_part(0, length, size - offset, f"sequence {at} from {offset} on", where="offset")
-        start = self.index.pointers.item(at) + offset * self._itemsize
-        return self._read([start], [start + length * self._itemsize])[0]
+        offset, end = _check_part(offset, length, size, "sequence", at, where="offset", is_length=True)
+        start = self.index.pointers.item(at)
+        return self._read([start + offset * self._itemsize], [start + end * self._itemsize])[0]
 
     def rows(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
         """Several sequences in the order asked for, fetched together; read-only arrays."""
@@ -209,9 +208,8 @@ class IndexedDataset(Source[TokenArray]):
         numbers = self.sequences_of(document)
         ends = np.cumsum(self.sizes[numbers.start : numbers.stop], dtype=np.int64)
         begins = ends - self.sizes[numbers.start : numbers.stop]
-        start, stop = _check_part(
-            start, stop, int(ends[-1]) if len(ends) else 0, f"document {brief(document)}", where="start"
-        )
+        total = int(ends[-1]) if len(ends) else 0
+        start, stop = _check_part(start, stop, total, "document", document, where="start")
         (touched,) = np.nonzero((begins < stop) & (ends > start))
         offsets = np.maximum(start - begins[touched], 0)
         lengths = np.minimum(ends[touched], stop) - begins[touched] - offsets
@@ -289,17 +287,27 @@ def _as_array(data: Buffer, dtype: np.dtype[np.generic]) -> TokenArray:
     return tokens
 
 
-def _check_part(start: SupportsIndex, stop: SupportsIndex | None, size: int, of: str, *, where: str) -> tuple[int, int]:
-    """The bounds of a part of `size` tokens, to their end by default.
+def _check_part(
+    start: SupportsIndex,
+    stop: SupportsIndex | None,
+    size: int,
+    noun: str,
+    number: SupportsIndex,
+    *,
+    where: str,
+    is_length: bool = False,
+) -> tuple[int, int]:
+    """The bounds of a part of `size` tokens, to their end by default; with `is_length` its length is given.
 
     Raises:
         SelectionError: a bound is not an integer, or the part is not inside.
     """
     try:
-        low, high = operator.index(start), size if stop is None else operator.index(stop)
+        low = operator.index(start)
+        high = size if stop is None else operator.index(stop) + (low if is_length else 0)
     except TypeError:
         raise SelectionError(f"tokens {brief(start)} to {brief(stop)} must be integers", where=where) from None
     if not 0 <= low <= high <= size:
-        message = f"tokens {brief(low)} to {brief(high)} of {of} do not exist; it has {size}"
+        message = f"tokens {brief(low)} to {brief(high)} of {noun} {brief(number)} do not exist; it has {size}"
         raise SelectionError(message, where=where)
     return low, high

@@ -238,13 +238,13 @@ class TokenSamples(Source[TokenArray]):
         Raises:
             SelectionError: there is no such sample.
         """
-        found = self._read([self._parts(check_index(index, len(self), what="sample"))])
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        parts = self._parts(check_index(index, len(self), what="sample"))
+        return self.dataset.get(*parts[0]) if len(parts) == 1 else np.concatenate(self._read(parts))
 
     def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
         """Several samples, fetched together: shape (n, seq_length + 1), fresh memory."""
         positions = check_positions(indices, len(self), what="sample").tolist()
-        found = self._read([self._parts(position) for position in positions])
+        found = self._read([part for position in positions for part in self._parts(position)])
         joined = np.concatenate([np.zeros(0, self.dataset.dtype), *found])
         return joined.reshape(len(positions), self.seq_length + 1)
 
@@ -256,25 +256,28 @@ class TokenSamples(Source[TokenArray]):
         """
         parts = self._parts(check_index(index, len(self), what="sample"))
         token = check_index(token, self.seq_length + 1, what="token")
-        ends = np.cumsum(parts[:, 2])
+        ends = np.cumsum([length for _, _, length in parts])
         part = int(np.searchsorted(ends, token, side="right"))
-        sequence, offset, length = parts[part].tolist()
+        sequence, offset, length = parts[part]
         return sequence, offset + token - (int(ends[part]) - length)
 
-    def _parts(self, position: int) -> IntArray:
-        """The pieces that a sample is made of, in rows of (sequence, offset, length) without empty ones."""
-        row = int(self.indices.shuffle_idx[position])
-        (entry, offset), (last, last_offset) = self.indices.sample_idx[row : row + 2].tolist()
-        sequences = self.indices.doc_idx[entry : last + 1]
-        parts = np.zeros((len(sequences), 3), np.int64)
-        parts[:, 0], parts[:, 2] = sequences, self.dataset.sizes[sequences]
-        parts[-1, 2] = last_offset + 1
-        parts[0, 1:] += offset, -offset
-        return parts[parts[:, 2] > 0]
+    def _parts(self, position: int) -> list[tuple[int, int, int]]:
+        """The pieces that a sample is made of, as (sequence, offset, length) without empty ones."""
+        indices, row = self.indices, self.indices.shuffle_idx.item(position)
+        entry, offset = indices.sample_idx[row].tolist()
+        last, last_offset = indices.sample_idx[row + 1].tolist()
+        if entry == last:
+            return [(indices.doc_idx.item(entry), offset, last_offset - offset + 1)]
+        sequences = indices.doc_idx[entry : last + 1]
+        ends = self.dataset.sizes[sequences].tolist()
+        ends[-1] = last_offset + 1
+        offsets = [offset] + [0] * (len(ends) - 1)
+        parts = zip(sequences.tolist(), offsets, ends, strict=True)
+        return [(sequence, start, end - start) for sequence, start, end in parts if end > start]
 
-    def _read(self, samples: list[IntArray]) -> list[TokenArray]:
-        parts = np.concatenate([np.zeros((0, 3), np.int64), *samples])
-        return self.dataset.read_parts(parts[:, 0], parts[:, 1], parts[:, 2])
+    def _read(self, parts: list[tuple[int, int, int]]) -> list[TokenArray]:
+        table = np.array(parts, np.int64).reshape(-1, 3)
+        return self.dataset.read_parts(table[:, 0], table[:, 1], table[:, 2])
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the samples for `metadata.data` of a store; `reopen` builds the same samples again."""
