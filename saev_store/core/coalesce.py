@@ -1,11 +1,11 @@
-"""Which byte ranges are read together: the plan of a read, made before anything is read.
-
-Pure. The caller sorts its ranges; what comes back says which neighbours share one request.
-"""
+"""Which byte ranges are read together, decided before anything is read. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,17 @@ class Spans:
         return len(self.starts)
 
 
+class Group(NamedTuple):
+    """Extents that are read as one range, by their numbers in the order that they were given."""
+
+    file: str
+    start: int
+    nbytes: int
+    members: Sequence[int]
+
+
 def coalesce(starts: IntArray, ends: IntArray, *, max_gap_bytes: float, max_request_bytes: float) -> Spans:
-    """Merge neighbouring half-open ranges whose gap is small, as long as the request stays small.
+    """Merge neighbouring half-open ranges of one file whose gap is small, as long as the request stays small.
 
     Args:
         starts: First bytes, ascending; ranges may touch, overlap and repeat.
@@ -43,25 +52,35 @@ def coalesce(starts: IntArray, ends: IntArray, *, max_gap_bytes: float, max_requ
     >>> list(zip(spans.starts.tolist(), spans.ends.tolist())), spans.first.tolist()
     ([(0, 20), (100, 130)], [0, 2, 3])
     """
-    n = len(starts)
-    if n == 0:
-        empty = np.zeros(0, np.int64)
-        return Spans(empty, empty, np.zeros(1, np.int64))
     reach = np.maximum.accumulate(ends)
     breaks = np.flatnonzero(starts[1:] - reach[:-1] > max_gap_bytes) + 1
-    first = np.concatenate(([0], breaks, [n])).astype(np.int64)
-    if np.any(reach[first[1:] - 1] - starts[first[:-1]] > max_request_bytes):
-        first = _cut_long_runs(starts, reach, first, max_request_bytes)
-    return Spans(starts[first[:-1]], reach[first[1:] - 1], first)
-
-
-def _cut_long_runs(starts: IntArray, reach: IntArray, first: IntArray, max_request_bytes: float) -> IntArray:
-    cuts: list[int] = []
-    for lo, hi in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+    first: list[int] = []
+    for lo, hi in zip([0, *breaks.tolist()], [*breaks.tolist(), len(starts)], strict=True):
         at = lo
         while at < hi:
-            cuts.append(at)
-            # Greedy: as many ranges as fit into one request, at least one. `reach` ascends, so this is a search.
+            first.append(at)
+            # As many ranges as fit into one request, at least one. `reach` ascends, so this is a search.
             limit = int(starts[at]) + max_request_bytes
-            at = max(at + 1, lo + int(np.searchsorted(reach[lo:hi], limit, side="right")))
-    return np.array([*cuts, first[-1]], dtype=np.int64)
+            at = hi if reach[hi - 1] <= limit else max(at + 1, lo + int(np.searchsorted(reach[lo:hi], limit, "right")))
+    bounds = np.array([*first, len(starts)], dtype=np.int64)
+    return Spans(starts[bounds[:-1]], reach[bounds[1:] - 1] if len(starts) else ends, bounds)
+
+
+def grouped(
+    extents: Sequence[tuple[str, int, int]], *, max_gap_bytes: float, max_request_bytes: float
+) -> Iterator[Group]:
+    """Merge extents (file, start, nbytes), in any order, as `coalesce` merges the ranges of each file.
+
+    >>> list(grouped([("b", 8, 2), ("a", 0, 4), ("b", 4, 4)], max_gap_bytes=0, max_request_bytes=64))
+    [Group(file='a', start=0, nbytes=4, members=[1]), Group(file='b', start=4, nbytes=6, members=[2, 0])]
+    """
+    order = sorted(range(len(extents)), key=extents.__getitem__)
+    for file, numbers in groupby(order, key=lambda number: extents[number][0]):
+        members = list(numbers)
+        starts = np.array([extents[number][1] for number in members], dtype=np.int64)
+        ends = starts + np.array([extents[number][2] for number in members], dtype=np.int64)
+        spans = coalesce(starts, ends, max_gap_bytes=max_gap_bytes, max_request_bytes=max_request_bytes)
+        for start, end, lo, hi in zip(
+            spans.starts.tolist(), spans.ends.tolist(), spans.first[:-1].tolist(), spans.first[1:].tolist(), strict=True
+        ):
+            yield Group(file, start, end - start, members[lo:hi])

@@ -1,16 +1,14 @@
-"""Parse index expressions by NumPy's rules: integers, slices, lists, masks and ellipsis.
+"""Index expressions by NumPy's rules: integers, slices, lists, masks and ellipsis.
 
-Pure. A key is first brought to one component per axis; it then is either a *block* (every axis an arithmetic
-progression or one list of positions, combined as an outer product) or *points* (NumPy's advanced indexing, several lists
-broadcast against each other).
+Pure. A key becomes a *block* (an outer product of one choice per axis, none of them longer than the key) or *points*
+(several lists, or one that NumPy moves to the front; NumPy itself decides the order of their dimensions).
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +18,6 @@ from saev_store.errors import ArgumentError, SelectionError, brief
 
 #: What may index a store: anything; a key that does not fit is a `SelectionError`.
 Key = object
-
-
-def too_many(n: int) -> ArgumentError:
-    """The error where there is no memory for so many positions."""
-    return ArgumentError(
-        f"{n:,} positions need {8 * n:,} bytes in each array, which this machine does not give",
-        where="index",
-        remedy="Ask for fewer at once.",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +30,23 @@ class Progression:
 
     @property
     def lowest(self) -> int:
-        return self.start if self.step > 0 else self.start + (self.count - 1) * self.step
+        return min(self.start, self.start + (self.count - 1) * self.step)
 
     @property
     def highest(self) -> int:
-        return self.start + (self.count - 1) * self.step if self.step > 0 else self.start
+        return max(self.start, self.start + (self.count - 1) * self.step)
 
     def positions(self) -> IntArray:
-        """All of them, int64; `ArgumentError` where there is no memory for so many."""
+        """All of them, int64; `ArgumentError` if there is no memory for them, because documents can promise any number."""
         try:
             return self.start + self.step * np.arange(self.count)
-        except (MemoryError, ValueError) as error:  # NumPy's error for a length beyond its limit is a ValueError
-            raise too_many(self.count) from error
+        except (MemoryError, ValueError) as error:
+            raise ArgumentError(f"{self.count:,} positions need {8 * self.count:,} bytes", where="index") from error
 
 
 Axis = Progression | IntArray
-
-
 #: One component of a key, for one axis.
 Item: TypeAlias = "int | slice[object, object, object] | IntArray"
-#: Booleans are integers to Python, and strings are sequences; neither says which positions.
-_NO_INDEX: tuple[type[object], ...] = (bool, np.bool_, str, bytes)
-#: What is one number, and an array too.
-_NUMBERS: tuple[type[object], ...] = (np.generic,)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mask:
-    """A boolean array; it stands for as many axes as it has dimensions."""
-
-    values: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +84,7 @@ class Points:
     """NumPy's advanced indexing: element `p` of the result is at `coords[0][p], coords[1][p], …`, broadcast to `shape`.
 
     When the last axis was sliced, `last` is its progression, the result's last dimension runs along it, and `coords`
-    has one array less.
+    has one array less. Coordinates are as long as the lists and slices of the key, not as the result.
     """
 
     coords: tuple[IntArray, ...]
@@ -122,169 +98,56 @@ def length(axis: Axis) -> int:
 
 
 def _chosen(axis: Axis, of_these: Axis) -> Axis:
-    """The positions at `of_these` places of a choice along one axis."""
-    if not isinstance(axis, Progression):
-        return axis[of_these.positions() if isinstance(of_these, Progression) else of_these]
-    if isinstance(of_these, Progression):
+    if isinstance(axis, Progression) and isinstance(of_these, Progression):
         return Progression(axis.start + axis.step * of_these.start, axis.step * of_these.step, of_these.count)
-    return axis.start + axis.step * of_these
+    places = of_these.positions() if isinstance(of_these, Progression) else of_these
+    return axis.start + axis.step * places if isinstance(axis, Progression) else axis[places]
 
 
 def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:
     """Bring an index expression into one of two forms; what NumPy would return has exactly that shape.
 
-    A `Block` or `Points`, made by this or by `outer_block`, is returned as it is.
+    A `Block` or `Points`, made by this or by `outer_block`, is returned as it is. Memory: 8 bytes for each position in a
+    list or mask; where several lists are combined, also for each position of a slice. Slices alone stay arithmetic.
 
     Raises:
         SelectionError: an index is out of range, of a wrong type or of a wrong length, or there are too many.
-        ArgumentError: there is no memory for so many positions.
 
     >>> parse_key((slice(None, 8), 0, slice(1, None)), (20, 3, 5, 768)).shape
     (8, 4, 768)
     """
     if isinstance(key, (Block, Points)):
         return key
-    items, empty_ellipsis_at = _expand(key, shape)
-    arrays = {axis: item for axis, item in enumerate(items) if isinstance(item, np.ndarray)}
-    if not arrays:
-        return outer_block(items, shape)
-    first, index = next(iter(arrays.items()))
-    advanced = [axis for axis, item in enumerate(items) if not isinstance(item, slice)]
-    # NumPy counts an ellipsis between two lists as a slice even where it stands for no axis at all.
-    split = empty_ellipsis_at is not None and advanced[0] < empty_ellipsis_at <= advanced[-1]
-    together = advanced[-1] - advanced[0] + 1 == len(advanced) and not split
-    if len(arrays) == 1 and index.ndim == 1 and (together or advanced[0] == first == 0):
-        return outer_block(items, shape)
-    return _points(items, shape, advanced, at_front=not together)
+    items = _expanded(cast("tuple[object, ...]", key) if isinstance(key, tuple) else (key,), shape, "index")
+    block = outer_block([item for item in items if item is not ...], shape)
+    lists = [axis for axis in block.axes if not isinstance(axis, Progression)]
+    if not lists:
+        return block
+    # NumPy decides the order of dimensions: a small array is indexed, whose axes differ in length.
+    n_dims = max(index.ndim for index in lists)
+    other = np.zeros((1,) * n_dims, np.int64)
+    probe = tuple(slice(None) if isinstance(item, slice) else ... if item is ... else other for item in items)
+    order = np.empty(range(2, 2 + len(shape)))[probe].shape
+    outer = tuple(n for n, gone in enumerate(block.dropped, 2) if not gone)
+    is_outer = len(lists) == 1 and order == tuple(n if isinstance(block.axes[n - 2], Progression) else 1 for n in outer)
+    return block if is_outer else _points(block, order, lists)
 
 
-def parse_axis(item: object, n: int, name: str) -> Progression | IntArray:
+def parse_axis(item: object, n: int, name: str) -> Axis:
     """One component on its own, for labelled selections: an integer, a slice, a list of positions or a mask.
+
+    Raises:
+        SelectionError: as `parse_key`.
 
     >>> parse_axis(slice(None, None, 2), 5, "example")
     Progression(start=0, step=2, count=3)
     """
     if isinstance(item, Progression):
         return item
-    component = _component(item, name)
-    if isinstance(component, _Mask):
-        component = _mask_positions(component, (n,), (name,))[0]
-    if isinstance(component, np.ndarray) and component.ndim != 1:
-        raise SelectionError(f"{name} has {component.ndim} dimensions; a list of positions has one", where=name)
-    return _axis(component, n, name)
-
-
-def _expand(key: Key, shape: Sequence[int]) -> tuple[list[Item], int | None]:
-    """One component per axis: ellipsis and masks are resolved, missing axes are full.
-
-    The second result is the axis before which an ellipsis stood that covers no axis.
-    """
-    names = DIMS if len(shape) == len(DIMS) else tuple(f"axis {axis}" for axis in range(len(shape)))
-    given = list(cast("tuple[object, ...]", key)) if isinstance(key, tuple) else [key]
-    n_ellipses = sum(item is Ellipsis for item in given)
-    if n_ellipses > 1:
-        raise SelectionError("an index can have only one ellipsis ('...')", where="index")
-    parts = [None if item is Ellipsis else _component(item, "index") for item in given]  # None: the ellipsis
-    used = sum(part.values.ndim if isinstance(part, _Mask) else part is not None for part in parts)
-    if used > len(shape):
-        raise SelectionError(
-            f"{used} indices for an array of {len(shape)} dimensions {tuple(names)}", where="index", remedy="Drop some."
-        )
-    if not n_ellipses:
-        parts.append(None)
-    items: list[Item] = []
-    empty_ellipsis_at: int | None = None
-    for part in parts:
-        axis = len(items)
-        if part is None:
-            items += [slice(None)] * (len(shape) - used)
-            empty_ellipsis_at = axis if used == len(shape) else None
-        elif isinstance(part, _Mask):
-            n_axes = part.values.ndim
-            items += _mask_positions(part, shape[axis : axis + n_axes], names[axis : axis + n_axes])
-        else:
-            items.append(part)
-    checked = [
-        _checked(item, n, name) if isinstance(item, np.ndarray) else item
-        for item, n, name in zip(items, shape, names, strict=True)
-    ]
-    return checked, empty_ellipsis_at
-
-
-def _component(item: object, name: str) -> Item | _Mask:
-    """An integer, a slice, a list of positions or a mask; everything else is refused."""
-    if isinstance(item, slice):
-        return cast("slice[object, object, object]", item)
-    if item is None or isinstance(item, _NO_INDEX):
-        raise SelectionError(
-            f"{brief(item)} cannot index a store; use integers, slices, lists, boolean masks or '...'", where=name
-        )
-    # A tensor of one number calls itself an integer, whatever its dimensions, and also where it is a mask.
-    if isinstance(item, _NUMBERS) or not hasattr(item, "__array__"):
-        try:
-            return operator.index(cast("SupportsIndex", item))
-        except TypeError:
-            pass
-    try:
-        array = np.asarray(item)
-    except (ValueError, TypeError) as error:
-        raise SelectionError(f"{type(item).__name__} is not a list of positions ({error})", where=name) from None
-    except MemoryError as error:  # of a range
-        raise too_many(len(cast("Sized", item))) from error
-    if array.dtype == np.bool_ and array.ndim > 0:
-        return _Mask(array)
-    if array.size == 0:
-        return np.zeros(array.shape, dtype=np.int64)
-    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) > MAX_INT64):
-        raise SelectionError(
-            f"{brief(item)} has dtype {array.dtype}; positions are integers, masks are booleans", where=name
-        )
-    if array.ndim == 0:
-        return int(array)
-    try:
-        return np.asarray(array, dtype=np.int64)
-    except MemoryError as error:
-        raise too_many(array.size) from error
-
-
-def _mask_positions(mask: _Mask, shape: Sequence[int], names: Sequence[str]) -> list[IntArray]:
-    if mask.values.shape != tuple(shape):
-        raise SelectionError(
-            f"a mask of shape {mask.values.shape} does not fit {tuple(names)} of shape {tuple(shape)}", where="index"
-        )
-    return list(np.nonzero(mask.values))
-
-
-def _checked(index: IntArray, n: int, name: str) -> IntArray:
-    if index.size == 0:
-        return index
-    lowest, highest = int(index.min()), int(index.max())
-    if highest >= n or lowest < -n:
-        raise _out_of_range(highest if highest >= n else lowest, n, name)
-    try:
-        return np.where(index < 0, index + n, index)
-    except MemoryError as error:
-        raise too_many(index.size) from error
-
-
-def _out_of_range(position: int, n: int, name: str) -> SelectionError:
-    held = f"{n} positions, from {-n} to {n - 1}" if n else "no positions"
-    return SelectionError(f"{name} {brief(position)} is out of range; the axis has {held}", where=name)
-
-
-def _axis(item: Item, n: int, name: str) -> Progression | IntArray:
-    if isinstance(item, slice):
-        try:
-            start, stop, step = item.indices(n)
-        except (TypeError, ValueError) as error:
-            raise SelectionError(f"{brief(item)} is not a slice of integers ({error})", where=name) from None
-        count = len(range(start, stop, step))
-        return Progression(start, step if count > 1 else 1, count)  # which may have more than 64 bits
-    if isinstance(item, np.ndarray):
-        return _checked(item, n, name)
-    if not -n <= item < n:
-        raise _out_of_range(item, n, name)
-    return Progression(item % n, 1, 1)
+    axis = _axis(_expanded((item,), (n,), name)[0], n, name)
+    if not isinstance(axis, Progression) and axis.ndim != 1:
+        raise SelectionError(f"{name} has {axis.ndim} dimensions; a list of positions has one", where=name)
+    return axis
 
 
 def outer_block(items: Sequence[Item], shape: Sequence[int]) -> Block:
@@ -298,37 +161,86 @@ def outer_block(items: Sequence[Item], shape: Sequence[int]) -> Block:
     """
     names = DIMS if len(shape) == len(DIMS) else ("axis",) * len(shape)
     axes = tuple(_axis(item, n, name) for item, n, name in zip(items, shape, names, strict=True))
-    return Block(axes, tuple(isinstance(item, int) for item in items))
+    return Block(axes, tuple(not isinstance(item, (slice, np.ndarray)) for item in items))
 
 
-def _points(items: Sequence[Item], shape: Sequence[int], advanced: Sequence[int], *, at_front: bool) -> Points:
-    """NumPy's rule: lists and integers broadcast; their dimensions stand where the first one stood, or in front."""
-    sliced: dict[int, Progression] = {}
-    lists: dict[int, IntArray] = {}
-    for axis, (item, n) in enumerate(zip(items, shape, strict=True)):
-        choice = _axis(item, n, DIMS[axis])
-        if isinstance(item, slice) and isinstance(choice, Progression):
-            sliced[axis] = choice
+def _expanded(given: Sequence[object], shape: Sequence[int], name: str) -> list[Any]:
+    """One component for each axis; an ellipsis that covers no axis is kept, because it separates lists."""
+    parts: list[Any] = [item if item is ... else _component(item, name) for item in given]
+    parts += [...] if all(part is not ... for part in parts) else []
+    widths = [0 if part is ... else part.ndim if getattr(part, "dtype", None) == np.bool_ else 1 for part in parts]
+    n_left = len(shape) - sum(widths)
+    if n_left < 0 or sum(part is ... for part in parts) > 1:
+        rule = f"at most {len(shape)} and one ellipsis ('...') are allowed"
+        raise SelectionError(f"{brief(given)} has {sum(widths)} indices; {rule}", where=name)
+    items: list[Any] = []
+    for part, width in zip(parts, widths, strict=True):
+        at = sum(item is not ... for item in items)
+        if part is ...:
+            items += [slice(None)] * n_left or [...]
+        elif getattr(part, "dtype", None) != np.bool_:
+            items.append(part)
+        elif part.shape == tuple(shape[at : at + width]):
+            items += np.nonzero(part)
         else:
-            lists[axis] = np.asarray(choice.start if isinstance(choice, Progression) else choice)
+            rule = f"it must have {tuple(shape[at : at + width])}"
+            raise SelectionError(f"a mask has the shape {part.shape}; {rule}", where=name)
+    return items
+
+
+def _component(item: object, name: str) -> Item | npt.NDArray[np.bool_]:
+    """An integer, a slice, int64 positions or a mask."""
+    if isinstance(item, slice):
+        return item  # pyright: ignore[reportUnknownVariableType]  # of any bounds
+    if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
+        return item.__index__()
+    rule = "use integers, slices, lists of integers, boolean masks or '...'"
     try:
-        broadcast = np.broadcast_shapes(*(index.shape for index in lists.values()))
-    except ValueError:
-        shapes = ", ".join(str(index.shape) for index in lists.values())
-        raise SelectionError(
-            f"lists of positions of the shapes {shapes} do not broadcast together", where="index"
-        ) from None
-    front = 0 if at_front else sum(axis < advanced[0] for axis in sliced)
-    full = [choice.count for choice in sliced.values()]
-    full[front:front] = broadcast
-    last = sliced.get(len(items) - 1)
-    rank = len(full) - (last is not None)  # of the coordinates
+        array = np.asarray(item)
+    except (ValueError, TypeError):  # lists of unequal lengths
+        raise SelectionError(f"{brief(item)} is not a list of positions; {rule}", where=name) from None
+    if array.dtype == np.bool_ and array.ndim:
+        return array
+    if array.size and (array.dtype.kind not in "iu" or array.max() > MAX_INT64):
+        raise SelectionError(f"{brief(item)} has dtype {array.dtype}; {rule}", where=name)
+    return array.astype(np.int64) if array.ndim else int(array)
+
+
+def _axis(item: Item, n: int, name: str) -> Axis:
+    if isinstance(item, slice):
+        try:
+            start, stop, step = item.indices(n)
+        except (TypeError, ValueError) as error:
+            raise SelectionError(f"{brief(item)} is not a slice of integers ({error})", where=name) from None
+        count = len(range(start, stop, step))
+        return Progression(start, step if count > 1 else 1, count)  # a step may have more than 64 bits
+    if not isinstance(item, np.ndarray):
+        lowest = highest = int(item)
+    else:
+        lowest, highest = (int(item.min()), int(item.max())) if item.size else (0, -1)
+    if highest >= n or lowest < -n:
+        position = highest if highest >= n else lowest
+        rule = f"positions are from {-n} to {n - 1}"
+        raise SelectionError(f"{name} {brief(position)} is out of range; {rule}", where=name)
+    return np.where(item < 0, item + n, item) if isinstance(item, np.ndarray) else Progression(int(item) % n, 1, 1)
+
+
+def _points(block: Block, order: tuple[int, ...], lists: Sequence[IntArray]) -> Points:
+    """Lists and integers broadcast to the dimensions that are 1 in `order`; the slice of axis `n` runs along `n + 2`."""
+    behind = len(order) - order.index(1) - max(index.ndim for index in lists)
+    last = None if block.dropped[-1] or not isinstance(block.axes[-1], Progression) else block.axes[-1]
     coords: list[IntArray] = []
-    for axis in range(len(items) - (last is not None)):
-        if axis in lists:
-            index, behind = lists[axis], rank - front - len(broadcast)
+    for axis, choice in enumerate(block.axes if last is None else block.axes[:-1]):
+        if axis + 2 in order and isinstance(choice, Progression):
+            coords.append(choice.positions().reshape(-1, *(1,) * (len(order) - 1 - order.index(axis + 2))))
         else:
-            index, nth = sliced[axis].positions(), sum(other < axis for other in sliced)
-            behind = rank - nth - 1 - (len(broadcast) if nth >= front else 0)
-        coords.append(index.reshape(index.shape + (1,) * behind))
-    return Points(tuple(coords), last, tuple(full))
+            index = np.asarray(choice.start if isinstance(choice, Progression) else choice)
+            coords.append(index.reshape(index.shape + (1,) * behind))
+    try:
+        shape = np.broadcast_shapes(*(coord.shape for coord in coords))
+    except ValueError:
+        rule = f"lists of positions of the shapes {[index.shape for index in lists]} do not broadcast"
+        raise SelectionError(rule, where="index") from None
+    if last is None:
+        return Points(tuple(coords), None, shape)
+    return Points(tuple(coord[..., 0] for coord in coords), last, (*shape[:-1], last.count))

@@ -233,7 +233,7 @@ class Reads:
         put(place, scratch[:nbytes].data)
         self._scratch.append(scratch)
         ended = time.perf_counter()
-        n_requests, bytes_read = requested(part, self._layout.vector_nbytes)
+        n_requests, bytes_read = requested(part, self._layout, self._transport.cost)
         self._totals.add(n_requests=n_requests, bytes_read=bytes_read, read_s=ended - started, copy_s=ended - copied)
 
     def _read(self, runs: Runs, target: NumberArray | Put) -> None:

@@ -158,17 +158,18 @@ class PlanCount:
             plan: What `Reader.plan` gives.
             sizes: Whether to count the requests for the sizes of shards.
         """
+        cost, layout = self._reader.transport.cost, self._reader.layout
         for part in plan:
             for step in part.steps:
                 if sizes:
                     self.add_size(step.shard_idx)
                 if not isinstance(step, Runs):
                     self.add_map(step.shard_idx)
-                elif step.direct:
-                    self.requests += len(step.spans)
-                    self.bytes_read += int((step.spans.ends - step.spans.starts).sum())
+                elif math.isinf(cost.max_gap_bytes):  # a shard that could be mapped is read in runs as they are
+                    self.requests += len(step.first)
+                    self.bytes_read += len(step.first) * step.n_vectors * layout.vector_nbytes
                 else:
-                    self._add_ranges(request_sizes(self._reader.transport.cost, step.spans))
+                    self._add_ranges(request_sizes(cost, step.spans(layout, cost)))
 
     def add_size(self, shard_idx: int) -> None:
         """Count the request for the size of a shard, unless it is known."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, Step, pieces
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.transport import Transport
-from saev_store.transport.fetch import fetch, fetch_ranges, map_check
+from saev_store.transport.fetch import IN_FLIGHT_BYTES, fetch_ranges, map_check
 
 FloatArray = npt.NDArray[np.float32]
 #: Numbers of any dtype that a store may hold or a reader may ask for.
@@ -149,13 +150,13 @@ class Reader:
 
         The size of the file is compared now; a file that is cut while the view is in use ends the process.
         """
-        found = list(pieces(self.layout, block.axes[0]))
-        if not self._planner.is_mapped or len(found) != 1:
+        axes = [axis for axis in block.axes if isinstance(axis, Progression)]
+        if not self._planner.is_mapped or len(axes) < len(block.axes):
             return None
-        examples = found[0].examples
-        axes = [axis for axis in (examples, *block.axes[1:]) if isinstance(axis, Progression)]
-        if len(axes) < len(block.axes):
+        found = list(islice(pieces(self.layout, axes[0]), 2))
+        if len(found) != 1:
             return None
+        axes[0] = found[0].examples
         self.check(found[0].shard_idx, axes[0].highest)
         return self._mapped(found[0].shard_idx)[tuple(map(_as_slice, axes))].reshape(block.shape)
 
@@ -268,10 +269,8 @@ class Reader:
             if isinstance(step, MappedBox):
                 examples, layers, tokens, columns = map(_index, step.axes)
                 convert(self._mapped(step.shard_idx)[examples, layers, tokens][..., columns], out[step.place])
-            elif step.direct:
-                self._read_direct(step, out)
             else:
-                self._fetch(step, out)
+                self._read(step, out.reshape(-1, self.layout.d_model))
 
     def _gather_all(self, steps: Sequence[MappedRows], out: NumberArray) -> None:
         """Copy rows out of maps, with several threads where that is worth it."""
@@ -298,40 +297,28 @@ class Reader:
             else:
                 out[step.place[some][start : start + n]] = converted(part, out.dtype)
 
-    def _read_direct(self, step: Runs, out: NumberArray) -> None:
-        """Read runs straight into the output, or convert them into it, each span as a whole."""
-        name, targets = shard_name(step.shard_idx), out.reshape(-1, self.layout.d_model)
-        begins = step.place[step.spans.first[:-1]] * step.n_vectors
-        ends = begins + (step.spans.ends - step.spans.starts) // self.layout.vector_nbytes
-        parts = [targets[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    def _read(self, step: Runs, rows: NumberArray) -> None:
+        """Read runs into the rows that they fill, straight or through memory of about `IN_FLIGHT_BYTES`."""
+        name, n = shard_name(step.shard_idx), step.n_vectors
+        nbytes = n * self.layout.vector_nbytes
         try:
-            if out.dtype == self.dtype:
-                buffers = [part.reshape(-1).view(np.uint8).data for part in parts]
-                self.transport.readinto(name, starts=step.spans.starts.tolist(), buffers=buffers)
+            if self._planner.is_mapped and rows.dtype == self.dtype:
+                buffers = [rows[at : at + n].reshape(-1).view(np.uint8).data for at in step.place.tolist()]
+                self.transport.readinto(name, starts=(step.first * self.layout.vector_nbytes).tolist(), buffers=buffers)
                 return
-            for number, view in fetch(self.transport, name, step.spans):
-                convert(np.frombuffer(view, dtype=self.dtype).reshape(parts[number].shape), parts[number])
-        except NotFoundError:
-            self.check_size(step.shard_idx)
-            raise
-
-    def _fetch(self, step: Runs, out: NumberArray) -> None:
-        """Fetch runs and copy what is kept of them to their places."""
-        targets = out.reshape(-1, *step.unit)
-        columns = slice(None) if step.columns is None else _index(step.columns)
-        n = step.n_vectors
-        try:
-            for number, view in fetch(self.transport, shard_name(step.shard_idx), step.spans):
-                rows = np.frombuffer(view, dtype=self.dtype).reshape(-1, self.layout.d_model)
-                lo, hi = int(step.spans.first[number]), int(step.spans.first[number + 1])
-                at = step.first[lo:hi] - int(step.spans.starts[number]) // self.layout.vector_nbytes
-                place = step.place[lo:hi]
+            at_once = max(1, IN_FLIGHT_BYTES // nbytes)
+            for done in range(0, len(step.first), at_once):
+                starts, place = (
+                    step.first[done : done + at_once] * self.layout.vector_nbytes,
+                    step.place[done : done + at_once],
+                )
+                found = fetch_ranges(self.transport, name, starts.tolist(), (starts + nbytes).tolist())
                 if n == 1:
-                    targets[place] = converted(rows[at][:, columns], out.dtype).reshape(hi - lo, *step.unit)
+                    joined = np.frombuffer(b"".join(found), dtype=self.dtype).reshape(-1, self.layout.d_model)
+                    rows[place] = converted(joined, rows.dtype)
                     continue
-                for first, to in zip(at.tolist(), place.tolist(), strict=True):
-                    run = rows[first : first + n] if step.kept is None else rows[first + step.kept]
-                    convert(run[..., columns].reshape(step.unit), targets[to])
+                for buffer, at in zip(found, place.tolist(), strict=True):
+                    convert(np.frombuffer(buffer, dtype=self.dtype).reshape(n, -1), rows[at : at + n])
         except NotFoundError:
             self.check_size(step.shard_idx)
             raise

@@ -11,7 +11,7 @@ from xxhash import xxh3_128
 
 from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import FLOAT32
-from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis, too_many
+from saev_store.core.indexing import Axis, Block, Progression, length, parse_axis
 from saev_store.core.layout import LayerKey, Layout
 from saev_store.core.plan import Part
 from saev_store.core.rows import Coordinates, Labels, Layers, RowSpace, Tokens, keeping, row_space
@@ -147,13 +147,9 @@ class Selection:
 
         Raises:
             SelectionError: a row is out of range.
-            ArgumentError: there is no memory for so many.
         """
         picked = parse_axis(rows, len(self), "row")
-        try:
-            return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
-        except MemoryError as error:
-            raise too_many(length(picked)) from error
+        return self.space.coordinates(picked.positions() if isinstance(picked, Progression) else picked)
 
     def rows(self, rows: object, out: NumberArray | None = None) -> FloatArray:
         """The vectors of many rows, (n, d_model) or (n, layers, d_model) of `dtype`, in the order given; rows may repeat.

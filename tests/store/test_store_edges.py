@@ -639,7 +639,7 @@ HUGE_ARRAYS = {
 def test_arrays_for_all_rows_of_a_far_store_that_promises_too_many_are_refused(what: str, n_examples: int):
     with (
         far_store_that_promises(n_examples) as store,
-        pytest.raises(ArgumentError, match=r"[\d,]+ positions need [\d,]+ bytes in each array.*Ask for fewer at once"),
+        pytest.raises(ArgumentError),
     ):
         HUGE_ARRAYS[what](store)
 

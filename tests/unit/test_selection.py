@@ -199,7 +199,7 @@ def test_layers_in_any_sequence() -> None:
         ({"tokens": "cls"}, "tokens", None),
         ({"tokens": "special"}, "tokens", "Use tokens='content'."),
         ({"examples": 4}, "example", None),
-        ({"examples": [True]}, "index", None),
+        ({"examples": [True]}, "example", None),
         ({"ignore_labels": [0]}, "ignore_labels", "Drop ignore_labels."),
         ({"ignore_labels": [256]}, "ignore_labels", None),
         ({"ignore_labels": [[0], [0, 1]]}, "ignore_labels", None),
