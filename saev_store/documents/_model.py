@@ -19,7 +19,7 @@ from saev_store.core.dtypes import ITEMSIZES
 from saev_store.core.layout import MAX_INT64, Layout
 from saev_store.core.token_arrays import MAX_ARRAYS, TokenArray
 from saev_store.documents._parse import Findings, key_list, shown
-from saev_store.documents.versions import FIELDS, PROTOCOLS, SPEC, VERSIONS, Spelling, WrittenVersion
+from saev_store.documents.versions import FIELDS, PROTOCOLS, SPEC, VERSIONS, WrittenVersion
 from saev_store.errors import ArgumentError, BreakingProtocolWarning, UnknownProtocolError, outside
 
 MIN_INT64 = -(2**63)
@@ -62,25 +62,20 @@ def _layers(value: object, *, unique: bool = True) -> object:
 def _hook_points(value: object) -> object:
     if value is None:
         return None
-    if not isinstance(value, list) or not value:
-        raise PydanticCustomError("wrong_type", "must be an array that is not empty")
-    for name in cast("list[object]", value):
-        if not isinstance(name, str) or not _HOOK_POINT.fullmatch(name):
-            raise PydanticCustomError("wrong_type", "must be an array of names of hook points")
-    return tuple(cast("list[str]", value))
+    names = cast("list[object]", value) if isinstance(value, list) else []
+    if not names or not all(isinstance(name, str) and _HOOK_POINT.fullmatch(name) for name in names):
+        raise PydanticCustomError("wrong_type", "must be an array of names of hook points")
+    return tuple(names)
 
 
 def _token_arrays(value: object) -> object:
-    if not isinstance(value, list) or len(cast("list[object]", value)) > MAX_ARRAYS:
-        raise PydanticCustomError("wrong_type", "must be an array of at most 64 token arrays")
-    found: list[TokenArray] = []
-    for item in cast("list[object]", value):
-        if not isinstance(item, dict) or {"name", "dtype"} != cast("dict[str, object]", item).keys():
-            raise PydanticCustomError("wrong_type", "must be an array of objects with name and dtype")
-        try:
-            found.append(TokenArray(**cast("dict[str, str]", item)))
-        except ArgumentError as error:
-            raise PydanticCustomError("bad_token_array", "is no token array", {"why": error.message}) from None
+    items: list[dict[str, str]] = cast("list[dict[str, str]]", value) if isinstance(value, list) else [{}]
+    if len(items) > MAX_ARRAYS or not all(isinstance(i, dict) and i.keys() == {"name", "dtype"} for i in items):  # pyright: ignore[reportUnnecessaryIsInstance]  # unchecked JSON
+        raise PydanticCustomError("wrong_type", "must be an array of objects with name and dtype")
+    try:
+        found = [TokenArray(**item) for item in items]
+    except ArgumentError as error:
+        raise PydanticCustomError("bad_token_array", "is no token array", {"why": error.message}) from None
     if len({array.name for array in found}) < len(found):
         raise PydanticCustomError("bad_token_array", "is no token array", {"why": "two token arrays have one name"})
     return tuple(found)
@@ -261,7 +256,13 @@ def _choose_version(document: Mapping[str, object], findings: Findings) -> Writt
     while strays:
         # One error for each generation that is mixed in, not for each that happens to share a key.
         other = max(reversed(_SPELLINGS), key=lambda s: len(strays & set(s.renamed.values())))
-        strays = _add_mixture(document, spelling, other, strays, findings)
+        theirs = [key for key in other.renamed.values() if key in strays]
+        mine = key_list([key for key in spelling.renamed.values() if key in document])
+        message = (
+            f"keys of two generations are mixed: {mine} of {spelling.name}, and {key_list(theirs)} of {other.name}"
+        )
+        findings.add("mixed_spellings", f"{message}; a document uses one of them", loc=(theirs[0],))
+        strays -= set(theirs)
 
     protocol = document.get("protocol")
     number = int(protocol.partition(".")[0]) if isinstance(protocol, str) else None
@@ -278,21 +279,6 @@ def _choose_version(document: Mapping[str, object], findings: Findings) -> Writt
         written_as or same_major or versions,
         key=lambda version: (-sum(key not in document for key in version.required_keys), version.since),
     )
-
-
-def _add_mixture(
-    document: Mapping[str, object], spelling: Spelling, other: Spelling, strays: set[str], findings: Findings
-) -> set[str]:
-    """Add the error for the keys of another spelling; the stray keys that are left."""
-    mine = key_list([key for key in spelling.renamed.values() if key in document])
-    theirs = [key for key in other.renamed.values() if key in strays]
-    findings.add(
-        "mixed_spellings",
-        f"keys of two generations are mixed: {mine} of {spelling.name}, and {key_list(theirs)} of {other.name}; "
-        "a document uses one of them",
-        loc=(theirs[0],),
-    )
-    return strays - set(theirs)
 
 
 def _add_invalid(invalid: ValidationError, model: type[Document], version: WrittenVersion, findings: Findings) -> None:

@@ -141,7 +141,7 @@ def _find_irregular(entries: list[object], key: str, findings: Findings) -> None
     if not entries:
         findings.add("no_shards", "it lists no shards; it must list at least one")
     for i, entry in enumerate(entries):
-        if findings.is_full(len(entries) - i, "entries"):
+        if findings.is_full:
             break
         if not isinstance(entry, dict):
             findings.add("wrong_type", f"entry {i} is {shown(entry)}; it must be an object", loc=(i,))
@@ -189,24 +189,17 @@ def _find_bad_counts(values: list[int], key: str, expected: list[int], layout: L
     """Add an error for each count that does not follow from the layout, and for a wrong sum."""
     n_listed, n_shards, capacity = len(values), layout.n_shards, layout.examples_per_shard
     wrong = [i for i, (value, right) in enumerate(zip(values, expected, strict=False)) if value != right]
-    for n_seen, i in enumerate(wrong):
-        if findings.is_full(len(wrong) - n_seen, "wrong counts"):
+    for i in wrong:
+        if findings.is_full:
             break
-        value = values[i]
-        if not -(2**63) <= value < 2**63:
-            findings.add("wrong_value", f'entry {i}: "{key}" is {shown(value)}; it must fit into 63 bits', loc=(i, key))
+        if not -(2**63) <= values[i] < 2**63:
+            message = f'entry {i}: "{key}" is {shown(values[i])}; it must fit into 63 bits'
+            findings.add("wrong_value", message, loc=(i, key))
             continue
-        if value < 0:
-            rule = "a count cannot be negative"
-        elif value > capacity:
-            rule = f"a shard holds at most {capacity} examples by the budget of the metadata"
-        elif i < n_shards - 1:
-            rule = f"every shard but the last one is full, with {capacity} examples"
-        elif i == n_shards - 1:
-            rule = f"the last shard holds the remaining {expected[i]} of {layout.n_examples} examples"
-        else:
-            rule = f"all {layout.n_examples} examples of the metadata lie in the {n_shards} shards before it"
-        findings.add("wrong_count", f"entry {i} counts {value} examples; {rule}", loc=(i,))
+        rule = (
+            f"by the metadata it holds {expected[i]} of {layout.n_examples}, {capacity} in each shard but the last one"
+        )
+        findings.add("wrong_count", f"entry {i} counts {values[i]} examples; {rule}", loc=(i,))
     if n_listed < n_shards:
         findings.add(
             "too_few_shards", f"it lists {n_listed} shards; {layout.n_examples} examples need {n_shards} of {capacity}"
@@ -238,21 +231,12 @@ def parse_token_array_size(
     shape = (layout.n_examples, layout.content_tokens_per_example)
     if nbytes == expected:
         return shape
-    each = "one byte" if itemsize == 1 else f"{itemsize} bytes"
-    message = f"it has {nbytes} bytes; {shape[0]} examples x {shape[1]} content tokens of {each} are {expected}"
-    if layout.cls_token and nbytes == layout.n_examples * layout.tokens_per_example * itemsize:
-        message += f", while this size has a column for CLS, which has no {array.name.removesuffix('s')}"
-        remedy = "Write it again without the first column."
-    elif layout.n_layers > 1 and nbytes == expected * layout.n_layers:
-        message += f", while this size repeats the {array.name} for every layer"
-        remedy = "Write them once for each example."
-    elif nbytes < expected:
-        other = rewriting(array.name) if is_declared else f"remove it to read the store without {array.name}"
-        remedy = f"It is cut off or of another store: copy it again, or {other}."
-    else:
-        other = rewriting(array.name) if is_declared else "remove it"
-        remedy = f"It is of another store, or not of {each} each: replace it, or {other}."
+    message = (
+        f"it has {nbytes} bytes; {shape[0]} examples x {shape[1]} content tokens of {itemsize} bytes are {expected}"
+    )
+    other = rewriting(array.name) if is_declared else f"remove it to read the store without {array.name}"
     problem = Problem("labels_size" if array == LABELS else "token_array_size", message, where)
+    remedy = f"It is cut off or of another store: copy it again, or {other}."
     raise DocumentError(message, where=where, remedy=remedy, problems=[problem])
 
 

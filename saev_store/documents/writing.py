@@ -81,18 +81,14 @@ def _forms(document: Mapping[str, object]) -> tuple[bytes, bytes]:
     from pydantic_core import PydanticSerializationError, to_json
 
     try:
-        # Floats, NaN and halves of surrogate pairs survive the way through the text.
         ordered: dict[str, object] = {
             key: json.loads(json.dumps(value, sort_keys=True)) for key, value in document.items()
         }
         ascii_form = json.dumps(ordered, sort_keys=True, separators=(",", ":")).encode("ascii")
         try:
             return ascii_form, to_json(ordered, inf_nan_mode="null")
-        except PydanticSerializationError:
-            # Half a surrogate pair, which the ASCII form of an old document can escape. No writer of this recipe can hash
-            # it, so no folder has such a name; the hash only has to exist and to tell documents apart.
-            text = json.dumps(ordered, separators=(",", ":"), ensure_ascii=False)
-            return ascii_form, text.encode("utf-8", "surrogatepass")
+        except PydanticSerializationError:  # half a surrogate pair: no writer of this recipe can hash one
+            return ascii_form, ascii_form
     except (TypeError, ValueError, RecursionError) as exc:
         raise ArgumentError(f"the document has no JSON form ({exc})", where="document") from None
 
@@ -119,10 +115,8 @@ def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes
     _check_needed(protocol, values)
     for name, given in values.items():
         value = _DEFAULTS.get(name) if given is None and name in version.writes else given
-        if name == "dataset" and value is not None and name not in version.writes:
-            raise ArgumentError(f"protocol {protocol} has no dataset", where="dataset", remedy="Leave it out.")
-        if name == "pixel_agg" and value is not None and "dataset" not in version.writes:
-            raise ArgumentError(f"protocol {protocol} has no pixel_agg", where="pixel_agg", remedy="Leave it out.")
+        if name in {"dataset", "pixel_agg"} and value is not None and "dataset" not in version.writes:
+            raise ArgumentError(f"protocol {protocol} has no {name}", where=name, remedy="Leave it out.")
         if (name in version.writes and name not in NEW_FIELDS) or value is not None:
             document[version.spelling.keys[name]] = _data_for(version, value) if name == "data" else plain(value)
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
@@ -176,13 +170,6 @@ def encoded(document: Mapping[str, object], version: WrittenVersion, *, allow_na
     Raises:
         ArgumentError: something in it has no JSON form.
     """
-    for name, value in document.items():
-        try:
-            json.dumps(value, allow_nan=allow_nan)
-        except (TypeError, ValueError, RecursionError) as exc:
-            raise ArgumentError(
-                f"{name} has no JSON form ({exc})", where="metadata", remedy="Use plain values."
-            ) from None
     try:
         text = json.dumps(document, indent=4, allow_nan=allow_nan)
         if version.style == "indent-4-ascii":
@@ -196,46 +183,26 @@ def encoded(document: Mapping[str, object], version: WrittenVersion, *, allow_na
 
 
 def plain(value: object) -> object:
-    """NumPy scalars and arrays, ranges, tuples and paths as what JSON has for them; all else as it is.
-
-    Raises:
-        ArgumentError: lists are nested too deep, or one contains itself.
-    """
-    try:
-        return _plain(value)
-    except RecursionError:
-        raise ArgumentError(
-            f"{shown(value)} is nested too deep", where="metadata", remedy="Use plain values."
-        ) from None
-
-
-def _plain(value: object) -> object:
+    """NumPy scalars and arrays, ranges, tuples and paths as what JSON has for them; all else as it is."""
     if isinstance(value, np.ndarray | np.generic):
         return cast("object", value.tolist())
     if isinstance(value, tuple | range | list):
-        return [_plain(item) for item in cast("Iterable[object]", value)]
-    if isinstance(value, os.PathLike):
-        return os.fspath(cast("os.PathLike[str]", value))
-    return value
+        return [plain(item) for item in cast("Iterable[object]", value)]
+    return os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
 
 
 def _data_for(version: WrittenVersion, value: object) -> object:
     """`data` as the version has it: an object, or a string with the object's compact JSON."""
-    if value is None:
-        value = {}
-    if not isinstance(value, Mapping):
+    given = {} if value is None else dict(cast("Mapping[str, object]", value)) if isinstance(value, Mapping) else value
+    if not isinstance(given, dict):
         if version.data != "string":
-            raise ArgumentError(
-                f"data is {shown(value)}; protocol {version.protocol} wants an object",
-                where="data",
-                remedy="Pass a dict.",
-            )
-        return value
-    described = dict(cast("Mapping[str, object]", value))
+            rule = f"protocol {version.protocol} wants an object"
+            raise ArgumentError(f"data is {shown(given)}; {rule}", where="data", remedy="Pass a dict.")
+        return given
     if version.data != "string":
-        return described
+        return cast("dict[str, object]", given)
     try:
-        return json.dumps(described, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return json.dumps(given, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as exc:
         raise ArgumentError(f"data has no JSON form ({exc})", where="data", remedy="Use plain values.") from None
 
