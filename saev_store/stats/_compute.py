@@ -12,14 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from saev_store._runtime.cluster import MAX_TASKS, active_client, connected, results
+from saev_store._runtime.cluster import MAX_TASKS, connected, results
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.stats._moments import Moments, merge, moments_of
+from saev_store.store.token_arrays import MASK
 from saev_store.validation import Promised
 
 if TYPE_CHECKING:
@@ -65,7 +67,6 @@ def compute(
     total = sum(nbytes(layout, work) for work in works)
     call = partial(work_on, store.unmapped())
     tasks = [(work, _digests_of(digests, layout, work)) for work in works]
-    client = active_client() if client is None else client
     with (
         nullcontext() if client is None else connected(client) as cluster,
         Progress(total, "stats", shown=progress) as bar,
@@ -111,8 +112,18 @@ def work_on(store: ShardStore, task: Task) -> Moments:
     by_layer = layout.example_nbytes > _READ_BYTES
     for examples in _pieces(layout, work):
         for layers in [slice(n, n + 1) for n in range(layout.n_layers)] if by_layer else [slice(None)]:
-            found.put(layers, merge(found.at(layers), moments_of(store.read((examples, layers)), layout.dtype)))
+            part = moments_of(store.read((examples, layers)), layout.dtype, kept_vectors(store, examples))
+            found.put(layers, merge(found.at(layers), part))
     return found
+
+
+def kept_vectors(store: ShardStore, examples: slice | IntArray) -> npt.NDArray[np.bool_] | None:
+    """Which tokens of some examples the mask of the store keeps, bool (example, token); None where there is no mask."""
+    arrays = store.token_arrays
+    if not arrays.is_declared or MASK not in arrays:
+        return None
+    mask = arrays[MASK][examples] != 0
+    return np.concatenate((np.ones((len(mask), store.layout.n_special_tokens), np.bool_), mask), axis=1)
 
 
 def _shards_of(layout: Layout, work: tuple[int, int]) -> range:

@@ -102,12 +102,15 @@ def _merged_mean(n_a: Counts, n_b: Counts, mean_a: Floats, mean_b: Floats, m2: F
     return mean_a + delta * share, m2 + delta * delta * (n_a * share)
 
 
-def moments_of(block: npt.NDArray[np.float32], stored_dtype: str = "float32") -> Moments:
+def moments_of(
+    block: npt.NDArray[np.float32], stored_dtype: str = "float32", kept: npt.NDArray[np.bool_] | None = None
+) -> Moments:
     """The moments of a block of vectors, float32 (example, layer, token, d_model).
 
     Args:
         block: The vectors.
         stored_dtype: What they were before they were widened; whether a number is saturated or subnormal is about that dtype.
+        kept: Which tokens count, bool (example, token), such as those that are not padding; None for all.
 
     >>> found = moments_of(np.array([[[[3.0, 4.0]]], [[[0.0, np.nan]]]], np.float32))
     >>> found.n_finite.item(), found.n_zeros.item(), round(found.mean.item(), 3), found.mean_norm.item()
@@ -120,21 +123,25 @@ def moments_of(block: npt.NDArray[np.float32], stored_dtype: str = "float32") ->
     for layer in range(n_layers):
         for first in range(0, n_tokens, tokens):
             where = (layer, slice(first, first + tokens))
-            pieces = (block[at : at + examples, *where] for at in range(0, n_examples, examples))
-            parts = (_piece(piece, stored_dtype) for piece in pieces)
+            places = (slice(at, at + examples) for at in range(0, n_examples, examples))
+            parts = (
+                _piece(block[place, *where], stored_dtype, None if kept is None else kept[place, where[1]])
+                for place in places
+            )
             found.put(where, reduce(merge, parts, found.at(where)))
     return found
 
 
-def _piece(piece: npt.NDArray[np.float32], stored_dtype: str) -> Moments:
+def _piece(piece: npt.NDArray[np.float32], stored_dtype: str, kept: npt.NDArray[np.bool_] | None) -> Moments:
     """The moments of a piece (example, token, d_model), in two passes; the second finds it in the cache."""
     n_examples, _, d_model = piece.shape
     per_token = n_examples * d_model
     with np.errstate(invalid="ignore"):  # raised by signalling NaNs, and by inf - inf
         values = piece.astype(np.float64)
         sums = values.sum(axis=2)
-    if not np.isfinite(sums).all():  # adding float32 numbers cannot overflow float64
-        return _piece_with_gaps(piece, values, stored_dtype)
+    has_gaps = not np.isfinite(sums).all()  # adding float32 numbers cannot overflow float64
+    if has_gaps or (kept is not None and not kept.all()):
+        return _piece_with_gaps(piece, values, stored_dtype, kept)
     norms: Floats = np.sqrt(np.vecdot(values, values))
     mean = sums.sum(axis=0) / per_token
     values -= mean[:, np.newaxis]
@@ -175,9 +182,12 @@ def _near_limits(piece: npt.NDArray[np.float32], stored_dtype: str) -> dict[str,
     return {"n_zeros": n_zeros, "n_saturated": count(magnitude == largest), "n_subnormal": n_small - n_zeros}
 
 
-def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats, stored_dtype: str) -> Moments:
-    """The moments of a piece in which some numbers are NaN or infinite."""
-    finite = np.isfinite(piece)
+def _piece_with_gaps(
+    piece: npt.NDArray[np.float32], values: Floats, stored_dtype: str, kept: npt.NDArray[np.bool_] | None
+) -> Moments:
+    """The moments of a piece in which some numbers are NaN or infinite, or some vectors do not count."""
+    counts = np.ones((*piece.shape[:2], 1), np.bool_) if kept is None else kept[:, :, np.newaxis]
+    finite = np.isfinite(piece) & counts
     n_finite: Counts = finite.sum(axis=(0, 2))
     values[~finite] = 0.0
     whole = finite.all(axis=2)
@@ -186,13 +196,13 @@ def _piece_with_gaps(piece: npt.NDArray[np.float32], values: Floats, stored_dtyp
     mean = values.sum(axis=(0, 2)) / np.maximum(n_finite, 1)
     deviations = (values - mean[:, np.newaxis]) * finite
     return Moments(
-        n_values=_equal_counts(piece.shape[0] * piece.shape[2], like=norms),
+        n_values=counts.sum(axis=(0, 2)) * piece.shape[2],
         n_finite=n_finite,
         mean=mean,
         m2=np.vecdot(deviations, deviations).sum(axis=0),
         low=piece.min(axis=(0, 2), where=finite, initial=np.inf).astype(np.float64),
         high=piece.max(axis=(0, 2), where=finite, initial=-np.inf).astype(np.float64),
-        **_near_limits(piece, stored_dtype),
+        **_near_limits(np.where(counts, piece, np.float32(1)), stored_dtype),
         n_vectors=n_vectors,
         mean_norm=norms.sum(axis=0) / np.maximum(n_vectors, 1),
     )

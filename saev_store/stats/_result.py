@@ -23,8 +23,9 @@ STATISTICS = (
 class Stats:
     """Statistics of a store's activations: arrays of shape (layer, token), NaN where a statistic is undefined.
 
-    NaN and infinity are counted in `nonfinite_fraction` and excluded from all other statistics; a vector that contains one
-    is excluded from `mean_norm`. Tokens are in storage order: column 0 is CLS, if there is one.
+    Tokens that the mask of the store leaves out, such as padding, do not count. NaN and infinity are counted in
+    `nonfinite_fraction` and excluded from all other statistics; a vector that contains one is excluded from `mean_norm`. Tokens
+    are in storage order: column 0 is CLS, if there is one.
 
     Attributes:
         layout: The geometry of the store.
@@ -79,12 +80,12 @@ class Stats:
     @property
     def zero_fraction(self) -> Floats:
         """Fraction of numbers that are 0."""
-        return self.moments.n_zeros / self.moments.n_values
+        return _share(self.moments.n_zeros, self.moments.n_values)
 
     @property
     def nonfinite_fraction(self) -> Floats:
         """Fraction of numbers that are NaN or infinite."""
-        return (self.moments.n_values - self.moments.n_finite) / self.moments.n_values
+        return _share(self.moments.n_values - self.moments.n_finite, self.moments.n_values)
 
     @property
     def saturated_count(self) -> Counts:
@@ -166,6 +167,10 @@ class Stats:
         return "\n".join([*aligned, self.covers])
 
     __repr__ = __str__
+
+
+def _share(some: Counts, of: Counts) -> Floats:
+    return np.where(of > 0, some / np.maximum(of, 1), np.nan)
 
 
 def _short(value: float) -> str:

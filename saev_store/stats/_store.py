@@ -10,14 +10,14 @@ import json
 import operator
 import warnings
 from contextlib import suppress
-from functools import reduce
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from saev_store._runtime.cluster import active_client
 from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray, Layout
+from saev_store.documents import parse_json
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -29,11 +29,12 @@ from saev_store.errors import (
     brief,
     outside,
 )
-from saev_store.stats._compute import compute, plan, work_on
-from saev_store.stats._moments import Moments, merge, moments_of
+from saev_store.stats._compute import compute
+from saev_store.stats._moments import Moments, moments_of
 from saev_store.stats._result import Stats
 from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.store.opening import OpenedStore
+from saev_store.store.token_arrays import MASK
 from saev_store.transport import Writes
 from saev_store.validation import Promised, local_folder, promised_digests
 
@@ -94,29 +95,27 @@ def store_stats(
     progress = check_flag(progress, name="progress", other=None)
     wanted = None if sample is None else _sample(store, sample, seed)
     kept = None if refresh else _kept(store, wanted)
-    if kept is not None:
-        return kept
-    store.check_wide()
-    recording, digests = _recording(store, wanted)
-    moments = compute(store, _chosen(store, wanted), digests=digests, client=client, progress=progress)
-    return _result(store, moments, wanted, recording, save=save)
+    client = active_client() if client is None else client
+    return kept or _computed(store, wanted, client=client, save=save, progress=progress)
 
 
 def sampled_stats(store: ShardStore, n_examples: int, *, seed: int = 0) -> Stats:
-    """Statistics of at least `n_examples` examples: those kept beside the store, or those of a sample.
-
-    Computed in this thread, so suited to small samples. The result is kept beside the store.
-    """
+    """Statistics of at least `n_examples` examples: those kept beside the store, or those of a sample, which are then kept."""
     wanted = _sample(store, n_examples, seed)
     kept = _kept(store, wanted, or_more=True)
-    if kept is not None:
-        return kept
+    return kept or _computed(store, wanted, client=None, save=True, progress=False)
+
+
+def _computed(
+    store: ShardStore, sample: Sample | None, *, client: Client | str | None, save: bool, progress: bool | None
+) -> Stats:
     store.check_wide()
-    recording, digests = _recording(store, wanted)
-    unmapped = store.unmapped()
-    works = plan(store.layout, _chosen(store, wanted))
-    moments = reduce(merge, (work_on(unmapped, (work, digests)) for work in works))
-    return _result(store, moments, wanted, recording, save=True)
+    recording, digests = _recording(store, sample)
+    moments = compute(store, _chosen(store, sample), digests=digests, client=client, progress=progress)
+    stats = Stats(store.layout, moments, store.layout.n_examples if sample is None else sample.n_examples)
+    if save and _is_current(store, recording):  # else files were replaced while they were read
+        _keep(store, stats, sample, recording)
+    return stats
 
 
 def kept_stats(store: ShardStore) -> Stats | None:
@@ -131,14 +130,15 @@ def kept_stats(store: ShardStore) -> Stats | None:
     return None if kept is None else kept.stats
 
 
-def stats_of(layout: Layout, acts: npt.NDArray[np.float32]) -> Stats:
+def stats_of(layout: Layout, acts: npt.NDArray[np.float32], kept: npt.NDArray[np.bool_] | None = None) -> Stats:
     """Statistics of examples in memory.
 
     Args:
         layout: The geometry of the store that they are from.
         acts: Their vectors as the store gives them, float32 (example, layer, token, d_model).
+        kept: Which tokens count, as `kept_vectors` gives them; None for all.
     """
-    return Stats(layout, moments_of(acts, layout.dtype), len(acts))
+    return Stats(layout, moments_of(acts, layout.dtype, kept), len(acts))
 
 
 def _recording(store: ShardStore, sample: Sample | None) -> tuple[RecordingIdentity, Promised | None]:
@@ -153,15 +153,6 @@ def _recording(store: ShardStore, sample: Sample | None) -> tuple[RecordingIdent
         if by_digests.kind == "digests" and promised.files:
             return by_digests, promised
     return recording, None
-
-
-def _result(
-    store: ShardStore, moments: Moments, sample: Sample | None, recording: RecordingIdentity, *, save: bool
-) -> Stats:
-    stats = Stats(store.layout, moments, store.layout.n_examples if sample is None else sample.n_examples)
-    if save and _is_current(store, recording):  # else files were replaced while they were read
-        _keep(store, stats, sample, recording)
-    return stats
 
 
 def _is_current(store: ShardStore, recording: RecordingIdentity) -> bool:
@@ -201,10 +192,8 @@ def _read_kept(store: ShardStore) -> KeptStats | None:
         raw = store.transport.read(STATS_NAME, max_bytes=max_nbytes(store.metadata))
     except NotFoundError:
         return None
-    if bytes(raw[: len(_OLDER)]) == _OLDER:
-        return None
-    kept = parse_stats(raw, store.metadata, where=where)
-    return kept if _is_current(store, kept.recording) else None
+    kept = parse_stats(bytes(raw), store.metadata, where=where)
+    return kept if kept is not None and _is_current(store, kept.recording) else None
 
 
 def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) -> Stats | None:
@@ -247,41 +236,6 @@ def _keep(store: ShardStore, stats: Stats, sample: Sample | None, recording: Rec
 # -- stats.json --------------------------------------------------------------------------------------------------------
 
 
-def _rectangular(rows: list[list[object]]) -> list[list[object]]:
-    if len({len(row) for row in rows}) > 1:
-        raise ValueError("the rows have different lengths")
-    return rows
-
-
-_Count = Annotated[int, Field(ge=0, lt=2**63)]
-Counts = Annotated[list[list[_Count]], AfterValidator(_rectangular)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Numbers = Annotated[list[list[Finite | None]], AfterValidator(_rectangular)]
-
-
-class StatsDocument(BaseModel):
-    """Content of the file: one row per layer, one entry per token; null where a statistic is undefined."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    version: Literal[2]
-    metadata_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    recording: Annotated[str, Field(max_length=100)]
-    n_examples: Annotated[int, Field(ge=1, lt=2**63)]
-    seed: int | None
-    n_values: Counts
-    n_finite: Counts
-    mean: Numbers
-    m2: Numbers
-    low: Numbers
-    high: Numbers
-    n_zeros: Counts
-    n_saturated: Counts
-    n_subnormal: Counts
-    n_vectors: Counts
-    mean_norm: Numbers
-
-
 class KeptStats(NamedTuple):
     """Parsed content of the file.
 
@@ -300,8 +254,7 @@ _COUNTS = ("n_values", "n_finite", "n_zeros", "n_saturated", "n_subnormal", "n_v
 #: Values that replace null while sums are merged.
 _NONE = {"mean": 0.0, "m2": 0.0, "mean_norm": 0.0, "low": np.inf, "high": -np.inf}
 _ENTRY_BYTES = 320
-#: How a file begins that does not count saturated and subnormal numbers.
-_OLDER = b'{"version":1,'
+_VERSION = 3
 
 
 def max_nbytes(metadata: Metadata) -> int:
@@ -311,19 +264,19 @@ def max_nbytes(metadata: Metadata) -> int:
 
 
 def stats_bytes(stats: Stats, metadata: Metadata, *, recording: RecordingIdentity, seed: int | None) -> bytes:
-    """Content of the file; floats are written so that they read back exactly."""
+    """Content of the file: one row per layer, one entry per token; null where a statistic is undefined.
+
+    Floats are written so that they read back exactly.
+    """
     moments = stats.moments
     columns: dict[str, list[list[object]]] = {name: getattr(moments, name).tolist() for name in _COUNTS}
     for name in _NONE:
         has = moments.n_vectors > 0 if name == "mean_norm" else moments.n_finite > 0
-        values = getattr(moments, name).tolist()
-        columns[name] = [
-            [value if there else None for value, there in zip(*rows, strict=True)]
-            for rows in zip(values, has.tolist(), strict=True)
-        ]
+        rows = zip(getattr(moments, name).tolist(), has.tolist(), strict=True)
+        columns[name] = [[value if there else None for value, there in zip(*row, strict=True)] for row in rows]
     document = {
-        "version": 2,
-        "metadata_sha256": _sha256(metadata),
+        "version": _VERSION,
+        "metadata_sha256": hashlib.sha256(metadata.raw).hexdigest(),
         "recording": str(recording),
         "n_examples": stats.n_examples,
         "seed": seed,
@@ -332,46 +285,41 @@ def stats_bytes(stats: Stats, metadata: Metadata, *, recording: RecordingIdentit
     return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
 
 
-def parse_stats(raw: bytes, metadata: Metadata, *, where: str) -> KeptStats:
-    """Parse and check the content of the file.
+def parse_stats(raw: bytes, metadata: Metadata, *, where: str) -> KeptStats | None:
+    """Parse and check the content of the file; None for an older one, which counts other numbers.
 
     Raises:
         DocumentError: the file breaks a rule, or belongs to another store.
     """
-    try:
-        found = StatsDocument.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise DocumentError(f"{place or 'it'}: {first['msg']}", where=where) from error
     layout = metadata.layout
-    if found.metadata_sha256 != _sha256(metadata):
+    contents = parse_json(raw, where=where, max_nbytes=max_nbytes(metadata))
+    found = cast("dict[str, Any]", contents) if isinstance(contents, dict) else dict[str, Any]()
+    # Version 2 counts tokens that the mask leaves out, so it is right where there is no mask.
+    if found.get("version") == 1 or (found.get("version") == 2 and MASK in {a.name for a in metadata.token_arrays}):
+        return None
+    if found.get("version") not in {2, _VERSION}:
+        raise DocumentError("it has no version that is known", where=where)
+    if found.get("metadata_sha256") != hashlib.sha256(metadata.raw).hexdigest():
         raise DocumentError("it was computed for a store with another metadata.json", where=where)
-    recording = RecordingIdentity.parse(found.recording)
-    if recording is None:
-        raise DocumentError(f"recording: {found.recording!r} is not a recording identity", where=where)
+    try:
+        counts = {name: np.array(found[name]) for name in _COUNTS}
+        numbers = {name: np.array(found[name], dtype=np.float64) for name in _NONE}
+        recording, n_examples, seed = RecordingIdentity.parse(found["recording"]), found["n_examples"], found["seed"]
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise DocumentError(
+            f"it lacks an entry, or has one of another type: {brief(str(error))}", where=where
+        ) from error
     shape = (layout.n_layers, layout.tokens_per_example)
-    counts = {name: np.array(getattr(found, name), dtype=np.int64) for name in _COUNTS}
-    numbers = {
-        name: np.array([[none if v is None else v for v in row] for row in getattr(found, name)], dtype=np.float64)
-        for name, none in _NONE.items()
-    }
-    wrong = [name for name, values in [*counts.items(), *numbers.items()] if values.shape != shape]
-    if wrong:
-        raise DocumentError(f"{', '.join(wrong)}: not of shape {shape}, (layer, token)", where=where)
-    moments = Moments(**counts, **numbers)  # pyright: ignore[reportArgumentType]  # each array has the type of its field
-    is_whole = found.n_examples <= layout.n_examples and bool(
-        (moments.n_values == found.n_examples * layout.d_model).all()
-        and (moments.n_finite <= moments.n_values).all()
-        and all(
-            (some <= moments.n_finite).all() for some in (moments.n_zeros, moments.n_saturated, moments.n_subnormal)
-        )
-        and (moments.n_vectors <= found.n_examples).all()
-    )
-    if not is_whole:
+    are_numbers = isinstance(n_examples, int) and (seed is None or isinstance(seed, int)) and recording is not None
+    if not are_numbers or not all(values.dtype == np.int64 and values.shape == shape for values in counts.values()):
+        raise DocumentError(f"its counts must be integers of shape {shape}, (layer, token)", where=where)
+    if not all(values.shape == shape for values in numbers.values()):
+        raise DocumentError(f"its numbers must be of shape {shape}, (layer, token)", where=where)
+    filled = {name: np.where(np.isnan(values), _NONE[name], values) for name, values in numbers.items()}
+    moments = Moments(**counts, **filled)
+    parts = (moments.n_zeros, moments.n_saturated, moments.n_subnormal)
+    bounds = [(moments.n_finite, moments.n_values), *((part, moments.n_finite) for part in parts)]
+    bounds += [(moments.n_values, n_examples * layout.d_model), (moments.n_vectors, n_examples)]
+    if not 1 <= n_examples <= layout.n_examples or any(((part < 0) | (part > whole)).any() for part, whole in bounds):
         raise DocumentError("its counts do not match this store", where=where)
-    return KeptStats(Stats(layout, moments, found.n_examples), recording, found.seed)
-
-
-def _sha256(metadata: Metadata) -> str:
-    return hashlib.sha256(metadata.raw).hexdigest()
+    return KeptStats(Stats(layout, moments, n_examples), cast("RecordingIdentity", recording), seed)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store.errors import SaevStoreError
-from saev_store.stats import Stats, kept_stats, stats_of
+from saev_store.stats import Stats, kept_stats, kept_vectors, stats_of
 from saev_store.view._arithmetic import Floats, linear_cka
 from saev_store.view._places import plain, without_places
 
@@ -43,7 +43,7 @@ def _stats(viewed: Viewed) -> Stats | None:
     if kept is not None:
         return kept
     found = viewed.whole()
-    return None if found is None else stats_of(viewed.layout, found[1])
+    return None if found is None else stats_of(viewed.layout, found[1], kept_vectors(viewed.store, found[0]))
 
 
 def _table(stats: Stats | None) -> dict[str, object] | None:
