@@ -172,18 +172,15 @@ def judge(
         expected: Digests by file name; may be empty or incomplete.
         block_bytes: How many bytes a digest covers.
     """
-    owners = {tuple(digests): name for name, digests in expected.items()}
     confirmed: set[int] = set()
     problems: list[Problem] = []
     for shard in shards:
-        found = [*_unreadable(layout, shard), *_compare(layout, shard, expected, owners, block_bytes)]
+        found = [*_unreadable(layout, shard), *_compare(layout, shard, expected, block_bytes)]
         name = shard_name(shard.shard_idx)
         if not found and len(expected.get(name, ())) == len(shard.digests) > 0:
             confirmed.add(shard.shard_idx)
         problems += [*found, *_oddities(shard)]
-    problems += _zeros(layout, shards, confirmed)
-    problems += _duplicates(layout, [shard for shard in shards if shard.shard_idx not in confirmed])
-    return problems
+    return [*problems, *_zeros(layout, shards, confirmed)]
 
 
 def _examples_touched(layout: Layout, shard_idx: int, byte_ranges: Sequence[tuple[int, int]]) -> Ranges:
@@ -202,24 +199,11 @@ def _unreadable(layout: Layout, shard: ShardSummary) -> Iterator[Problem]:
 
 
 def _compare(
-    layout: Layout,
-    shard: ShardSummary,
-    expected: Mapping[str, Sequence[str]],
-    owners: Mapping[tuple[str, ...], str],
-    block_bytes: int,
+    layout: Layout, shard: ShardSummary, expected: Mapping[str, Sequence[str]], block_bytes: int
 ) -> Iterator[Problem]:
     name, used = shard_name(shard.shard_idx), layout.used_nbytes(shard.shard_idx)
     promised = expected.get(name)
     if promised is None:
-        return
-    other = owners.get(tuple(shard.digests), name)
-    if shard.digests and tuple(shard.digests) != tuple(promised) and other != name:
-        yield Problem(
-            "swapped_shards",
-            f"{name} holds what {other} should hold; rename the files back, or copy {name} again",
-            where=name,
-            lost=(layout.example_range(shard.shard_idx),),
-        )
         return
     wrong: list[tuple[int, int]] = []
     for block_idx, (found, promise) in enumerate(zip(shard.digests, promised, strict=False)):
@@ -327,22 +311,3 @@ def _tail(layout: Layout, zero: Sequence[tuple[int, int]]) -> int | None:
     """The first example of a run of zero examples at the end of the store."""
     merged = merge_ranges(zero)
     return merged[-1][0] if merged and merged[-1][1] == layout.n_examples else None
-
-
-def _duplicates(layout: Layout, shards: Sequence[ShardSummary]) -> Iterator[Problem]:
-    first: dict[tuple[str, ...], int] = {}
-    for shard in shards:
-        start, end = layout.example_range(shard.shard_idx)
-        zero = whole_units(shard.zero_runs, layout.vectors_per_example * layout.d_model).tolist() == [[0, end - start]]
-        if shard.bad or zero or shard.n_bytes != layout.used_nbytes(shard.shard_idx):
-            continue
-        original = first.setdefault(tuple(shard.digests), shard.shard_idx)
-        if original != shard.shard_idx:
-            name, twin = shard_name(shard.shard_idx), shard_name(original)
-            yield Problem(
-                "duplicate_shards",
-                f"{name} is a copy of {twin}, byte for byte; one of them holds the wrong examples, unless the same "
-                "examples were recorded twice",
-                where=name,
-                severity="warning",
-            )

@@ -19,7 +19,6 @@ from saev_store.names import WORK_FOLDER
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Entry, Lists, Transport
 
-_SHARD_LIKE = re.compile(r"^acts[-_ ]?\d")
 _SHARD_NAME = re.compile(r"^acts(\d{6,})\.bin$")
 #: Concurrent size requests where the transport cannot list.
 _N_THREADS = 16
@@ -177,7 +176,7 @@ def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirnam
         found = seen.found.get(array.file_name, MISSING)
         problems += _check_token_array(layout, array, found, is_declared=metadata.declares_token_arrays)
     if seen.complete:
-        problems += _check_other_names(layout, index, seen)
+        problems += _check_other_names(index, seen)
     return problems
 
 
@@ -294,10 +293,8 @@ def token_array_kind(array: TokenArray) -> str:
     return "labels" if array == LABELS else "token_array"
 
 
-def _check_other_names(layout: Layout, index: ShardsIndex, seen: Survey) -> Iterator[Problem]:
-    missing = [i for i in range(layout.n_shards) if shard_name(i) not in seen.found]
+def _check_other_names(index: ShardsIndex, seen: Survey) -> Iterator[Problem]:
     for name in sorted(seen.found):
-        found = seen.found[name]
         if name == WORK_FOLDER:
             yield Problem(
                 "leftover_work_folder",
@@ -306,23 +303,11 @@ def _check_other_names(layout: Layout, index: ShardsIndex, seen: Survey) -> Iter
                 where=WORK_FOLDER,
                 severity="info",
             )
-        if not _SHARD_LIKE.match(name):
-            continue
         number = _SHARD_NAME.match(name)
-        if number and name == shard_name(int(number[1])):
-            if int(number[1]) >= index.n_listed:
-                yield Problem(
-                    "unlisted_shard",
-                    f"{name} is there, but shards.json lists only {index.n_listed} shards; it is not read",
-                    where=name,
-                    severity="warning",
-                )
-            continue
-        twins = [i for i in missing if found.size in (layout.used_nbytes(i), layout.shard_nbytes)]
-        guess = f"; it has the size of {shard_name(twins[0])}, which is missing" if len(twins) == 1 else ""
-        yield Problem(
-            "misnamed_shard",
-            f"{name!r} looks like a shard, but shards are named like {shard_name(0)}; it is not read{guess}",
-            where=name,
-            severity="warning",
-        )
+        if number and name == shard_name(int(number[1])) and int(number[1]) >= index.n_listed:
+            yield Problem(
+                "unlisted_shard",
+                f"{name} is there, but shards.json lists only {index.n_listed} shards; it is not read",
+                where=name,
+                severity="warning",
+            )

@@ -7,7 +7,6 @@ there, so each byte crosses memory once. The caller's thread combines the result
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -30,7 +29,7 @@ from saev_store.names import DIGESTS_NAME
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Transport
 from saev_store.validation._judge import NO_RUNS, ShardSummary, is_zero, judge, merge_runs, scan_piece
-from saev_store.validation._quick import Survey, check_survey, local_folder, survey_store, token_array_kind
+from saev_store.validation._quick import Survey, check_survey, survey_store, token_array_kind
 from saev_store.validation._report import Report
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def validate(
         index: The parsed `shards.json`.
         dirname: The folder's name, compared with the content hash; None skips this check.
         deep: Read every byte, in a few buffers of fixed size: compare with digests.json where there is one, find rows
-            that were never written, swapped and duplicate shards, and non-finite numbers.
+            that were never written, and non-finite numbers.
         client: With `deep`, a `distributed.Client` or the address of a scheduler, whose workers read the shards at the same
             address; default: threads of this process.
         progress: Show a bar on stderr; None: when it is a terminal.
@@ -377,18 +376,9 @@ def promised_digests(
             f"digests.json cannot be read, so contents were not compared with it: {error.message}",
             "error",
         )
-    folder = local_folder(transport)
-    if digests is None and folder is not None and os.path.islink(f"{folder}/{DIGESTS_NAME}"):
-        target = os.readlink(f"{folder}/{DIGESTS_NAME}")
-        return _none_promised(
-            "unreadable_digests",
-            "digests.json cannot be read, so contents were not compared with it: it is a symbolic link to "
-            f"{target!r}, where nothing is",
-            "error",
-        )
     if digests is None:
         message = (
-            "there is no digests.json, so changed bits and exchanged shards cannot be detected; `saev-store copy` "
+            "there is no digests.json, so changed bits and swapped shards cannot be detected; `saev-store copy` "
             "makes a copy that has one"
         )
         return _none_promised("digests_absent", message, "info")
