@@ -69,7 +69,7 @@ PUBLIC = {
         parse_index split_documents
     """,
     "saev_store.stats": """
-        STATISTICS STATS_NAME Stats kept_stats sampled_stats stats_of store_stats
+        STATISTICS STATS_NAME Stats kept_stats kept_vectors sampled_stats stats_of store_stats
     """,
     "saev_store.store": """
         ShardStore
