@@ -12,7 +12,7 @@ import xxhash
 
 from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.sources._source import Source, steps
-from saev_store.sources.energon._fetch import RawSample
+from saev_store.sources.energon import RawSample
 from saev_store.sources.energon.field_map import FieldPath, resolve
 
 #: Turns one text into token ids.

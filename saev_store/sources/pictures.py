@@ -101,7 +101,7 @@ def _part_of(source: Source[object], sample: RawSample, image_key: ImageKey | No
             )
         return parts[str(image_key)]
     if isinstance(source, EnergonDataset):
-        field = (source.documents.definition.field_map or {}).get("image")
+        field = source.documents.field_map.get("image")
         if field is not None:
             found = resolve(field, parts, where=where, images="bytes")
             if isinstance(found, bytes):

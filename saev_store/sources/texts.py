@@ -48,7 +48,7 @@ def _part_of(source: Source[object] | None, sample: RawSample, text_key: str, *,
     parts = sample.parts
     field = None
     if isinstance(source, EnergonDataset):
-        field = (source.documents.definition.field_map or {}).get(text_key)
+        field = source.documents.field_map.get(text_key)
     if field is None:
         texts = [name for name in parts if name.rpartition(".")[2].lower() in _ENDINGS]
         if text_key in parts:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from token_files import mmididx_bytes
 
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError, TransportError
+from saev_store.errors import ArgumentError, DocumentError, SelectionError, TransportError
 from saev_store.sources import MapStyle, TextFile, recorded_from
 from saev_store.sources._files import digest_files, file_identity, sample_ranges
 from saev_store.sources._new_file import NewFile
@@ -20,7 +20,6 @@ from saev_store.sources.convert import samples_to_documents
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
 from saev_store.sources.energon.prepare import prepare
-from saev_store.sources.energon.tar_scan import scan_shard
 from saev_store.sources.mmididx import IndexedDataset
 from saev_store.sources.places import sample_of, token_place
 from saev_store.sources.texts import text_of
@@ -357,33 +356,6 @@ def test_the_name_of_a_file_in_a_text_is_that_without_white_space(tmp_path: Path
 
 
 BLOCK = 512
-
-
-@pytest.mark.parametrize(
-    ("tail", "oddity", "error"),
-    [
-        (bytes(2 * BLOCK), "", ""), (bytes(20 * BLOCK), "", ""), (bytes(BLOCK), "", ""), (b"", "no end marker", ""),
-        (bytes(BLOCK) + b"x" * BLOCK, "something follows its end marker", ""),
-        (bytes(9 * BLOCK) + b"x", "something follows its end marker", ""), (b"x" * 100, "", "cut inside the header"),
-        (b"x" * BLOCK + bytes(BLOCK), "", "its checksum is wrong"), (bytes(100), "", ""),
-    ],
-)  # fmt: skip
-def test_how_a_tar_ends(tail: bytes, oddity: str, error: str) -> None:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        info = tarfile.TarInfo("a.txt")
-        info.size = 3
-        tar.addfile(info, io.BytesIO(b"abc"))
-    transport = MemoryTransport({"x.tar": file.getvalue()[: 2 * BLOCK] + tail})
-    if error:
-        with pytest.raises(CorruptShardError, match=error):
-            scan_shard(transport, "x.tar")
-        return
-    found = scan_shard(transport, "x.tar")
-    assert [*found.samples] == [("a", 0, 2 * BLOCK, [("txt", BLOCK, 3)])]
-    assert (found.end, found.nbytes) == (2 * BLOCK, 2 * BLOCK + len(tail))
-    assert len(found.oddities) == bool(oddity)
-    assert all(oddity in text for text in found.oddities)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import os
 import pickle
 import stat
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from token_files import llmbatch_bytes, mmididx_bytes
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import (
-    ArgumentError,
     CorruptShardError,
     DocumentError,
     NotFoundError,
@@ -27,15 +25,10 @@ from saev_store.errors import (
 )
 from saev_store.sources import ImageFolder, MapStyle, Source, TextFile, TokenPlace, recorded_from
 from saev_store.sources._new_file import NewFile
-from saev_store.sources.energon import EnergonDataset, _yaml
-from saev_store.sources.energon.filesystem import EnergonFileSystem
-from saev_store.sources.energon.index_sqlite import SqliteIndex
+from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
 from saev_store.sources.energon.metadataset import open_metadataset, read_metadataset
-from saev_store.sources.energon.nvmeta import parse_info
 from saev_store.sources.energon.prepare import prepare
-from saev_store.sources.energon.split import parse_ratio
-from saev_store.sources.energon.tar_idx import parse_tar_idx
 from saev_store.sources.llmbatch import BatchFileReader
 from saev_store.sources.mmididx import IndexedDataset, TokenSamples
 from saev_store.transport import MemoryTransport
@@ -78,126 +71,10 @@ def test_booleans_are_no_positions_and_texts_no_booleans(source: Source):
 # -- YAML ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("more", "is_right"), [(-1, True), (0, True), (1, False)])
-def test_a_document_has_so_many_bytes_at_most(more: int, is_right: bool):
-    raw = b"a: 1".ljust((1 << 20) + more)
-    if is_right:
-        assert _yaml.loads(raw, where="x") == {"a": 1}
-    else:
-        error = refused(lambda: _yaml.loads(raw, where="x"))
-        assert (error.message, error.where) == ("it has 1,048,577 bytes; such a document has at most 1,048,576", "x")
-
-
-@pytest.mark.parametrize(("depth", "is_right"), [(30, True), (31, True), (32, False)])
-def test_a_document_is_so_deep_at_most(depth: int, is_right: bool):
-    """The document itself is the first level."""
-    for text in ("[" * depth + "]" * depth, "{a: " * depth + "1" + "}" * depth):
-        if is_right:
-            assert _yaml.loads(text.encode(), where="x")
-        else:
-            error = refused(lambda text=text: _yaml.loads(text.encode(), where="x"))
-            assert (type(error), error.message) == (DocumentError, "it is nested more than 32 levels deep")
-            assert [problem.kind for problem in error.problems] == ["yaml"]
-
-
-@pytest.mark.parametrize(("most", "is_right"), [(12, True), (11, True), (10, False)])
-def test_a_document_has_so_many_values_at_most(most: int, is_right: bool, monkeypatch: pytest.MonkeyPatch):
-    """A list of two lists of four, the second by reference: 1 + 2 x 5 = 11."""
-    monkeypatch.setattr(_yaml, "MAX_NODES", most)
-    raw = b"[&a [1, 2, 3, 4], *a]"
-    if is_right:
-        assert _yaml.loads(raw, where="x") == [[1, 2, 3, 4]] * 2
-    else:
-        assert refused(lambda: _yaml.loads(raw, where="x")).message == "it has more than 10 values"
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("0b11", 3), ("017", 15), ("0x1F", 31), ("1_000", 1000), ("+5", 5), ("-5", -5), ("1.5e+3", 1500.0), (".5", 0.5), ("-.inf", float("-inf")),
-        ("yes", True), ("off", False), ("~", None), ("null", None), ("2020-01-01", "2020-01-01"), ("1:30", "1:30"), ("1:30.5", "1:30.5"), ("'1'", "1"),
-        ("08", "08"), ("1e5", "1e5"),
-    ],
-)  # fmt: skip
-def test_plain_values(text: str, value: object):
-    found = _yaml.loads(f"a: {text}".encode(), where="x")
-    assert found == {"a": value}
-    assert isinstance(found, dict)
-    assert type(found["a"]) is type(value)
-
-
-def test_tags_are_named_by_their_line():
-    error = refused(lambda: _yaml.loads(b"a: 1\nb:\n  - !!python/name:os.system x\n", where="d.yaml"))
-    assert (type(error), error.where, error.remedy) == (UnsafeContentError, "d.yaml", "Remove the tag.")
-    assert error.message.startswith("line 3 has the tag 'tag:yaml.org,2002:python/name:os.system'")
-    assert "byte 3 is not UTF-8" in refused(lambda: _yaml.loads(b"a: \xff", where="x")).message
-    assert _yaml.loads(b"\xef\xbb\xbfa: 1", where="x") == {"a": 1}
-
-
 # -- splits and counts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "is_right"),
-    [
-        ("999999999,1,1", True), ("1000000000,1,1", False), ("0,0,1", True), ("0,0,0", False), ("1" * 9 + "." + "1" * 20, True), ("1" * 9 + "." + "1" * 21, False),
-        ("-0.1,1,1", False), ("1, 2 ,3", True), ("1,x", False), (",".join(["1"] * 128), True), (",".join(["1"] * 129), False), ("1,,1", False),
-    ],
-)  # fmt: skip
-def test_shares_at_their_bounds(text: str, is_right: bool):
-    if is_right:
-        assert parse_ratio(text) == tuple(Fraction(share.strip()) for share in text.split(","))
-    else:
-        error = refused(lambda: parse_ratio(text))
-        assert (type(error), error.where) == (ArgumentError, "split")
-
-
-@pytest.mark.parametrize(("n", "is_right"), [(1024, True), (1025, False)])
-def test_samples_of_all_shards_have_a_limit(n: int, is_right: bool):
-    """Of so many shards with the largest number of samples each."""
-    each = 2**40 - 1
-    raw = ('{"shard_counts": {' + ",".join(f'"{i}.tar": {each}' for i in range(n)) + "}}").encode()
-    if is_right:
-        assert parse_info(raw, where="x.json").counts.sum() == n * each
-    else:
-        assert "more than any disk holds" in refused(lambda: parse_info(raw, where="x.json")).message
-
-
-def test_errors_of_offsets_say_what_to_do():
-    for raw, message in (
-        (bytes(8), "it has 8 bytes; 1 samples need 16"),
-        (bytes(8) + (1024).to_bytes(8, "little"), "its last offset is 1,024, but the tar has 512 bytes"),
-        (bytes(16), "its offsets do not ascend in whole blocks of 512 bytes"),
-    ):
-        error = refused(lambda raw=raw: parse_tar_idx(raw, where="a.tar.idx", n_samples=1, tar_nbytes=512))
-        assert (error.message, error.where) == (message, "a.tar.idx")
-        assert error.remedy == "The tar and its index do not belong together: prepare the data set again."
-        assert [problem.kind for problem in error.problems] == ["tar_idx"]
-
-
 # -- metadata sets -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "message", "remedy"),
-    [
-        ("train: {path: ../a}", "splits['train']['path'] is '../a', which is not below the document's folder", "Pass outside_ok=True if you trust the document."),
-        ("train: {path: a, aux: {b: /c}}", "splits['train']['aux']['b'] is '/c', which is not below the document's folder", "Pass outside_ok=True if you trust the document."),
-        ("train: {path: a, aux: {b: 7}}", "splits['train']['aux']['b'] is 7; it must be a path", None),
-        ("train: {path: a, aux: 7}", "splits['train']['aux'] is 7; it must be a mapping from names", None),
-        ("train: {path: a, subflavors: [1]}", "splits['train'] has subflavors or a split_part of another type", None),
-        ("train: {path: a, blend_epochized: []}", "splits['train'] has 'blend_epochized'; one primary data set with a path is read", "Open each of its data sets on its own."),
-        ("train: {path: a, dataset_config: x}", "splits['train'] has 'dataset_config'; one primary data set with a path is read", "Open each of its data sets on its own."),
-        ("train: {path: a, split_config: x}", "splits['train'] has 'split_config'; one primary data set with a path is read", "Open each of its data sets on its own."),
-        ("train: {path: ''}", "splits['train']['path'] is ''; it must be a path", None),
-        ("train: 3", "splits['train'] is 3; it must be a mapping", None),
-    ],
-)  # fmt: skip
-def test_errors_of_metadata_sets(text: str, message: str, remedy: str | None, tmp_path: Path):
-    path = tmp_path / "meta.yaml"
-    path.write_text(f"{HEAD}  {text}\n")
-    error = refused(lambda: read_metadataset(path))
-    assert (error.message, error.where, error.remedy) == (message, str(path), remedy)
 
 
 def test_a_metadata_set_hands_on_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -220,73 +97,6 @@ def test_a_metadata_set_hands_on_its_options(tmp_path: Path, monkeypatch: pytest
 
 
 # -- data sets without an index of parts ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plain() -> MemoryTransport:
-    """As Energon 5 has left it: no database."""
-    memory = MemoryTransport({"a.tar": tar_bytes(sample_files(0, 2)), "b.tar": tar_bytes(sample_files(2, 1))})
-    prepare("", transport=memory, split="1,1,0", progress=False)
-    memory.delete(".nv-meta/index.sqlite")
-    return memory
-
-
-def test_what_needs_an_index_says_so(plain: MemoryTransport):
-    dataset = EnergonDataset("", transport=plain)
-    assert [part.name for part in dataset.parts(1)] == ["json", "txt"]
-    (data,) = plain.get_ranges("a.tar", starts=[dataset.parts(1)[1].offset], ends=[dataset.parts(1)[1].offset + 7])
-    assert bytes(data) == b"text 1\n"
-    assert dataset.part(1, "txt", start=1, end=-1) == b"ext 1"
-    for call in (
-        lambda: dataset.raw("s00000"),
-        lambda: dataset.index_of("s00000"),
-        lambda: dataset.part("s00000", "txt"),
-    ):
-        error = refused(call)
-        assert (type(error), error.where) == (NotFoundError, "memory://")
-        assert (
-            error.message == "keys cannot be looked up: the data set has no index.sqlite (it was prepared by Energon 5)"
-        )
-        assert error.remedy == "Run `saev-store prepare --overwrite` on it."
-    files = EnergonFileSystem(dataset=dataset)
-    error = refused(lambda: list(files.entries("")))
-    assert (error.message, error.remedy) == (
-        "it cannot be listed: it has no index.sqlite",
-        "Run `saev-store prepare --overwrite`.",
-    )
-    assert files._strip_protocol(["energon://a/", "/b"]) == ["a", "b"]
-
-
-def test_names_of_files_in_a_sample(plain: MemoryTransport):
-    plain.put("x/1", b"one")
-    for text, media in (
-        ('{"f": null}', {}),
-        ('{"f": []}', {}),
-        ('{"f": ["1"]}', {"1": b"one"}),
-        ('{"f": " 1 "}', {"1": b"one"}),
-    ):
-        memory = MemoryTransport({"a.tar": tar_bytes([("k.json", text.encode())])})
-        prepare("", transport=memory, split="1,0,0", progress=False)
-        joined = JoinedDataset(
-            EnergonDataset("", transport=memory), {"m": FolderFiles("", transport=plain.at("x"))}, names={"m": "json[f]"}
-        )  # fmt: skip
-        assert joined[0].media == {"m": media}
-    error = refused(
-        lambda: JoinedDataset(
-            EnergonDataset("", transport=plain), {"m": FolderFiles("", transport=plain)}, names={"n": "txt"}
-        )
-    )
-    assert (error.where, error.message) == ("names", "names are given for n, auxiliary data sets are m")
-
-
-def test_a_key_in_several_tars_is_taken_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    memory = MemoryTransport({f"{name}.tar": tar_bytes([(f"{name}.txt", b"")]) for name in "abcdef"})
-    prepare("", transport=memory, split="1,0,0", progress=False)
-    dataset = EnergonDataset("", transport=memory)
-    monkeypatch.setattr(SqliteIndex, "find", lambda *_: [(i, 0) for i in range(5)])
-    error = refused(lambda: dataset.index_of("k"))
-    assert (type(error), error.where, error.remedy) == (SelectionError, "key", "Take them by position.")
-    assert error.message == "5 samples have the key 'k', in 'a.tar', 'b.tar', 'c.tar', 'd.tar'"
 
 
 def test_a_pickle_keeps_how_a_data_set_was_opened(tmp_path: Path):

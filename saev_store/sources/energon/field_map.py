@@ -7,27 +7,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NoReturn, cast
+from typing import Literal, cast
 
 import numpy as np
 
+from saev_store._runtime.optional import need
 from saev_store.documents import parse_json
-from saev_store.errors import ArgumentError, DocumentError, MissingDependencyError, SaevStoreError, brief
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, brief
 from saev_store.problems import Problem
-from saev_store.sources.energon._yaml import as_list, as_mapping
 from saev_store.sources.npy_header import parse_npy_header
 from saev_store.sources.pixels import FORMATS, opened
 
 #: An image decodes to uint8 (height, width, 3), to float32 (3, height, width) from 0 to 1 as in Energon, or stays bytes.
 Images = Literal["rgb8", "torchrgb", "bytes"]
 IMAGES: tuple[Images, ...] = ("rgb8", "torchrgb", "bytes")
-MAX_JSON_NBYTES = 256 << 20
+_MAX_JSON_NBYTES = 256 << 20
 _MAX_INTEGER_NBYTES = 256
 _OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
-_TEXT = {"txt", "text", "transcript"}
-_NUMBER = {"cls", "cls2", "index", "inx", "id"}
-_JSON = {"json", "jsn"}
-_MSGPACK = {"mp", "msg"}
+_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,56 +49,36 @@ class FieldPath:
             match = _OPTION.fullmatch(option.strip())
             if match is None:
                 raise ArgumentError(
-                    f"{brief(text)} is no path; write for example 'jpg,png' or 'json[caption]'", where=where
+                    f"{brief(text)} is not a path; write for example 'jpg,png' or 'json[caption]'", where=where
                 )
             options.append((match[1], tuple(match[2][1:-1].split("][")) if match[2] else ()))
         return cls(tuple(options))
-
-
-def parse_field_map(value: object, *, where: str) -> dict[str, FieldPath]:
-    """The field map of a `dataset.yaml`.
-
-    Raises:
-        DocumentError: it does not map names to paths.
-    """
-    mapping = as_mapping(value)
-    if mapping is None or not all(isinstance(path, str) for path in mapping.values()):
-        raise DocumentError(f"field_map is {brief(value)}; it must map fields to parts", where=where)
-    try:
-        return {name: FieldPath.parse(path, where=where) for name, path in cast("dict[str, str]", mapping).items()}
-    except ArgumentError as error:
-        raise DocumentError(error.message, where=where) from None
 
 
 def resolve(path: FieldPath, parts: Mapping[str, bytes], *, where: str, images: Images = "rgb8") -> object:
     """The value of a field: that of the first alternative that the sample has.
 
     Raises:
-        DocumentError: the sample has none of them, or a part does not decode.
+        DocumentError: the sample has none of them, or a part does not decode (with `problems`).
     """
     for part, keys in path.options:
         if part in parts:
             found = _follow(decode(part, parts[part], where=where, images=images), keys)
-            if not isinstance(found, _Missing):
+            if found is not _MISSING:
                 return found
     shown = ",".join(part + "".join(f"[{key}]" for key in keys) for part, keys in path.options)
     raise DocumentError(f"the sample has no {brief(shown)}; its parts are {', '.join(parts) or 'none'}", where=where)
 
 
-class _Missing:
-    pass
-
-
 def _follow(value: object, keys: tuple[str, ...]) -> object:
     for key in keys:
-        items = as_list(value) or []
-        mapping = cast("dict[str, object]", value) if isinstance(value, dict) else {}
-        if key in mapping:
-            value = mapping[key]
-        elif key.isascii() and key.isdigit() and len(key) < 19 and int(key) < len(items):
-            value = items[int(key)]
+        if isinstance(value, dict):
+            value = cast("dict[object, object]", value).get(key, _MISSING)
+        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 19:
+            items = cast("list[object]", value)
+            value = items[int(key)] if int(key) < len(items) else _MISSING
         else:
-            return _Missing()
+            return _MISSING
     return value
 
 
@@ -118,33 +95,28 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
     >>> decode("detail.json", b'{"a": 1}', where="x"), decode("cls", b"7", where="x"), decode("pth", b"..", where="x")
     ({'a': 1}, 7, b'..')
     """
-    kind = part.rpartition(".")[2].lower()
     try:
-        if kind in _JSON:
-            return parse_json(raw, where=where, max_nbytes=MAX_JSON_NBYTES)
-        if kind in _TEXT:
-            return raw.decode()
-        if kind in _NUMBER:
-            return _integer(raw)
-        if kind == "npy":
-            return _npy(raw)
-        if kind in _MSGPACK:
-            return _msgpack(raw)
-        if images != "bytes" and kind in FORMATS:
-            return _image(raw, where=where, images=images)
-    except DocumentError as error:
-        _refuse(part, error.message, where)
-    except SaevStoreError:  # some are ValueErrors
-        raise
+        match part.rpartition(".")[2].lower():
+            case "json" | "jsn":
+                return parse_json(raw, where=where, max_nbytes=_MAX_JSON_NBYTES)
+            case "txt" | "text" | "transcript":
+                return raw.decode()
+            case "cls" | "cls2" | "index" | "inx" | "id":
+                if len(raw) > _MAX_INTEGER_NBYTES:  # Python needs quadratic time for long ones
+                    raise ValueError(f"{len(raw):,} bytes are not a number; it may have {_MAX_INTEGER_NBYTES}")
+                return int(raw)
+            case "npy":
+                return _npy(raw)
+            case "mp" | "msg":
+                return _msgpack(raw, where)
+            case kind if images != "bytes" and kind in FORMATS:
+                return _image(raw, where=where, images=images)
+            case _:
+                return raw
     except (ValueError, OverflowError, EOFError, RecursionError, KeyError, TypeError, OSError) as error:
-        _refuse(part, str(error) or type(error).__name__, where)
-    return raw
-
-
-def _integer(raw: bytes) -> int:
-    if len(raw) > _MAX_INTEGER_NBYTES:
-        raise ValueError(f"{len(raw):,} bytes are no number; it may have {_MAX_INTEGER_NBYTES}")
-    return int(raw)
+        why = error.message if isinstance(error, SaevStoreError) else str(error)
+        text = f"part {brief(part)} does not decode: {why or type(error).__name__}"
+        raise DocumentError(text, where=where, problems=[Problem("bad_part", text, where)]) from None
 
 
 def _npy(raw: bytes) -> object:
@@ -156,13 +128,10 @@ def _npy(raw: bytes) -> object:
     return np.ndarray(header.shape, header.dtype, raw, offset=header.start, order=order).copy()
 
 
-def _msgpack(raw: bytes) -> object:
-    try:
-        import msgpack
-    except ImportError as error:
-        raise MissingDependencyError(
-            "a MessagePack part needs msgpack", where="field_map", remedy='Run: pip install "saev-store[energon]"'
-        ) from error
+def _msgpack(raw: bytes, where: str) -> object:
+    need("msgpack", install="saev-store[energon]", where=where)
+    import msgpack
+
     return cast("object", msgpack.unpackb(raw, strict_map_key=False, ext_hook=msgpack.ExtType))  # pyright: ignore[reportUnknownMemberType]  # the stubs
 
 
@@ -173,8 +142,3 @@ def _image(raw: bytes, *, where: str, images: Images) -> np.ndarray:
     if images == "torchrgb":
         return np.ascontiguousarray(rgb.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
     return rgb
-
-
-def _refuse(part: str, message: str, where: str) -> NoReturn:
-    text = f"part {brief(part)} does not decode: {message}"
-    raise DocumentError(text, where=where, problems=[Problem("bad_part", text, where)]) from None

@@ -10,7 +10,7 @@ from typing import Any, cast
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from saev_store.errors import NotFoundError, ReadOnlyError
-from saev_store.sources.energon.keys import join_name, split_name
+from saev_store.sources.energon.keys import split_name
 from saev_store.sources.energon.reader import EnergonDataset
 
 _HERE = {None, "file", "local"}
@@ -66,15 +66,17 @@ class EnergonFileSystem(AbstractFileSystem):
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Name, size and type of a file or folder."""
         path = self._strip_protocol(path)
-        found = split_name(path)
-        if found is not None and len(self.dataset.places.find(found[0])) == 1:
+        found, index = split_name(path), self.dataset.places.index
+        if found is not None and self._is_key(found[0]):
             for part in self.dataset.parts(found[0]):
                 if part.name == found[1]:
                     return {"name": path, "size": part.nbytes, "type": "file"}
-        index = self.dataset.places.index
         if not path or (index is not None and index.has_folder(path)):
             return {"name": path, "size": 0, "type": "directory"}
         raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
+
+    def _is_key(self, key: str) -> bool:
+        return len(self.dataset.places.find(key)) == 1
 
     def entries(self, folder: str) -> Iterator[dict[str, Any]]:
         """The entries of a folder one by one, as `ls` returns them."""
@@ -87,16 +89,17 @@ class EnergonFileSystem(AbstractFileSystem):
             )
         for name in index.folders(folder):
             yield {"name": name, "size": 0, "type": "directory"}
-        after = ""
-        while rows := index.files(folder, after=after):
-            for after, part, nbytes in rows:
-                yield {"name": join_name(after, part), "size": nbytes, "type": "file"}
+        after = ("", 0)
+        while rows := index.files(folder, after):
+            for key, offset, part, nbytes in rows:
+                yield {"name": f"{key}.{part}", "size": nbytes, "type": "file"}
+                after = (key, offset)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """The bytes of a part, or a range of them; negative numbers count from the end."""
         path = self._strip_protocol(path)
         found = split_name(path)
-        if found is None or len(self.dataset.places.find(found[0])) != 1:
+        if found is None or not self._is_key(found[0]):
             raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
         return self.dataset.part(*found, start=start, end=end)
 

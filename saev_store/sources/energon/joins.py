@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, Self, SupportsIndex
+from typing import Protocol, Self, SupportsIndex, cast
 
 import numpy.typing as npt
 
@@ -12,11 +12,9 @@ from saev_store._runtime.threads import ahead
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError, UnsafeContentError, brief
 from saev_store.sources._source import DigestScope, Source
 from saev_store.sources.address import Url, full_url
-from saev_store.sources.energon._fetch import RawSample
-from saev_store.sources.energon._yaml import as_list
 from saev_store.sources.energon.field_map import FieldPath, resolve
 from saev_store.sources.energon.keys import is_safe_path
-from saev_store.sources.energon.reader import EnergonDataset
+from saev_store.sources.energon.reader import EnergonDataset, RawSample
 from saev_store.transport import Engine, Transport, open_transport
 from saev_store.validation import Report
 
@@ -176,10 +174,14 @@ class JoinedDataset(Source[JoinedSample]):
             return []
         if isinstance(value, str):
             return [value.strip()]
-        found = [] if value is None else as_list(value)
-        texts = [item for item in found or () if isinstance(item, str)]
-        if found is None or len(texts) != len(found) or len(texts) > MAX_NAMES:
-            raise DocumentError(f"{brief(value)} is no name of a file, and no list of up to {MAX_NAMES:,}", where=where)
+        if value is None:
+            return []
+        names = cast("list[object]", value) if isinstance(value, list) else list[object]()
+        texts = [item for item in names if isinstance(item, str)]
+        if not isinstance(value, list) or len(texts) != len(names) or len(texts) > MAX_NAMES:
+            raise DocumentError(
+                f"{brief(cast('object', value))} is neither a file name nor a list of up to {MAX_NAMES:,}", where=where
+            )
         return texts
 
     def _join(self, samples: list[RawSample]) -> list[JoinedSample]:

@@ -1,4 +1,4 @@
-"""Names: sample and part of a file in a tar, and safe names of shards. Pure."""
+"""Names: the files of `.nv-meta`, sample and part of a file in a tar, and safe names of shards. Pure."""
 
 from __future__ import annotations
 
@@ -14,41 +14,30 @@ SPLIT_YAML, SPLIT_JSON = f"{META}/split.yaml", f"{META}/split.json"
 DATASET_YAML = f"{META}/dataset.yaml"
 INDEX_SQLITE, INDEX_UUID = f"{META}/index.sqlite", f"{META}/index.uuid"
 
-_META_MEMBER = re.compile(r"__[^/]*__(?:/|$)", re.DOTALL)
+_MEMBER = re.compile(r"(?!__[^/]*__(?:/|$))((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and part of a member's name; None for a member that is no part of a sample. Energon's expression `((?:.*/|)[^.]+)[.]([^/]*)`.
+    """Key and part of a member's name; None for a member that does not belong to a sample.
 
-    No parts are names without a dot or with nothing before it, and everything below a leading folder such as `__meta__/`.
+    The name is split at the first dot after the folders, by the expression that Energon has.
 
     >>> split_name("doc.v1/000.img1.jpg"), split_name("__meta__/x.json"), split_name(".hidden")
     (('doc.v1/000', 'img1.jpg'), None, None)
     """
-    if _META_MEMBER.match(name):
-        return None
-    # The file's own name begins behind the last slash. Dots of folders belong to the key.
-    own = name.rfind("/") + 1
-    dot = name.find(".", own)
-    if dot == own and "." in name[name.rfind("/", 0, max(own - 1, 0)) + 1 : own]:
-        return None  # with nothing before it, the folder's name is before it: it has no dot then
-    return (name[:dot], name[dot + 1 :]) if dot > 0 else None
-
-
-def join_name(key: str, part: str) -> str:
-    """The name in the tar: the inverse of `split_name`."""
-    return f"{key}.{part}"
+    match = _MEMBER.fullmatch(name)
+    return (match[1], match[2]) if match else None
 
 
 def is_safe_path(name: str) -> bool:
-    r"""Whether a shard's name stays below the data set's folder.
+    r"""Return True if a shard's name stays below the data set's folder.
 
     >>> is_safe_path("shards/000.tar"), is_safe_path("../x.tar"), is_safe_path("/x.tar"), is_safe_path("a\\b.tar")
     (True, False, False, False)
     """
-    if not name or "\0" in name or "\\" in name or "://" in name or "::" in name:
+    if not name.isprintable() or any(mark in name for mark in ("\\", "://", "::")):
         return False
-    return not any(part in {"", ".", ".."} for part in name.split("/")) and name.isprintable()
+    return not any(part in {"", ".", ".."} for part in name.split("/"))
 
 
 def check_shard_names(names: Iterable[str], *, where: str) -> None:

@@ -10,10 +10,8 @@ from functools import partial
 
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
 from saev_store.sources.address import Url, address_below, full_url, locate, split_address
-from saev_store.sources.energon import _yaml
-from saev_store.sources.energon._yaml import as_mapping
+from saev_store.sources.energon.documents import MAX_YAML_NBYTES, MODULE, is_mapping, load_yaml
 from saev_store.sources.energon.joins import FolderFiles, JoinedDataset, MediaFiles
-from saev_store.sources.energon.nvmeta import MODULE
 from saev_store.sources.energon.reader import EnergonDataset
 from saev_store.transport import Engine
 
@@ -74,13 +72,13 @@ def read_metadataset(
     """
     transport, name = locate(url, storage_options, engine=engine, transport=None)
     where = full_url(transport, name)
-    found = as_mapping(_yaml.loads(transport.read(name, max_bytes=_yaml.MAX_NBYTES), where=where)) or {}
-    module, kind = found.get("__module__"), found.get("__class__")
-    if kind != _CLASS or not isinstance(module, str) or not module.startswith(MODULE):
-        raise DocumentError(f"it is {brief(module)}, {brief(kind)}; {_CLASS} of {MODULE} is read", where=where)
-    splits = as_mapping(found.get("splits"))
-    if splits is None:
-        raise DocumentError("it has no mapping 'splits'", where=where)
+    document = load_yaml(transport.read(name, max_bytes=MAX_YAML_NBYTES), where=where)
+    found: Mapping[str, object] = document if is_mapping(document) else {}
+    module, kind, splits = found.get("__module__"), found.get("__class__"), found.get("splits")
+    if kind != _CLASS or not isinstance(module, str) or not module.startswith(MODULE) or not is_mapping(splits):
+        raise DocumentError(
+            f"it is {brief(module)}, {brief(kind)}; a {_CLASS} of {MODULE} with a mapping 'splits' is read", where=where
+        )
     full_address = partial(_full_address, folder=split_address(os.fspath(url))[0], where=where, outside_ok=outside_ok)
     return {split: _reference(split, value, full_address, where) for split, value in splits.items()}
 
@@ -146,32 +144,30 @@ def _full_address(value: object, what: str, *, folder: str, where: str, outside_
     return address_below(folder, relative)
 
 
-def _reference(split: str, value: object, full_address: Callable[[object, str], str], where: str) -> Reference:
+def _reference(split: str, found: object, full_address: Callable[[object, str], str], where: str) -> Reference:
     what = f"splits[{split!r}]"
-    found = as_mapping(value)
-    if found is None:
-        raise DocumentError(f"{what} is {brief(value)}; it must be a mapping", where=where)
-    unread = next((f"has {name!r}" for name in _NOT_READ if name in found), None)
-    if unread or "path" not in found:
+    if not is_mapping(found) or "path" not in found or any(name in found for name in _NOT_READ):
         raise DocumentError(
-            f"{what} {unread or 'has no ' + repr('path')}; one primary data set with a path is read",
+            f"{what} is {brief(found)}; one primary data set with a path is read, without {', '.join(_NOT_READ)}",
             where=where,
             remedy="Open each of its data sets on its own.",
         )
-    given, subflavors = as_mapping(found.get("aux") or {}), as_mapping(found.get("subflavors") or {})
-    part = found.get("split_part", split)
-    if given is None:
-        raise DocumentError(f"{what}['aux'] is {brief(found['aux'])}; it must be a mapping from names", where=where)
-    if subflavors is None or not isinstance(part, str):
-        raise DocumentError(f"{what} has subflavors or a split_part of another type", where=where)
+    nothing = dict[str, object]()
+    given, subflavors, part = (
+        found.get("aux") or nothing,
+        found.get("subflavors") or nothing,
+        found.get("split_part", split),
+    )
+    if not is_mapping(given) or not is_mapping(subflavors) or not isinstance(part, str):
+        raise DocumentError(f"{what} has 'aux', 'subflavors' or a 'split_part' of another type", where=where)
     auxiliary: dict[str, str] = {}
     folders: dict[str, str] = {}
     for name, address in given.items():
-        told = f"{what}['aux'][{name!r}]"
         scheme = _FOLDER.match(address) if isinstance(address, str) else None
         if not isinstance(address, str) or scheme is None:
-            auxiliary[name] = full_address(address, told)
+            auxiliary[name] = full_address(address, f"{what}['aux'][{name!r}]")
         else:  # the folder's own address: without the word `filesystem`
             below = address[scheme.end() :]
-            folders[name] = full_address(f"{scheme[1]}://{below}" if scheme[1] else below, told)
+            own = f"{scheme[1]}://{below}" if scheme[1] else below
+            folders[name] = full_address(own, f"{what}['aux'][{name!r}]")
     return Reference(full_address(found["path"], f"{what}['path']"), part, auxiliary, folders, subflavors)

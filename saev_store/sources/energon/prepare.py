@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import ahead, share
+from saev_store._runtime.threads import ahead, n_cores
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -19,7 +21,6 @@ from saev_store.errors import (
     ReadOnlyError,
     SaevStoreError,
     StoreExistsError,
-    TransportError,
     brief,
 )
 from saev_store.names import printable
@@ -27,10 +28,15 @@ from saev_store.problems import Problem
 from saev_store.sources._files import file_identity
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.address import Url
-from saev_store.sources.energon._build import build_index
-from saev_store.sources.energon._open import read_documents
-from saev_store.sources.energon._scan_all import scan_all
+from saev_store.sources.energon.documents import (
+    definition_bytes,
+    info_bytes,
+    read_documents,
+    read_splits,
+    split_bytes,
+)
 from saev_store.sources.energon.field_map import FieldPath
+from saev_store.sources.energon.index_sqlite import build_index
 from saev_store.sources.energon.keys import (
     DATASET_YAML,
     INDEX_SQLITE,
@@ -43,26 +49,26 @@ from saev_store.sources.energon.keys import (
     check_shard_names,
     idx_path,
 )
-from saev_store.sources.energon.nvmeta import (
-    definition_bytes,
-    info_bytes,
-    parse_info,
-    parse_splits,
-    split_bytes,
-)
 from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES
 from saev_store.sources.energon.split import SplitPlan, compiled
-from saev_store.sources.energon.tar_idx import tar_idx_bytes
-from saev_store.sources.energon.tar_scan import ScannedShard
+from saev_store.sources.energon.tars import Part, Sample, Shard, scan_shard, tar_idx_bytes
 from saev_store.transport import Engine, Lists, Transport, Writes, open_transport
 from saev_store.transport.local.write import TEMP_PREFIX
-from saev_store.validation import local_folder
 
 #: Contains the lock.
 WORK_FOLDER = f"{META}/.saev_store"
 _N_THREADS = 16
+#: Below this, starting processes costs more time than it saves.
+_WORTH_PROCESSES_S = 1.5
+#: Tars that a process reads before it ends.
+_CHUNK = 32
 _MAX_PART_NAMES = 50
 _MAX_FOLDERS = 100_000
+_COMPRESSED = (".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")
+
+
+class _Folder(Transport, Lists, Writes, Protocol):
+    """A transport that lists and writes."""
 
 
 @dataclass(frozen=True)
@@ -144,62 +150,44 @@ def prepare(
         WriterConflictError: another process prepares it.
     """
     there = transport if transport is not None else open_transport(url, storage_options, engine=engine)
-    if not isinstance(getattr(there, "url", None), str):  # callers may not check types
-        raise ArgumentError(f"{brief(there)} is no transport", where="transport")
     if not isinstance(there, Writes) or not isinstance(there, Lists):
         raise ReadOnlyError(f"nothing can be written or listed through {there.name}", where=there.url)
-    definition = _definition(sample_type, field_map)
-    plan = SplitPlan(split, split_parts)
+    definition, plan = _definition(sample_type, field_map), SplitPlan(split, split_parts)
     _check_unprepared(there, overwrite=overwrite)
     if plan.is_empty and not _exists(there, SPLIT_YAML):
-        raise ArgumentError(
-            "it is not said how to split it", where="split", remedy="Pass split='8,1,1' or split_parts=…."
-        )
-    shards, problems = find_tars(there, exclude=exclude)
+        raise ArgumentError("no split is given", where="split", remedy="Pass split='8,1,1' or split_parts=….")
+    tars, problems = find_tars(there, exclude=exclude)
     with there.lock(f"{WORK_FOLDER}/lock"):
-        _check_unprepared(there, overwrite=overwrite)  # to find all tars may take long
+        _check_unprepared(there, overwrite=overwrite)  # finding all tars may take long
         _delete_leftovers(there)
-        before = {shard: file_identity(there, shard) for shard, _ in shards}
-        facts = _Facts(there.url, len(shards))
+        before = {tar: file_identity(there, tar) for tar, _ in tars}
+        facts = _Facts(there.url, len(tars))
         with (
-            Progress(sum(nbytes for _, nbytes in shards), "indexing", shown=progress) as bar,
+            Progress(sum(nbytes for _, nbytes in tars), "indexing", shown=progress) as bar,
             NewFile(there, INDEX_SQLITE, overwrite=True) as index,
         ):
-            scanned = facts.checked(scan_all(there, list(before), num_workers=num_workers), bar)
+            scanned = facts.checked(_scan_all(there, list(before), num_workers=num_workers), bar)
             uuid = build_index(index.temporary, scanned, where=there.url)
-            counts = facts.counts
-            info = parse_info(info_bytes(counts), where=INFO_JSON)
-            splits, split_problems = plan.assign(counts)
-            if splits is None:
-                # Before anything is replaced: it may name shards that no longer exist.
-                splits = dict(parse_splits(there.read(SPLIT_YAML), info, where=SPLIT_YAML).parts)
-            if changed := _changed(there, before):
+            # Before anything is replaced: split.yaml may name shards that no longer exist.
+            if plan.is_empty:
+                splits, split_problems = read_splits(there, list(before))[0], list[Problem]()
+            else:
+                splits, split_problems = plan.assign(facts.counts)
+            changed = next((tar for tar in before if file_identity(there, tar) != before[tar]), None)
+            if changed is not None:
                 raise CorruptShardError(
-                    f"{brief(changed[0])} was changed while it was indexed", where=there.url, remedy="Prepare again."
+                    f"{brief(changed)} was changed while it was indexed", where=there.url, remedy="Prepare again."
                 )
-            # Until .info.json is written again, the folder is no data set.
+            # Until .info.json is written again, the folder is not a data set.
             there.delete(INFO_JSON)
             there.delete(INFO_YAML)
             index.commit()
-            share(
-                lambda tar: there.put(idx_path(tar), tar_idx_bytes(facts.offsets[tar])),
-                deque(facts.offsets),
-                _N_THREADS,
-            )
-            there.put(INDEX_UUID, uuid.encode())
-            if not plan.is_empty:
-                there.delete(SPLIT_JSON)
-                there.put(SPLIT_YAML, split_bytes({name: list(found) for name, found in splits.items()}, []))
-            if definition is not None:
-                there.put(DATASET_YAML, definition)
-            elif not _exists(there, DATASET_YAML):
-                there.put(DATASET_YAML, definition_bytes(CRUDE, {}))
-            there.put(INFO_JSON, info_bytes(counts))
+            _publish(there, facts, uuid, None if plan.is_empty else splits, definition)
         there.delete(WORK_FOLDER)
     documents = read_documents(there)
     return Prepared(
         there.url,
-        counts,
+        facts.counts,
         facts.n_parts,
         tuple(facts.part_names),
         splits,
@@ -207,37 +195,47 @@ def prepare(
     )
 
 
+def _publish(
+    there: _Folder,
+    facts: _Facts,
+    uuid: str,
+    splits: Mapping[str, Sequence[str]] | None,
+    definition: bytes | None,
+) -> None:
+    """Write the `.tar.idx` files and the documents, `.info.json` last; documents that are not given stay."""
+
+    def put_offsets(tar: str) -> None:
+        there.put(idx_path(tar), facts.offsets[tar])
+
+    for _ in ahead(put_offsets, list(facts.offsets), _N_THREADS):
+        pass
+    there.put(INDEX_UUID, uuid.encode())
+    if splits is not None:
+        there.delete(SPLIT_JSON)
+        there.put(SPLIT_YAML, split_bytes(splits))
+    if definition is not None or not _exists(there, DATASET_YAML):
+        there.put(DATASET_YAML, definition or definition_bytes(CRUDE, {}))
+    there.put(INFO_JSON, info_bytes(facts.counts))
+
+
 def _check_unprepared(transport: Transport, *, overwrite: bool) -> None:
     if not overwrite and (_exists(transport, INFO_JSON) or _exists(transport, INFO_YAML)):
         raise StoreExistsError("it is prepared already", where=transport.url, remedy="Pass overwrite=True.")
 
 
-def _changed(transport: Transport, before: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The tars that are others now: by their size and times on this machine, elsewhere by the version that was scanned."""
-
-    def is_other(shard: str) -> bool:
-        try:
-            if local_folder(transport) is None:
-                transport.get_ranges(shard, starts=[0], ends=[1])  # of the version that is pinned since the first read
-        except (CorruptShardError, NotFoundError):
-            return True
-        except TransportError as error:
-            if error.transient:
-                raise
-            return True
-        return file_identity(transport, shard) != before[shard]
-
-    answers = zip(before, ahead(is_other, before, 1 if transport.is_local else _N_THREADS), strict=True)
-    return [shard for shard, is_changed in answers if is_changed]
+def _exists(transport: Transport, path: str) -> bool:
+    try:
+        return transport.size(path) >= 0
+    except NotFoundError:
+        return False
 
 
-def _delete_leftovers(transport: Transport) -> None:
-    """Delete what killed preparations left under hidden names. The lock says that none of them is alive."""
-    if isinstance(transport, Lists) and isinstance(transport, Writes):
-        with contextlib.suppress(NotFoundError):
-            for entry in transport.list(META):
-                if entry.name.startswith(TEMP_PREFIX):
-                    transport.delete(entry.path)
+def _delete_leftovers(transport: _Folder) -> None:
+    """Delete the hidden files of killed preparations. The lock ensures that none of them is at work."""
+    with contextlib.suppress(NotFoundError):
+        for entry in transport.list(META):
+            if entry.name.startswith(TEMP_PREFIX):
+                transport.delete(entry.path)
 
 
 def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tuple[str, int]], list[Problem]]:
@@ -245,51 +243,50 @@ def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tup
 
     Raises:
         NotFoundError: there is none.
-        ArgumentError: `exclude` is no regular expression.
+        ArgumentError: `exclude` is not a regular expression, or there are too many folders.
     """
     pattern = compiled(exclude, "exclude") if exclude else None
     found: list[tuple[str, int]] = []
     problems: list[Problem] = []
-    folders = [""]
-    for n_folders in range(_MAX_FOLDERS + 1):
-        if not folders:
-            break
-        if n_folders == _MAX_FOLDERS:
-            raise ArgumentError(
-                f"there are more than {_MAX_FOLDERS:,} folders below it", where=str(getattr(transport, "url", ""))
-            )
+    folders, n_folders = [""], 0
+    while folders:
+        n_folders += 1
+        if n_folders > _MAX_FOLDERS:
+            raise ArgumentError(f"there are more than {_MAX_FOLDERS:,} folders below it", where="url")
         for entry in transport.list(folders.pop()):
-            name = entry.name
             if entry.is_dir:
-                if not name.startswith("."):
+                if not entry.name.startswith("."):
                     folders.append(entry.path)
-            elif name.endswith((".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")):
+            elif entry.name.endswith(_COMPRESSED):
                 message = "it is compressed, so its parts have no byte ranges: it is skipped"
                 problems.append(Problem("compressed_tar", message, entry.path, severity="warning"))
-            elif name.endswith(".tar") and not name.startswith(".") and not (pattern and pattern.search(entry.path)):
+            elif (
+                entry.name.endswith(".tar")
+                and not entry.name.startswith(".")
+                and not (pattern and pattern.search(entry.path))
+            ):
                 found.append((entry.path, entry.size or 0))
     if not found:
-        raise NotFoundError(
-            "there are no tars (*.tar)" + (" that `exclude` leaves" if exclude else ""),
-            where=str(getattr(transport, "url", "")),
-        )
+        left = " that `exclude` leaves" if exclude else ""
+        raise NotFoundError(f"there are no tars (*.tar){left}", where=str(getattr(transport, "url", "")))
     found.sort(key=lambda item: item[0].split("/"))
     check_shard_names((path for path, _ in found), where="names of tars")
     return found, problems
 
 
+@dataclass
 class _Facts:
     """Facts about scanned shards, collected while they are written to the index."""
 
-    def __init__(self, url: str, n_shards: int) -> None:
-        self._url, self._n_shards = url, n_shards
-        self.counts: dict[str, int] = {}
-        self.offsets: dict[str, npt.NDArray[np.int64]] = {}
-        self.n_parts = 0
-        self.part_names: dict[str, None] = {}
-        self.problems: list[Problem] = []
+    url: str
+    n_shards: int
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    offsets: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    n_parts: int = 0
+    part_names: dict[str, None] = field(default_factory=dict[str, None])
+    problems: list[Problem] = field(default_factory=list[Problem])
 
-    def checked(self, results: Iterable[ScannedShard | SaevStoreError], bar: Progress) -> Iterator[ScannedShard]:
+    def checked(self, results: Iterable[Shard | SaevStoreError], bar: Progress) -> Iterator[Shard]:
         """Yield scanned shards; all are tried even if some are damaged.
 
         Raises:
@@ -300,58 +297,108 @@ class _Facts:
             if isinstance(result, SaevStoreError):
                 errors.append(result)
                 continue
-            self._collect(result)
+            self.counts[result.name] = len(result.samples)
+            self.offsets[result.name] = tar_idx_bytes([*(sample.offset for sample in result.samples), result.end])
+            for oddity in result.oddities:
+                self.problems.append(Problem("odd_tar", oddity, result.name, severity="warning"))
+            if not result.samples:
+                message = "it has no samples, so it is in no split"
+                self.problems.append(Problem("empty_shard", message, result.name, severity="warning"))
+            for sample in result.samples:
+                self.n_parts += len(sample.parts)
+                if len(self.part_names) < _MAX_PART_NAMES:
+                    self.part_names.update((part.name, None) for part in sample.parts)
             bar.advance(result.nbytes)
             yield result
         if errors:
-            problems = [Problem(error.kind, error.message, error.where or "") for error in errors]
             shown = "; ".join(f"{error.where}: {error.message}" for error in errors[:8])
             more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
             raise CorruptShardError(
-                f"{len(errors)} of {self._n_shards} tars cannot be indexed: {shown}{more}",
-                where=self._url,
+                f"{len(errors)} of {self.n_shards} tars cannot be indexed: {shown}{more}",
+                where=self.url,
                 remedy="Restore them or leave them out with `exclude`, then prepare again.",
-                problems=problems,
+                problems=[Problem(error.kind, error.message, error.where or "") for error in errors],
             )
-
-    def _collect(self, scanned: ScannedShard) -> None:
-        self.counts[scanned.shard] = len(scanned.samples)
-        self.offsets[scanned.shard] = np.array([*(row[1] for row in scanned.samples), scanned.end], np.int64)
-        for oddity in scanned.oddities:
-            self.problems.append(Problem("odd_tar", oddity, scanned.shard, severity="warning"))
-        if not scanned.samples:
-            message = "it has no samples, so it is in no split"
-            self.problems.append(Problem("empty_shard", message, scanned.shard, severity="warning"))
-        for _, _, _, parts in scanned.samples:
-            self.n_parts += len(parts)
-            if len(self.part_names) < _MAX_PART_NAMES:
-                self.part_names.update((name, None) for name, _, _ in parts)
 
 
 def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) -> bytes | None:
     """The content of `dataset.yaml`, None if none is to be written."""
-    if sample_type is None:
-        if field_map:
-            raise ArgumentError("a field map needs a sample type", where="field_map")
-        return None
-    if sample_type == CRUDE:
-        if field_map:
-            raise ArgumentError(f"{CRUDE} has parts as they are, and takes no field map", where="field_map")
-        return definition_bytes(CRUDE, {})
+    fields = dict(field_map or {})
+    if sample_type is None or sample_type == CRUDE:
+        if fields:
+            raise ArgumentError("a field map needs a sample type with fields", where="field_map")
+        return definition_bytes(CRUDE, {}) if sample_type else None
     if not isinstance(sample_type, str) or sample_type not in SAMPLE_TYPES:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"{brief(sample_type)} is none of {', '.join(SAMPLE_TYPES)}, {CRUDE}", where="sample_type")
-    field_map = dict(field_map or {})
+        names = ", ".join([*SAMPLE_TYPES, CRUDE])
+        raise ArgumentError(f"{brief(sample_type)} is not one of {names}", where="sample_type")
     try:
-        SAMPLE_TYPES[sample_type].check_fields(field_map, where="field_map")
-        for name, path in field_map.items():
+        SAMPLE_TYPES[sample_type].check_fields(fields, where="field_map")
+        for name, path in fields.items():
             FieldPath.parse(path, where=name)
     except SaevStoreError as error:
         raise ArgumentError(error.message, where="field_map", remedy=error.remedy) from None
-    return definition_bytes(sample_type, field_map)
+    return definition_bytes(sample_type, fields)
 
 
-def _exists(transport: Transport, path: str) -> bool:
+# -- reading all tars --------------------------------------------------------------------------------------------------
+
+
+def _scan_all(there: Transport, tars: list[str], *, num_workers: int | None) -> Iterator[Shard | SaevStoreError]:
+    """Scan tars in parallel, in processes on this machine, otherwise in threads; in order, with an error for a damaged one."""
+    if there.local_path is None or not there.is_local:
+        yield from ahead(partial(_scan_one, there), tars, num_workers or (1 if there.is_local else _N_THREADS))
+        return
+    if num_workers is None:  # the first tar shows how long the others will take
+        started_s = time.perf_counter()
+        yield _scan_one(there, tars[0])
+        tars = tars[1:]
+        num_workers = n_cores() if (time.perf_counter() - started_s) * len(tars) > _WORTH_PROCESSES_S else 1
+    n_processes = min(num_workers, len(tars))
+    if n_processes < 2:
+        yield from (_scan_one(there, tar) for tar in tars)
+        return
+    size = min(_CHUNK, -(-len(tars) // n_processes))
+    chunks = [tars[first : first + size] for first in range(0, len(tars), size)]
+    for scanned in ahead(partial(_scan_chunk, there), chunks, n_processes):
+        yield from scanned
+
+
+def _scan_one(there: Transport, tar: str) -> Shard | SaevStoreError:
     try:
-        return transport.size(path) >= 0
-    except NotFoundError:
-        return False
+        return scan_shard(there, tar)
+    except SaevStoreError as error:
+        return error
+
+
+def _scan_chunk(there: Transport, tars: list[str]) -> list[Shard | SaevStoreError]:
+    """Scan tars in another process; those that it does not answer for, damaged ones and after its death, are scanned here.
+
+    A program does not import the caller's main module again, as a pool of processes does, and does not copy its threads, as a
+    fork does.
+    """
+    answers: dict[str, Shard] = {}
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(there.local_path)]
+    with contextlib.suppress(OSError):  # the system may refuse another process
+        done = subprocess.run(  # noqa: S603 - this interpreter, and this module
+            command, input=json.dumps(tars), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
+        )
+        for line in done.stdout.splitlines():
+            with contextlib.suppress(ValueError):  # a process that was killed may leave a part of a line
+                name, nbytes, end, oddities, samples = json.loads(line)
+                rows = [Sample(key, at, n, [Part(*part) for part in parts]) for key, at, n, parts in samples]
+                answers[name] = Shard(name, nbytes, end, oddities, rows)
+    return [answers.get(tar) or _scan_one(there, tar) for tar in tars]
+
+
+_PROGRAM = (
+    f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {__name__} as m; m.scan_for_parent(sys.argv[2])"
+)
+
+
+def scan_for_parent(root: str) -> None:
+    """Scan the tars below `root` that standard input lists, and write one JSON line to standard output for each good one."""
+    there = open_transport(root)
+    for tar in json.loads(sys.stdin.read()):
+        shard = _scan_one(there, tar)
+        if isinstance(shard, Shard):
+            sys.stdout.write(json.dumps(shard) + "\n")

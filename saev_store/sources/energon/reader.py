@@ -13,12 +13,14 @@ from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brie
 from saev_store.sources._files import describe_digest
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.address import Url, full_url
-from saev_store.sources.energon._fetch import PartPlace, RawSample, SamplePlace, SampleReader
-from saev_store.sources.energon._open import Documents, open_index, read_documents
+from saev_store.sources.energon._places import Places, RawSample, no_part
 from saev_store.sources.energon._view import View
+from saev_store.sources.energon.documents import Documents, read_documents
 from saev_store.sources.energon.field_map import IMAGES, Images, resolve
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
-from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES, CrudeSample, Sample, build
+from saev_store.sources.energon.samples import SAMPLE_TYPES, CrudeSample, Sample, build
+from saev_store.sources.energon.tars import Part
+from saev_store.sources.energon.tars import Sample as Place
 from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ class EnergonDataset(Source[RawSample]):
         damaged_ok: bool = False,
     ) -> None:
         if images not in IMAGES:
-            raise ArgumentError(f"{brief(images)} is none of {', '.join(IMAGES)}", where="images")
+            raise ArgumentError(f"{brief(images)} is not one of {', '.join(IMAGES)}", where="images")
         if transport is None:
             self.transport = open_transport(url, storage_options, engine=engine)
         elif storage_options is not None:
@@ -76,14 +78,13 @@ class EnergonDataset(Source[RawSample]):
         self._damaged_ok = damaged_ok
         self.url = self.transport.url
         self.documents: Documents = read_documents(self.transport)
-        info = self.documents.info
-        self.places = SampleReader(self.transport, info, open_index(self.transport))
-        #: The split that `split` chose; None is everything, also where a split is called "all".
+        self.places = Places(self.transport, self.documents)
+        #: The split that `split` chose; None for all samples, also where a split is called "all".
         self._chosen_split: str | None = None
-        self.view = View(range(len(info.shards)), info.counts)
-        self.splits: tuple[str, ...] = tuple(self.documents.splits.parts) or ("all",)
-        self.sample_type = self.documents.definition.sample_type
-        self._by_name = {name: i for i, name in enumerate(info.shards)}
+        self.view = View(range(len(self.documents.shards)), self.documents.counts)
+        self.splits: tuple[str, ...] = tuple(self.documents.splits) or ("all",)
+        self.sample_type = self.documents.sample_type
+        self._by_name = {name: i for i, name in enumerate(self.documents.shards)}
         from saev_store.sources.energon.check import check_on_open
 
         self.problems = (*self.documents.problems, *check_on_open(self, damaged_ok=damaged_ok))
@@ -94,22 +95,19 @@ class EnergonDataset(Source[RawSample]):
     @property
     def shards(self) -> tuple[str, ...]:
         """The tars of this source, in order."""
-        names = self.documents.info.shards
-        return tuple(names[int(i)] for i in self.view.shard_ids)
+        return tuple(self.documents.shards[int(i)] for i in self.view.shard_ids)
 
     def __len__(self) -> int:
         return len(self.view)
 
     def __repr__(self) -> str:
-        info, definition = self.documents.info, self.documents.definition
+        chosen = f" (split {self._chosen_split!r})" if self._chosen_split is not None else ""
+        splits = (f"{name} ({len(shards):,} shards)" for name, shards in self.documents.splits.items())
         facts = {
-            "samples": f"{len(self):,} in {len(self.view.shard_ids):,} shards"
-            + f" (split {self._chosen_split!r})" * (self._chosen_split is not None),
-            "splits": ", ".join(
-                f"{name} ({len(found):,} shards)" for name, found in self.documents.splits.parts.items()
-            ),
-            "sample type": definition.sample_type or "parts as they are",
-            "prepared by": info.version or "a release before 7.4",
+            "samples": f"{len(self):,} in {len(self.view.shard_ids):,} shards{chosen}",
+            "splits": ", ".join(splits),
+            "sample type": self.sample_type or "parts as they are",
+            "prepared by": self.documents.version or "a release before 7.4",
             "read through": self.transport.name,
         }
         return text_card(f"Energon {self.url}", facts, self.problems)
@@ -118,7 +116,11 @@ class EnergonDataset(Source[RawSample]):
 
     def __getitem__(self, index: SupportsIndex) -> RawSample:
         """The sample at a position; negative ones count from the end."""
-        return self.places.fetch(self.view.places([check_index(index, len(self), what="sample")]))[0]
+        return self.rows([check_index(index, len(self), what="sample")])[0]
+
+    def rows(self, indices: npt.ArrayLike | slice) -> list[RawSample]:
+        """Samples by position, in the order asked for; neighbours are fetched together."""
+        return self.places.fetch(self.view.places(check_positions(indices, len(self), what="sample")))
 
     def raw(self, sample: SupportsIndex | str) -> RawSample:
         """The sample at a position, or with a key.
@@ -126,11 +128,8 @@ class EnergonDataset(Source[RawSample]):
         Raises:
             SelectionError: there is no such sample, or several have the key.
         """
-        if not isinstance(sample, str):
-            return self[sample]
-        found = self[self.index_of(sample)]
-        self._check_key(self._by_name[found.shard], sample, found.key)
-        return found
+        shard, sample_index, place = self._place(sample)
+        return self.places.read(shard, [(sample_index, place)])[0]
 
     def part(
         self, sample: SupportsIndex | str, part: str, *, start: int | None = None, end: int | None = None
@@ -142,29 +141,15 @@ class EnergonDataset(Source[RawSample]):
         Raises:
             SelectionError: there is no such sample or part.
         """
-        if isinstance(sample, str) and self.places.index is not None:
-            rows = self.places.index.find_part(sample, part)
-            if len(rows) == 1 and self.view.position(*rows[0][:2]) is not None:
-                shard, _, offset, nbytes = rows[0]
-                return self.places.content(shard, sample, PartPlace(part, offset, nbytes), start=start, end=end)
-        place = self._place(sample)
-        if place.parts is None or place.key is None:
-            return self.raw(sample)[part][start:end]
+        shard, _, place = self._place(sample)
         for found in place.parts:
             if found.name == part:
-                return self.places.content(place.shard, place.key, found, start=start, end=end)
-        raise SelectionError(
-            f"sample {place.key!r} has no part {brief(part)}; it has {', '.join(each.name for each in place.parts)}",
-            where="part",
-        )
+                return self.places.content(shard, place, found, start=start, end=end)
+        raise no_part(place.key, part, [each.name for each in place.parts])
 
-    def parts(self, sample: SupportsIndex | str) -> tuple[PartPlace, ...]:
+    def parts(self, sample: SupportsIndex | str) -> tuple[Part, ...]:
         """Names, offsets in the tar and sizes (bytes) of a sample's parts."""
-        place = self._place(sample)
-        key, parts = self.places.listed(place)
-        if isinstance(sample, str):
-            self._check_key(place.shard, sample, key)
-        return parts
+        return tuple(self._place(sample)[2].parts)
 
     def file(self, name: str) -> bytes:
         """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`.
@@ -174,13 +159,12 @@ class EnergonDataset(Source[RawSample]):
         """
         found = split_name(name)
         if found is None:
-            raise SelectionError(f"{brief(name)} is no name of a part: it has no dot", where="name")
+            raise SelectionError(f"{brief(name)} is not the name of a part: it has no dot", where="name")
         return self.part(*found)
 
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position."""
-        place = self._place(index)
-        return place.key if place.key is not None else self.places.listed(place)[0]
+        return self._place(check_index(index, len(self), what="sample"))[2].key
 
     def index_of(self, key: str) -> int:
         """The position of a key.
@@ -189,17 +173,24 @@ class EnergonDataset(Source[RawSample]):
             SelectionError: no sample of this source has it, or several have (Energon 7.0 allowed that).
             NotFoundError: the data set has no index of keys.
         """
-        shard, sample_index = self.places.find_one(key)
+        return self._position(key, *self.places.find_one(key))
+
+    def _position(self, key: str, shard: int, sample_index: int) -> int:
         position = self.view.position(shard, sample_index)
         if position is None:
             raise SelectionError(
-                f"sample {brief(key)} is not in split {self._chosen_split!r}, or left out of it", where="key"
+                f"sample {brief(key)} is not in split {self._chosen_split!r}, or excluded from it", where="key"
             )
         return position
 
-    def rows(self, indices: npt.ArrayLike | slice) -> list[RawSample]:
-        """Samples by position, in the order asked for; neighbours are fetched together."""
-        return self.places.fetch(self.view.places(check_positions(indices, len(self), what="sample")))
+    def _place(self, sample: SupportsIndex | str) -> tuple[int, int, Place]:
+        """Shard, number and place of a sample of this source."""
+        if isinstance(sample, str):
+            shard, sample_index, place = self.places.place(sample)
+            self._position(sample, shard, sample_index)
+            return shard, sample_index, place
+        ((shard, sample_index),) = self.view.places([check_index(sample, len(self), what="sample")])
+        return shard, sample_index, self.places.samples(shard, sample_index, sample_index + 1)[0]
 
     def sample(self, sample: SupportsIndex | str) -> Sample:
         """A sample as `dataset.yaml` describes it: one of the types in `SAMPLE_TYPES`, or `CrudeSample`.
@@ -212,16 +203,12 @@ class EnergonDataset(Source[RawSample]):
 
     def decode(self, raw: RawSample) -> Sample:
         """Stored parts, such as those of `rows`, as the sample type that `dataset.yaml` names; raises as `sample`."""
-        definition = self.documents.definition
+        kind, field_map = SAMPLE_TYPES.get(self.sample_type or ""), self.documents.field_map
         restore_key = (self.url, raw.shard, raw.sample_index)
-        if definition.sample_type is None or definition.sample_type == CRUDE or not definition.field_map:
+        if kind is None or not field_map:
             return CrudeSample(__key__=raw.key, __restore_key__=restore_key, parts=raw.parts)
         where = full_url(self.transport, f"{raw.shard}/{raw.key}")
-        values = {
-            name: resolve(path, raw.parts, where=where, images=self.images)
-            for name, path in definition.field_map.items()
-        }
-        kind = SAMPLE_TYPES[definition.sample_type]
+        values = {name: resolve(path, raw.parts, where=where, images=self.images) for name, path in field_map.items()}
         return build(kind, values, key=raw.key, restore_key=restore_key, where=where)
 
     def split(self, name: str) -> Self:
@@ -230,42 +217,20 @@ class EnergonDataset(Source[RawSample]):
         Raises:
             SelectionError: there is no split of that name.
         """
-        parts, info = self.documents.splits.parts, self.documents.info
-        chosen: str | None = None
-        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise SelectionError(f"{brief(name)} is no name of a split", where="split")
-        if name in parts:
-            ids = [self._by_name[shard] for shard in parts[name]]
-            chosen, view = name, View(ids, info.counts[ids], self._left_out(set(parts[name])))
-        elif name == "all":
-            view = View(range(len(info.shards)), info.counts)
-        else:
+        documents, chosen = self.documents, None
+        view = View(range(len(documents.shards)), documents.counts)
+        if isinstance(name, str) and name in documents.splits:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            ids = [self._by_name[shard] for shard in documents.splits[name]]
+            keys = [(self._by_name[shard], key) for shard, key in documents.exclude if self._by_name[shard] in set(ids)]
+            excluded = [place for shard, key in keys for place in self.places.find(key) if place[0] == shard]
+            chosen, view = name, View(ids, documents.counts[ids], excluded)
+        elif name != "all":
             raise SelectionError(
                 f"there is no split {brief(name)}; there are {', '.join(map(repr, self.splits))}", where="split"
             )
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), view=view, _chosen_split=chosen)
         return other
-
-    def _left_out(self, shards: set[str]) -> list[tuple[int, int]]:
-        """The excluded samples of these shards; unknown keys are ignored."""
-        found: list[tuple[int, int]] = []
-        for shard, key in self.documents.splits.exclude:
-            if shard in shards:
-                found += [place for place in self.places.find(key) if place[0] == self._by_name[shard]]
-        return found
-
-    # -- reading ---------------------------------------------------------------------------------------------------------
-
-    def _check_key(self, shard: int, wanted: str, found: str) -> None:
-        """Refuse another sample: where the index does not list parts, only the tar has the sample's own name."""
-        if found != wanted:
-            raise self.places.stale(shard, f"the index has {brief(wanted)} there, the tar {brief(found)}")
-
-    def _place(self, sample: SupportsIndex | str) -> SamplePlace:
-        position = self.index_of(sample) if isinstance(sample, str) else check_index(sample, len(self), what="sample")
-        ((shard, index),) = self.view.places([position])
-        return self.places.run(shard, index, index + 1)[0]
 
     # -- as a source -----------------------------------------------------------------------------------------------------
 
@@ -275,12 +240,10 @@ class EnergonDataset(Source[RawSample]):
         uuid = ""
         with contextlib.suppress(NotFoundError):
             uuid = self.transport.read(INDEX_UUID, max_bytes=1024).decode("ascii", "replace").strip()
-        for path in (SPLIT_YAML, DATASET_YAML, INDEX_SQLITE, *dict.fromkeys(self.shards)):
-            try:
+        for path in (SPLIT_YAML, DATASET_YAML, INDEX_SQLITE):
+            with contextlib.suppress(NotFoundError):
                 files.append((path, self.transport.size(path)))
-            except NotFoundError:
-                if path in self._by_name:
-                    raise
+        files += [(path, self.transport.size(path)) for path in dict.fromkeys(self.shards)]
         return {
             "format": self.format,
             "url": self.url,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -29,23 +28,21 @@ class Sample:
     __restore_key__: tuple[str | int, ...] = ()
     __subflavors__: dict[str, object] | None = None
 
-    #: Names of the base fields, which a field map does not fill.
-    BASE: ClassVar[frozenset[str]] = frozenset({"__key__", "__restore_key__", "__subflavors__"})
-
     @classmethod
     def required(cls) -> list[str]:
         """Names of the fields that a field map has to fill."""
-        return [
-            each.name
-            for each in dataclasses.fields(cls)
-            if each.name not in cls.BASE and each.default is dataclasses.MISSING
-        ]
+        return [name for name, is_required in cls._fields().items() if is_required]
 
     @classmethod
     def optional(cls) -> list[str]:
         """Names of the fields that a field map may fill."""
-        needed = set(cls.required()) | cls.BASE
-        return [each.name for each in dataclasses.fields(cls) if each.name not in needed]
+        return [name for name, is_required in cls._fields().items() if not is_required]
+
+    @classmethod
+    def _fields(cls) -> dict[str, bool]:
+        """The fields that are not of all samples; True if a field has no default."""
+        fields = dataclasses.fields(cls)
+        return {each.name: each.default is dataclasses.MISSING for each in fields if not each.name.startswith("__")}
 
     @classmethod
     def check_fields(cls, names: Iterable[str], *, where: str) -> None:
@@ -55,7 +52,7 @@ class Sample:
             DocumentError: it does not.
         """
         names = list(names)
-        unknown = [name for name in names if name not in {*cls.required(), *cls.optional()}]
+        unknown = [name for name in names if name not in cls._fields()]
         missing = [name for name in cls.required() if name not in names]
         if unknown or missing:
             odd = [f"has no field {brief(name)}" for name in unknown] + [f"needs {name!r}" for name in missing]
@@ -181,20 +178,7 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {
 }  # fmt: skip
 
 #: Fields whose lists of numbers become arrays.
-ARRAY_FIELDS = frozenset({
-    "answer_weights", "block_boxes", "lines_boxes", "words_boxes", "chars_boxes",
-})  # fmt: skip
-
-
-def type_of_factory(name: object) -> object:
-    """The sample type of a class that the `dataset.yaml` of older releases names.
-
-    >>> type_of_factory("CaptioningWebdataset"), type_of_factory("CrudeWebdataset")
-    ('CaptioningSample', 'CrudeWebdataset')
-    """
-    if isinstance(name, str) and name != CRUDE and name.endswith("Webdataset"):
-        return name.removesuffix("Webdataset") + "Sample"
-    return name
+_ARRAYS = ("answer_weights", "block_boxes", "lines_boxes", "words_boxes", "chars_boxes")
 
 
 def build(
@@ -206,8 +190,8 @@ def build(
         DocumentError: a field that should be an array is something else.
     """
     fields: dict[str, object] = dict(values)
-    for name in ARRAY_FIELDS & fields.keys():
-        if isinstance(fields[name], list):
+    for name in _ARRAYS:
+        if isinstance(fields.get(name), list):
             try:
                 array = np.asarray(fields[name])
             except ValueError:

@@ -1,0 +1,490 @@
+"""Energon data sets: equal to what Energon reads, by key, position, part, split, file name and join, in all generations."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import os
+import pickle
+import shutil
+import sqlite3
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from energon_tars import sample_files, tar_bytes
+from photographs import noise, png
+
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    ReadOnlyError,
+    SaevStoreError,
+    SelectionError,
+)
+from saev_store.sources import open_source, reopen
+from saev_store.sources.energon import SAMPLE_TYPES, CrudeSample, EnergonDataset
+from saev_store.sources.energon.field_map import FieldPath, decode, resolve
+from saev_store.sources.energon.filesystem import EnergonFileSystem, register
+from saev_store.sources.energon.prepare import prepare
+from saev_store.transport import open_transport
+
+DATA = Path(__file__).parents[1] / "data/energon"
+CASES = ("captioning_ratio_split", "crude_varying_parts", "old_7_0_0")
+CRUDE = DATA / "crude_varying_parts/dataset"
+
+
+def digests(parts) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}
+
+
+def refused(call) -> SaevStoreError:
+    with pytest.raises(SaevStoreError) as caught:
+        call()
+    return caught.value
+
+
+def prepared(folder: Path, shards: dict[str, list[tuple[str, bytes]]], **options: object) -> Path:
+    for name, files in shards.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(tar_bytes(files))
+    prepare(folder, progress=False, **{"split": "1,0,0", **options})
+    return folder
+
+
+def as_generation(folder: Path, generation: int) -> Path:
+    """A data set as Energon 6 or 5 left it: `.info.yaml`, no parts in the index; then no index at all."""
+    meta = folder / ".nv-meta"
+    counts = json.loads((meta / ".info.json").read_text())["shard_counts"]
+    (meta / ".info.json").unlink()
+    (meta / ".info.yaml").write_text("shard_counts:\n" + "".join(f"  {name}: {n}\n" for name, n in counts.items()))
+    if generation == 5:
+        (meta / "index.sqlite").unlink()
+        return folder
+    db = sqlite3.connect(meta / "index.sqlite", isolation_level=None)
+    for statement in (
+        "DROP TABLE sample_parts", "ALTER TABLE samples RENAME TO old",
+        "CREATE TABLE samples (id INTEGER PRIMARY KEY, tar_file_id, sample_key, sample_index, byte_offset, byte_size)",
+        "INSERT INTO samples SELECT NULL, tar_file_id, sample_key, sample_index, byte_offset, byte_size FROM old",
+        "DROP TABLE old", "CREATE INDEX idx_samples_key ON samples(sample_key)",
+    ):  # fmt: skip
+        db.execute(statement)
+    db.close()
+    return folder
+
+
+# -- what Energon wrote, against what Energon read ---------------------------------------------------------------------
+
+
+def check_truth(dataset: EnergonDataset, truth: dict) -> None:
+    for entry in truth["random_access"]:
+        key, part = entry["key"], entry["part"]
+        assert hashlib.sha256(dataset.part(key, part)).hexdigest() == entry["sha256"]
+        assert dataset.file(f"{key}.{part}") == dataset.part(dataset.index_of(key), part)
+        place = next(each for each in dataset.parts(key) if each.name == part)
+        assert (place.offset, place.nbytes) == (entry["offset"], entry["size"])
+    rows = truth["sqlite"]["samples"]["rows"]
+    by_key = truth["real_reader"]["__by_key__"]
+    assert len(dataset) == len(rows)
+    for position, (_, key, *_) in enumerate(rows):
+        assert (dataset.key(position), dataset.index_of(key)) == (key, position)
+        assert digests(dataset[position].parts) == by_key[key] == digests(dataset.raw(key).parts)
+    assert [each.key for each in dataset.rows(range(len(rows))[::-1])] == [row[1] for row in rows][::-1]
+    for name, expected in truth["real_reader"].items():
+        if name == "__by_key__":
+            continue
+        part = dataset.split(name)
+        if isinstance(expected, str):  # the peer refuses a split without shards
+            assert len(part) == 0
+            continue
+        assert (list(part.shards), len(part)) == (expected["shards"], expected["len"])
+        found = [(each.key, each.shard, digests(each.parts)) for batch in part.batches(2) for each in batch]
+        assert found == [(each["key"], each["shard"], each["parts"]) for each in expected["samples"]]
+    assert dataset.validate(deep=True, progress=False).ok
+
+
+def test_dataset_of_energon_equals_its_truth(tmp_path):
+    for case in CASES:
+        folder = DATA / case / "dataset"
+        truth = json.loads((DATA / case / "expected.json").read_text())
+        there = f"memory://{tmp_path}/{case}"
+        fsspec.filesystem("memory").put(str(folder), f"{tmp_path}/{case}", recursive=True)
+        for url, options in ((folder, {}), (str(folder), {"engine": "fsspec"}), (there, {})):
+            with EnergonDataset(url, **options) as dataset:
+                check_truth(dataset, truth)
+        for generation in (6, 5):
+            copy = as_generation(Path(shutil.copytree(folder, tmp_path / f"{case}{generation}")), generation)
+            if generation == 6:
+                check_truth(EnergonDataset(copy), truth)
+                continue
+            dataset = EnergonDataset(copy)
+            assert [digests(sample.parts) for sample in dataset] == [
+                truth["real_reader"]["__by_key__"][row[1]] for row in truth["sqlite"]["samples"]["rows"]
+            ]
+            assert dataset.validate(deep=True, progress=False).ok
+            assert dataset.key(0) == dataset[0].key
+            error = refused(lambda dataset=dataset: dataset.raw("x"))
+            assert (type(error), error.remedy) == (NotFoundError, "Run `saev-store prepare --overwrite` on it.")
+            assert type(refused(lambda dataset=dataset: EnergonFileSystem(dataset=dataset).ls(""))) is NotFoundError
+
+
+def test_key_of_another_sample_in_a_tar_of_energon_6_is_refused(tmp_path):
+    folder = as_generation(prepared(tmp_path, {"a.tar": sample_files(0, 2)}), 6)
+    db = sqlite3.connect(folder / ".nv-meta/index.sqlite", isolation_level=None)
+    db.execute("UPDATE samples SET sample_index = 1 - sample_index")
+    db.close()
+    dataset = EnergonDataset(folder)
+    assert type(refused(lambda: EnergonFileSystem(dataset=dataset).ls(""))) is DocumentError
+    for read in (dataset.raw, dataset.parts, lambda key: dataset.part(key, "txt")):
+        error = refused(lambda read=read: read("s00000"))
+        assert (type(error), error.where) == (CorruptShardError, f"{folder}/a.tar")
+
+
+def test_dataset_opened_again_is_the_same(tmp_path):
+    dataset = EnergonDataset(CRUDE).split("val")
+    for again in (pickle.loads(pickle.dumps(dataset)), EnergonDataset(CRUDE).split("val")):
+        assert [again.key(i) for i in range(len(again))] == ["doc/003", "doc/004"]
+        assert again.describe() == dataset.describe()
+    described = dataset.describe(digest="full")
+    assert (described["format"], described["split"], described["n_samples"]) == ("energon", "val", 2)
+    assert described["index_uuid"] == "8eb0cc01-1eaf-43b7-b9e5-3583b6b9d2dc"
+    assert [sample.key for sample in reopen(described)] == ["doc/003", "doc/004"]
+    assert pickle.loads(pickle.dumps(EnergonDataset(CRUDE))).splits == ("train", "val", "test")
+    dataset.close()
+    assert dataset.raw("doc/003")["tar.gz.note.txt"].decode() == "ünïcode"  # opens again what was closed
+    with open_source(CRUDE / ".nv-meta") as source:
+        assert (source.format, len(source), source.url) == ("energon", 5, str(CRUDE))
+    shutil.copytree(CRUDE, tmp_path / "d")
+    (tmp_path / "d/.nv-meta/index.uuid").unlink()
+    assert EnergonDataset(tmp_path / "d").describe()["index_uuid"] == ""
+    (tmp_path / "d/parts/data-0.tar").unlink()
+    assert type(refused(EnergonDataset(tmp_path / "d", damaged_ok=True).describe)) is NotFoundError
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_dataset_in_a_forked_child_reads_the_same():
+    dataset = EnergonDataset(CRUDE)
+    expected = dataset.raw("doc/001").parts
+    child = os.fork()
+    if child == 0:
+        os._exit(dataset.raw("doc/001").parts != expected)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert dataset.raw("doc/001").parts == expected
+
+
+class Counting:
+    """A transport that counts the ranges it is asked for, and their bytes."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.n_ranges, self.nbytes = inner, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def at(self, path):
+        return self
+
+    def get_ranges(self, path, *, starts, ends):
+        self.n_ranges, self.nbytes = self.n_ranges + len(starts), self.nbytes + sum(ends) - sum(starts)
+        return self.inner.get_ranges(path, starts=starts, ends=ends)
+
+
+def test_part_costs_one_range_of_its_bytes_and_header(tmp_path):
+    big = bytes(1_000_000)
+    prepared(tmp_path, {"x.tar": [("a.bin", big), ("b.bin", big), ("b.txt", b"here"), ("c.bin", big)]})
+    dataset = EnergonDataset("", transport=Counting(open_transport(str(tmp_path))))
+    for read, n_ranges, nbytes in (
+        (lambda: dataset.part("b", "txt"), 1, 516),
+        (lambda: dataset.part("b", "txt", start=1, end=3), 2, 514),
+    ):
+        before = dataset.transport.n_ranges, dataset.transport.nbytes
+        assert read() in {b"here", b"er"}
+        assert dataset.transport.n_ranges - before[0] <= n_ranges
+        assert dataset.transport.nbytes - before[1] <= nbytes + 4
+
+
+# -- positions, keys, splits -------------------------------------------------------------------------------------------
+
+
+def test_splits_leave_out_what_split_yaml_excludes(tmp_path):
+    shards = {f"s/{i:02d}.tar": [(f"{i}{j}.txt", b"%d%d" % (i, j)) for j in range(3)] for i in range(4)}
+    folder = prepared(tmp_path, shards)
+    (folder / ".nv-meta/split.yaml").write_text(
+        "split_parts:\n  train: ['s/{00..02}.tar']\n  all: [s/03.tar, 's/0{1,3}.tar']\n  none: []\n"
+        "exclude: ['s/00.tar/0{0,2}', s/02.tar, s/01.tar/nope, s/01.tar/00, nothing, 's/03.tar/31']\n"
+    )
+    dataset = EnergonDataset(folder)
+    keys = {name: [sample.key for sample in dataset.split(name)] for name in dataset.splits}
+    assert keys == {
+        "train": ["01", "10", "11", "12"],
+        "all": ["30", "32", "10", "11", "12", "30", "32"],
+        "none": [],
+    }
+    assert {problem.kind for problem in dataset.problems} == {"repeated_shard", "unknown_exclude"}
+    assert len(dataset) == 12
+    assert "split 'train'" in repr(dataset.split("train"))
+    train = dataset.split("train")
+    for key in (f"{i}{j}" for i in range(4) for j in range(3)):
+        if key in keys["train"]:
+            assert train.index_of(key) == keys["train"].index(key)
+            assert train.part(key, "txt") == train.raw(key)["txt"] == key.encode()
+        else:
+            for read in (train.index_of, train.raw, lambda key: train.part(key, "txt")):
+                assert type(refused(lambda read=read, key=key: read(key))) is SelectionError
+    for each in (dataset, dataset.split("all")):
+        assert len(pickle.loads(pickle.dumps(each))) == len(reopen(each.describe())) == len(each)
+
+
+def test_older_split_json_is_read_and_newest_document_counts(tmp_path):
+    folder = prepared(tmp_path, {"a.tar": sample_files(0, 2), "b.tar": sample_files(2, 3)})
+    meta = folder / ".nv-meta"
+    (meta / "split.json").write_text('{"split_parts": {"one": ["b.tar"]}}')
+    (meta / ".info.yaml").write_text("shard_counts: {other.tar: 9}")
+    assert EnergonDataset(folder).splits == ("train", "val", "test")
+    (meta / "split.yaml").unlink()
+    (meta / "dataset.yaml").unlink()
+    dataset = EnergonDataset(folder)
+    assert (dataset.splits, dataset.split("one").shards, dataset.sample_type) == (("one",), ("b.tar",), None)
+    (meta / "split.json").unlink()
+    dataset = EnergonDataset(folder)
+    assert [(each.kind, each.severity) for each in dataset.problems] == [
+        ("no_splits", "info"),
+        ("no_definition", "info"),
+    ]
+    assert (dataset.splits, len(dataset.split("all"))) == (("all",), 5)
+    assert set(dataset.sample(0).parts) == {"json", "txt"}
+
+
+def test_samples_of_one_key_are_found_by_position(tmp_path, capfd):
+    """As Energon 7.0 allowed."""
+    folder = Path(shutil.copytree(DATA / "old_7_0_0/dataset", tmp_path / "d"))
+    (folder / "shards/shard_001.tar").write_bytes((folder / "shards/shard_000.tar").read_bytes())
+    db = sqlite3.connect(folder / ".nv-meta/index.sqlite", isolation_level=None)
+    db.execute("UPDATE samples SET sample_key = 'sample_000' || sample_index WHERE tar_file_id < 2")
+    db.execute(
+        "UPDATE sample_parts SET content_byte_size = (SELECT content_byte_size FROM sample_parts AS s WHERE s.tar_file_id = 0"
+        " AND s.sample_index = sample_parts.sample_index AND s.part_name = sample_parts.part_name) WHERE tar_file_id = 1"
+    )
+    db.close()
+    dataset = EnergonDataset(folder)
+    assert {(each.kind, each.severity) for each in dataset.problems} >= {("repeated_key", "warning")}
+    files, name = EnergonFileSystem(dataset=dataset), f"sample_0000.{dataset.parts(0)[0].name}"
+    for read in (dataset.raw, dataset.index_of, dataset.parts, lambda key: dataset.part(key, "txt")):
+        assert type(refused(lambda read=read: read("sample_0000"))) is SelectionError
+    for read in (files.info, files.cat_file):
+        assert type(refused(lambda read=read: read(name))) is NotFoundError
+    (folder / ".nv-meta/split.yaml").write_text(
+        "split_parts:\n  train: ['shards/shard_{000..001}.tar']\nexclude: [shards/shard_001.tar/sample_0000]\n"
+    )
+    kept = [(sample.shard[-7:], sample.sample_index) for sample in EnergonDataset(folder).split("train")]
+    assert kept == [("000.tar", 0), ("000.tar", 1), ("001.tar", 1)]
+
+
+def test_slices_of_a_part_equal_slices_of_its_bytes(tmp_path):
+    dataset, text = (
+        EnergonDataset(prepared(tmp_path, {"a.tar": [("k.json", b"{}"), ("k.txt", b"text a1")]})),
+        b"text a1",
+    )
+    bounds = (None, -100, -8, -7, -1, 0, 1, 6, 7, 8, 100)
+    for sample, start, end in itertools.product(("k", 0), bounds, bounds):
+        assert dataset.part(sample, "txt", start=start, end=end) == text[start:end]
+
+
+def test_arguments_that_name_nothing_are_refused(tmp_path):
+    folder = prepared(tmp_path / "d", {"a.tar": sample_files(0, 2)})
+    dataset, there = EnergonDataset(folder), open_transport(str(folder))
+    for call, kind, where in (
+        (lambda: dataset[2], SelectionError, "sample"),
+        (lambda: dataset.rows([0, 2]), SelectionError, "sample"),
+        (lambda: dataset.raw("x"), SelectionError, "key"),
+        (lambda: dataset.part("x", "txt"), SelectionError, "key"),
+        (lambda: dataset.raw("\ud800"), SelectionError, "key"),
+        (lambda: dataset.part(0, "jpg"), SelectionError, "part"),
+        (lambda: dataset.part("s00000", "jpg"), SelectionError, "part"),
+        (lambda: dataset[0]["jpg"], SelectionError, "part"),
+        (lambda: dataset.file("nodot"), SelectionError, "name"),
+        (lambda: dataset.split("x"), SelectionError, "split"),
+        (lambda: dataset.split(1), SelectionError, "split"),
+        (lambda: dataset.validate(deep=2), ArgumentError, "deep"),
+        (lambda: EnergonDataset(folder, images="x"), ArgumentError, "images"),
+        (lambda: EnergonDataset("", {}, transport=there), ArgumentError, "storage_options"),
+        (lambda: EnergonDataset(tmp_path), NotFoundError, str(tmp_path)),
+        (lambda: FieldPath.parse("a[", where="here"), ArgumentError, "here"),
+    ):
+        error = refused(call)
+        assert (type(error), error.where) == (kind, where)
+    assert (dataset[-1].key, dataset.key(-2), len(dataset.rows([]))) == ("s00001", "s00000", 0)
+    assert repr(dataset[0]) == "RawSample(key='s00000', shard='a.tar', sample_index=0)"
+
+
+# -- parts and fields --------------------------------------------------------------------------------------------------
+
+
+def test_captions_and_crude_samples_are_decoded_as_dataset_yaml_says():
+    dataset = EnergonDataset(DATA / "captioning_ratio_split/dataset")
+    for i in range(6):
+        sample = dataset.sample(i)
+        assert (type(sample).__name__, sample.__key__, sample.__subflavors__) == (
+            "CaptioningSample", f"sample_{i:04d}", None,
+        )  # fmt: skip
+        assert sample.__restore_key__ == (dataset.url, f"shards/shard_{i // 2:03d}.tar", i % 2)
+        assert sample.caption == f"caption number {i}\n"
+        assert (sample.image.dtype, sample.image.ndim, sample.image.shape[2]) == (np.uint8, 3, 3)
+    assert dataset.decode(dataset[1]).caption == "caption number 1\n"
+    crude = EnergonDataset(CRUDE).sample("doc/003")
+    assert isinstance(crude, CrudeSample)
+    assert crude.parts["tar.gz.note.txt"].decode() == "ünïcode"
+
+
+def test_images_are_decoded_as_asked_for(tmp_path):
+    pixels = noise(3, 4, 5)
+    light = pixels.transpose(2, 0, 1).astype(np.float32) / np.float32(255)
+    fields = {"sample_type": "CaptioningSample", "field_map": {"image": "png", "caption": "txt"}}
+    folder = prepared(tmp_path, {"a.tar": [("a.png", png(pixels)), ("a.txt", b"t")]}, **fields)
+    for images, expected in (("rgb8", pixels), ("torchrgb", light)):
+        image = EnergonDataset(folder, images=images).sample(0).image
+        np.testing.assert_array_equal(image, expected)
+        assert image.dtype == expected.dtype and image.flags.c_contiguous
+    assert EnergonDataset(folder, images="bytes").sample("a").image == png(pixels)
+
+
+def npy(array, **options) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, **options)
+    return buffer.getvalue()
+
+
+def test_parts_are_decoded_by_their_last_ending():
+    pytest.importorskip("msgpack")
+    pickled = b"cos\nsystem\n(S'true'\ntR."
+    for endings, raw, value in (
+        ("txt text transcript x.TXT", "ü 1".encode(), "ü 1"),
+        ("cls cls2 index inx id x.Cls", b" 12\n", 12),
+        ("cls", b"1" * 70, int("1" * 70)),
+        ("json jsn detail.json", b'{"a": [1]}', {"a": [1]}),
+        ("mp msg", b"\x81\xa1a\x01", {"a": 1}),
+        ("bin ten pyd pickle pth npz tar xtxt txt.gz pkl pt dill", pickled, pickled),
+    ):
+        for ending in endings.split():
+            found = decode(ending, raw, where="x")
+            assert (found, type(found)) == (value, type(value))
+    for kind, order, shape in itertools.product(("<f4", ">i2", "|b1", "<U3"), "CF", ((), (0, 3), (2, 3))):
+        array = np.asarray(np.arange(int(np.prod(shape))).reshape(shape).astype(kind), order=order)
+        found = decode("x.npy", npy(array), where="x")
+        assert (found.dtype, found.shape, found.flags.writeable) == (array.dtype, shape, True)
+        np.testing.assert_array_equal(found, array)
+
+
+def test_parts_that_do_not_decode_are_refused():
+    pytest.importorskip("msgpack")
+    objects = npy(np.array([{}], dtype=object), allow_pickle=True)
+    huge = npy(np.arange(6).reshape(2, 3)).replace(b"(2, 3)", b"(2, 9999999999)")[:128]
+    empty = b"{'descr': '|V0', 'fortran_order': False, 'shape': (4611686018427387904,)}"
+    for part, raw in (
+        ("json", b"{"), ("json", b"[" * 10**5), ("txt", b"\xff"), ("cls", b"x"), ("cls", b"7.5"), ("cls", b""), ("id", b"0x7"),
+        ("cls", b"9" * 300), ("npy", b"x"), ("npy", objects), ("npy", huge), ("npy", npy(np.zeros(2)) + b"x"),
+        ("npy", b"\x93NUMPY\x01\x00" + len(empty).to_bytes(2, "little") + empty), ("jpg", b"no"),
+        ("png", b"\x89PNG\r\n\x1a\n" + bytes(30)), ("mp", b"\xc1"), ("mp", b"\xdd\xff\xff\xff\xff"),
+    ):  # fmt: skip
+        error = refused(lambda part=part, raw=raw: decode(part, raw, where="s"))
+        assert (type(error), error.where, [each.kind for each in error.problems]) == (DocumentError, "s", ["bad_part"])
+
+
+def test_field_paths_take_the_first_part_that_the_sample_has():
+    parts = {"json": b'{"a": {"b": ["x", "y"]}, "n": null, "0": "zero"}', "txt": b"t"}
+    for path, expected in (
+        ("json[a][b][1]", "y"), ("json[nope],txt", "t"), ("nope, txt", "t"), ("json[n]", None), ("json[0]", "zero"),
+    ):  # fmt: skip
+        assert resolve(FieldPath.parse(path, where="x"), parts, where="x") == expected
+    for path in ("json[a][b][2]", "json[a][b][-1]", "json[a][b][x]", "nope", "txt[0]"):
+        assert (
+            type(refused(lambda path=path: resolve(FieldPath.parse(path, where="x"), parts, where="x")))
+            is DocumentError
+        )
+    for path in ("", "a[", "a]b", "[a]", "a,", "a[b]c"):
+        assert type(refused(lambda path=path: FieldPath.parse(path, where="x"))) is ArgumentError
+
+
+def test_sample_types_have_the_fields_of_the_specification(tmp_path):
+    expected = {
+        "Sample": ("", ""), "CaptioningSample": ("image caption", ""), "ImageSample": ("image", ""),
+        "ImageClassificationSample": ("image", "label label_name"), "InterleavedSample": ("sequence", ""),
+        "MultiChoiceVQASample": ("image context", "choices correct_choice_idx"),
+        "OCRSample": ("image text", "block_boxes block_classes block_text lines_boxes lines_text words_boxes words_text chars_boxes chars_text"),
+        "TextSample": ("text", ""), "VidQASample": ("video context", "answers answer_weights"),
+        "VQASample": ("image context", "answers answer_weights"),
+        "VQAOCRSample": ("image context text", "answers answer_weights words_boxes words_text"),
+    }  # fmt: skip
+    found = {name: (" ".join(kind.required()), " ".join(kind.optional())) for name, kind in SAMPLE_TYPES.items()}
+    assert found == expected
+    boxes = {"good": [[0, 1, 2, 3], [4.5, 5, 6, 7]], "empty": [], "none": None, "text": "a"}
+    fields = {"image": "bin", "text": "txt", "words_boxes": "json[boxes]"}
+    files = [(f"{name}.{part}", raw) for name, value in [*boxes.items(), ("odd", [[1], [2, 3]]), ("words", ["a"])]
+             for part, raw in (("bin", b"i"), ("txt", b"t"), ("json", json.dumps({"boxes": value}).encode()))]  # fmt: skip
+    dataset = EnergonDataset(prepared(tmp_path, {"a.tar": files}, sample_type="OCRSample", field_map=fields))
+    for name, value in boxes.items():
+        made = dataset.sample(name).words_boxes
+        assert isinstance(made, np.ndarray) == isinstance(value, list)
+        assert np.array_equal(made, value) if isinstance(value, list) else made == value
+    for name in ("odd", "words"):
+        error = refused(lambda name=name: dataset.sample(name))
+        assert (type(error), error.where) == (DocumentError, f"{tmp_path}/a.tar/{name}")
+
+
+# -- as files ----------------------------------------------------------------------------------------------------------
+
+
+def test_filesystem_lists_and_reads_parts_by_name(tmp_path):
+    register()
+    fs = EnergonFileSystem(str(CRUDE))
+    assert fs.ls("") == [{"name": "doc", "size": 0, "type": "directory"}]
+    assert fs.info("doc/003.tar.gz.note.txt") == {"name": "doc/003.tar.gz.note.txt", "size": 9, "type": "file"}
+    assert len(fs.find("")) == 11
+    assert fs.glob("doc/*.json") == [f"doc/00{i}.json" for i in (0, 1, 2, 4)]
+    assert fs.exists("doc/002.txt") and not fs.exists("doc/002.nope") and fs.isdir("doc")
+    assert fs.cat_file("doc/003.tar.gz.note.txt", 0, 2) == "ü".encode()
+    assert (fs.cat_file("doc/003.tar.gz.note.txt", -4), fs.cat("doc/002.txt")) == (b"code", b"")
+    with fs.open("doc/000.json", block_size=3) as file:
+        assert json.load(file) == {"n": 0}
+    for path in ("nope", "doc/nope", "doc/009.json", "x/y.z", "doc/00"):
+        for call in (fs.info, fs.cat_file):
+            assert type(refused(lambda call=call, path=path: call(path))) is NotFoundError
+    assert type(refused(lambda: fs.open("doc/000.json", "wb"))) is ReadOnlyError
+    for address in (f"energon://doc/000.json::{CRUDE}", f"energon://doc/000.json::file://{CRUDE}"):
+        with fsspec.open(address) as file:
+            assert file.read() == b'{"n": 0}'
+    fsspec.filesystem("memory").put(str(CRUDE), str(tmp_path), recursive=True)
+    with fsspec.open(f"energon://doc/004.json::memory://{tmp_path}") as file:
+        assert file.read() == b'{"n": 4}'
+
+
+def test_filesystem_lists_folders_first_and_each_part_once(tmp_path):
+    files = [
+        (f"{folder}/{i:05d}.{part}", b"x")
+        for folder in ("a", "a b", "a/b", "a0", "é")
+        for i in range(3)
+        for part in "pq"
+    ]
+    many = [(f"many/{i:05d}.{part}", b"") for i in range(4_000) for part in ("x", "y", "z")]
+    folder = prepared(tmp_path, {"x.tar": [*files, ("top.txt", b""), ("a.txt", b""), *many]})
+    fs = EnergonFileSystem(dataset=EnergonDataset(folder))
+    found = [(each["name"], each["type"]) for each in fs.ls("energon://")]
+    folders = [(name, "directory") for name in ("a", "a b", "a0", "many", "é")]
+    assert found == [*folders, ("a.txt", "file"), ("top.txt", "file")]
+    assert fs.ls("a", detail=False) == ["a/b", *(f"a/{i:05d}.{part}" for i in range(3) for part in "pq")]
+    assert fs.ls("many", detail=False) == [name for name, _ in many]
+    assert fs.ls("a.txt", detail=False) == ["a.txt"]
+    assert fs.cat(["energon://a.txt", "a/00000.p"]) == {"a.txt": b"", "a/00000.p": b"x"}
+
+
+def test_filesystem_after_a_new_preparation_reads_the_new_samples(tmp_path):
+    register()
+    for name in ("a", "b"):
+        prepared(tmp_path, {"x.tar": [(f"{name}.txt", name.encode())]}, overwrite=True)
+        with fsspec.open(f"energon://{name}.txt::{tmp_path}") as file:
+            assert file.read() == name.encode()

@@ -1,0 +1,437 @@
+"""Preparing folders of tars: complete and as Energon writes it, all or nothing, and its commands."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+from energon_tars import FORMATS, odd_files, sample_files, tar_bytes, write_dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saev_store.cli import main
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+    UnsafeContentError,
+    WriterConflictError,
+)
+from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.prepare import find_tars, prepare
+from saev_store.sources.energon.split import SplitPlan, collapse, deal, escape, expand, parse_ratio
+from saev_store.transport import open_transport
+
+DATA = Path(__file__).parents[1] / "data/energon"
+FILES = {".info.json", "dataset.yaml", "index.sqlite", "index.uuid", "split.yaml"}
+
+
+def refused(call) -> SaevStoreError:
+    with pytest.raises(SaevStoreError) as caught:
+        call()
+    return caught.value
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file but those of the lock."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != ".saev_store")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def check(dataset: EnergonDataset, truth: dict[str, dict[str, bytes]]) -> None:
+    found = {sample.key: dict(sample.parts) for batch in dataset.batches(3) for sample in batch}
+    assert (len(dataset), found) == (len(truth), truth)
+    assert all(dataset.part(key, part) == data for key, parts in truth.items() for part, data in parts.items())
+    report = dataset.validate(deep=True, progress=False)
+    assert report.ok, report
+
+
+def tars(folder: Path, *names: str) -> Path:
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(tar_bytes(sample_files(i * 10, 2)))
+    return folder
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def test_prepare_writes_what_energon_writes(tmp_path):
+    """Byte for byte, and row for row in the index."""
+    for case, options in (
+        ("captioning_ratio_split", {"sample_type": "CaptioningSample", "field_map": {"image": "jpg", "caption": "txt"}, "split": "1,1,1"}),
+        ("crude_varying_parts", {"sample_type": "CrudeWebdataset", "split": "1,1,0"}),
+    ):  # fmt: skip
+        truth = json.loads((DATA / case / "expected.json").read_text())
+        theirs = content(DATA / case / "dataset")
+        folder = tmp_path / case
+        for name, raw in theirs.items():
+            if name.endswith(".tar"):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(raw)
+        prepare(folder, progress=False, **options)
+        ours = content(folder)
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {".nv-meta/index.sqlite", ".nv-meta/index.uuid"}:
+            assert ours[name] == theirs[name], name
+        db = sqlite3.connect(folder / ".nv-meta/index.sqlite")
+        for table, order in (("samples", "1, 3"), ("sample_parts", "1, 2, 4")):
+            rows = [list(row) for row in db.execute(f"SELECT * FROM {table} ORDER BY {order}")]
+            assert rows == sorted(
+                truth["sqlite"][table]["rows"],
+                key=lambda row: row[:1] + row[2:3] if table == "samples" else row[:2] + row[3:4],
+            )
+        db.close()
+
+
+def test_prepared_tars_of_every_format_are_read_back(tmp_path):
+    for place, workers in (("", None), ("", 1), ("", 2), ("memory://", None), ("memory://", 3)):
+        folder = tmp_path / f"{place[:3]}{workers}"
+        truth = write_dataset(folder, n_shards=6)
+        if place:
+            fsspec.filesystem("memory").put(str(folder), str(folder), recursive=True)
+        made = prepare(f"{place}{folder}", split="1,1,1", num_workers=workers, progress=False)
+        assert (made.n_samples, made.n_parts) == (len(truth), sum(map(len, truth.values())))
+        assert {name: len(shards) for name, shards in made.splits.items()} == {"train": 2, "val": 2, "test": 2}
+        assert f"{made.n_samples} samples" in str(made)
+        dataset = EnergonDataset(f"{place}{folder}")
+        check(dataset, truth)
+        assert (dataset.sample_type, sum(len(dataset.split(name)) for name in dataset.splits)) == (
+            "CrudeWebdataset",
+            len(truth),
+        )
+        if not place:
+            assert {path.name for path in (folder / ".nv-meta").iterdir()} == FILES
+    uuids = {(tmp_path / name / ".nv-meta/index.uuid").read_text() for name in ("None", "1", "2")}
+    assert len(uuids) == 1
+    for format, engine in itertools.product(FORMATS, ("auto", "fsspec")):
+        files = sample_files(0, 3) if format == "ustar" else odd_files()
+        folder = tmp_path / f"{format}{engine}"
+        folder.mkdir()
+        (folder / "a.tar").write_bytes(tar_bytes(files, format=format))
+        prepare(folder, split="1,0,0", engine=engine, progress=False)
+        dataset = EnergonDataset(folder, engine=engine)
+        names = [f"{dataset.key(i)}.{part.name}" for i in range(len(dataset)) for part in dataset.parts(i)]
+        assert names == [name for name, _ in files if name not in {"__meta__/notes.json", "no_dot", ".hidden"}]
+        assert (folder / ".nv-meta/index.uuid").read_text() not in uuids
+
+
+def test_prepare_takes_tars_in_the_order_of_folders(tmp_path):
+    tars(tmp_path, "b.tar", "a-b/0.tar", "a/1.tar", "a/0.tar", ".old/0.tar", "a/.trash/0.tar", "a/.x.tar")
+    (tmp_path / "a/c.tgz").write_bytes(b"")
+    made = prepare(tmp_path, split="1,0,0", progress=False)
+    assert list(made.shards) == ["a/0.tar", "a/1.tar", "a-b/0.tar", "b.tar"]
+    assert [(problem.kind, problem.where) for problem in made.problems] == [("compressed_tar", "a/c.tgz")]
+    for exclude, left in (("1.tar$", ["a/0.tar"]), ("^1", ["a/0.tar", "a/1.tar"]), ("a/0", ["a/1.tar"])):
+        folder = tars(tmp_path / str(len(left)) / left[0], "a/0.tar", "a/1.tar")
+        assert list(prepare(folder, split="1,0,0", exclude=exclude, progress=False).shards) == left
+
+
+def test_prepare_reports_empty_tars_and_names_of_parts(tmp_path):
+    (tmp_path / "a.tar").write_bytes(tar_bytes([]))
+    (tmp_path / "b.tar").write_bytes(tar_bytes([(f"a.p{i:03d}", b"") for i in range(60)]))
+    made = prepare(tmp_path, split="1,0,0", progress=False)
+    assert dict(made.splits) == {"train": ("b.tar",), "val": (), "test": ()}
+    assert [(problem.kind, problem.where) for problem in made.problems] == [("empty_shard", "a.tar")]
+    assert (made.n_parts, len(made.part_names) >= 50) == (60, True)
+    assert len(EnergonDataset(tmp_path)) == 1
+
+
+def test_preparing_again_keeps_what_is_not_given_and_replaces_what_is(tmp_path):
+    tars(tmp_path, "0.tar", "1.tar")
+    meta = tmp_path / ".nv-meta"
+    fields = {"sample_type": "TextSample", "field_map": {"text": "txt"}}
+    prepare(tmp_path, split_parts=["train:0", "val:1"], progress=False, **fields)
+    (meta / "split.yaml").write_text((meta / "split.yaml").read_text() + "# edited\n")
+    before = content(meta)
+    again = prepare(tmp_path, overwrite=True, progress=False)
+    assert content(meta) == before
+    assert dict(again.splits) == {"train": ("0.tar",), "val": ("1.tar",)}
+    (meta / "split.json").write_text('{"split_parts": {"old": ["0.tar"]}}')  # of an older Energon
+    (meta / ".info.yaml").write_text("shard_counts: {gone.tar: 9}")
+    (meta / ".saev_store.tmp-1-2").write_bytes(b"of a preparation that was killed")
+    prepare(tmp_path, split_parts=["new:0", "rest:1"], sample_type="CrudeWebdataset", overwrite=True, progress=False)
+    assert {path.name for path in meta.iterdir()} == FILES
+    assert (EnergonDataset(tmp_path).splits, EnergonDataset(tmp_path).sample_type) == (
+        ("new", "rest"),
+        "CrudeWebdataset",
+    )
+    error = refused(lambda: prepare(tmp_path, split="1,0,0"))
+    assert (type(error), error.where) == (StoreExistsError, str(tmp_path))
+    (tmp_path / "0.tar").unlink()
+    before = content(tmp_path)
+    assert (
+        type(refused(lambda: prepare(tmp_path, overwrite=True, progress=False))) is DocumentError
+    )  # split.yaml names 0.tar
+    assert content(tmp_path) == before
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_fit_nothing_are_refused(tmp_path):
+    tars(tmp_path, "a.tar")
+    before = content(tmp_path)
+    for options, where in (
+        ({"sample_type": "X"}, "sample_type"), ({"sample_type": 5}, "sample_type"), ({"field_map": {"a": "b"}}, "field_map"),
+        ({"sample_type": "CrudeWebdataset", "field_map": {"a": "b"}}, "field_map"), ({"sample_type": "TextSample"}, "field_map"),
+        ({"sample_type": "TextSample", "field_map": {"text": "a["}}, "field_map"), ({"sample_type": "TextSample", "field_map": {"x": "a"}}, "field_map"),
+        ({"exclude": "("}, "exclude"), ({"split": None}, "split"), ({"split_parts": ["a:b"]}, "split"), ({"split": "1,2"}, "split"),
+        *(({"split": text}, "split") for text in ("", ",", "1,,2", "-1,2,3", "nan,1,1", "inf,1,1", "1e9,1,1", "0,0,0", "x", "1" * 300, 5, "1,2,3,4")),
+        *(({"split": None, "split_parts": parts}, "split_parts") for parts in (["a:("], ["train:"], [":x"], ["x"], "a:b", [5], 5, ["a:{1..99999999999}"])),
+    ):  # fmt: skip
+        error = refused(lambda options=options: prepare(tmp_path, progress=False, **{"split": "1,0,0", **options}))
+        assert error.where == where, options
+        assert isinstance(error, (ArgumentError, DocumentError))
+        assert content(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/x.tgz").write_bytes(b"")
+    for call in (
+        lambda: prepare(tmp_path / "empty", split="1,0,0"), lambda: prepare(tmp_path, split="1,0,0", exclude="a"),
+        lambda: find_tars(open_transport(str(tmp_path / "empty"))),
+    ):  # fmt: skip
+        assert type(refused(call)) is NotFoundError
+    (tmp_path / "a\\b.tar").write_bytes(b"")
+    assert type(refused(lambda: prepare(tmp_path, split="1,0,0", progress=False))) is UnsafeContentError
+
+
+def test_damaged_tars_and_repeated_keys_change_nothing(tmp_path):
+    truth = write_dataset(tmp_path, n_shards=4, odd=False)
+    prepare(tmp_path, split="1,0,0", progress=False)
+    shards = [tmp_path / f"shards/shard_{i:03d}.tar" for i in range(4)]
+    before = content(tmp_path)
+    for changes, kind, wheres in (
+        ({2: before["shards/shard_002.tar"][:700]}, CorruptShardError, [str(shards[2])]),
+        ({1: b"", 3: b"x" * 700}, CorruptShardError, [str(shards[1]), str(shards[3])]),
+        ({3: before["shards/shard_000.tar"]}, DocumentError, ["shards/shard_003.tar"]),
+        ({0: tar_bytes([("k.a", b""), ("j.a", b""), ("k.b", b"")])}, DocumentError, ["shards/shard_000.tar"]),
+    ):  # fmt: skip
+        for workers in (1, 2):
+            for i, raw in changes.items():
+                shards[i].write_bytes(raw)
+            options = {"split": "0,1,0", "overwrite": True, "num_workers": workers, "progress": False}
+            error = refused(lambda options=options: prepare(tmp_path, **options))
+            assert (type(error), [problem.where for problem in error.problems]) == (kind, wheres)
+            for i in changes:
+                shards[i].write_bytes(before[f"shards/shard_{i:03d}.tar"])
+            assert content(tmp_path) == before
+    check(EnergonDataset(tmp_path), truth)
+
+
+def test_tar_that_changes_while_it_is_indexed_is_refused(tmp_path, monkeypatch):
+    write_dataset(tmp_path, n_shards=2, odd=False)
+    real = sqlite3.connect
+
+    def connect(*arguments, **options):  # the index is written while tars are scanned
+        (tmp_path / "shards/shard_001.tar").write_bytes(tar_bytes(sample_files(700, 4), format="gnu"))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    assert type(refused(lambda: prepare(tmp_path, split="1,0,0", progress=False))) is CorruptShardError
+    assert not (tmp_path / ".nv-meta/.info.json").exists()
+
+
+def test_index_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    tars(tmp_path, "a.tar")
+    real = sqlite3.connect
+
+    def connect(path, **options):
+        db = real(path, **options)
+        db.execute("PRAGMA max_page_count = 1")
+        return db
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    assert type(refused(lambda: prepare(tmp_path, split="1,0,0", progress=False))) is TransportError
+    assert not (tmp_path / ".nv-meta/.info.json").exists()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_processes_that_die_or_cannot_start_cost_nothing(tmp_path, monkeypatch):
+    truth = write_dataset(tmp_path / "d", n_shards=6, odd=False)
+    real, faults = subprocess.run, iter(("refused", "killed", "cut", "none"))
+
+    def run(command, **options):
+        fault = next(faults, "none")
+        if fault == "refused":
+            raise BlockingIOError
+        if fault == "killed":
+            command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+        done = real(command, **options)
+        return subprocess.CompletedProcess(command, 0, done.stdout[:-20]) if fault == "cut" else done
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(3):
+        prepare(tmp_path / "d", split="1,0,0", num_workers=2, overwrite=True, progress=False)
+        check(EnergonDataset(tmp_path / "d"), truth)
+
+
+def test_prepare_that_is_killed_leaves_a_whole_dataset_or_none(tmp_path):
+    truth = write_dataset(tmp_path, n_shards=6, odd=False)
+    program = (
+        "import os, sys; from saev_store.sources.energon.prepare import prepare; n = [0]\n"
+        "def count(event, arguments):\n"
+        "    if event in ('open', 'os.rename', 'os.remove', 'os.link', 'os.mkdir', 'os.rmdir') and sys.argv[1] in str(arguments):\n"
+        "        n[0] += 1\n"
+        "        if n[0] == int(sys.argv[2]): os.kill(os.getpid(), 9)\n"
+        "sys.addaudithook(count)\n"
+        "prepare(sys.argv[1], split='0,1,0', overwrite=True, num_workers=1, progress=False)\n"
+    )
+    states = set()
+    for at in range(1, 200, 7):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path), str(at)], stderr=subprocess.PIPE, check=False
+        )
+        if (tmp_path / ".nv-meta/.info.json").exists():
+            check(EnergonDataset(tmp_path), truth)
+        states.add((done.returncode, (tmp_path / ".nv-meta/.info.json").exists()))
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert {(-signal.SIGKILL, False), (0, True)} <= states
+    assert {path.name for path in (tmp_path / ".nv-meta").iterdir()} == FILES
+    with open_transport(str(tmp_path)).lock(".nv-meta/.saev_store/lock"):
+        options = {"split": "1,0,0", "overwrite": True, "progress": False}
+        assert type(refused(lambda: prepare(tmp_path, **options))) is WriterConflictError
+
+
+# -- splits ------------------------------------------------------------------------------------------------------------
+
+
+def test_patterns_assign_shards_whose_path_begins_so(tmp_path):
+    tars(tmp_path, "train/00.tar", "train/01.tar", "val/00.tar", "other/00.tar")
+    made = prepare(tmp_path, split_parts=["train:train/.*", "train:val/0{0..3}", "val:val/", "none:x"], progress=False)
+    assert dict(made.splits) == {
+        "train": ("train/00.tar", "train/01.tar", "val/00.tar"),
+        "val": ("val/00.tar",),
+        "none": (),
+    }
+    assert [(problem.kind, problem.where) for problem in made.problems] == [
+        ("in_no_split", "other/00.tar"), ("split_overlap", "val/00.tar"), ("empty_split", ".nv-meta/split.yaml"),
+    ]  # fmt: skip
+    assert (tmp_path / ".nv-meta/split.yaml").read_text() == (
+        "split_parts:\n  train:\n  - train/{00..01}.tar\n  - val/00.tar\n  val:\n  - val/00.tar\n  none: []\nexclude: []\n"
+    )
+    assert SplitPlan(None, ["train:train_.*"]).assign({"old/train_1.tar": 1})[0] == {"train": ()}
+    plan = SplitPlan(None, [r"odd:\d{2}\.tar"])
+    assert plan.assign({"07.tar": 1})[0] == {"odd": ("07.tar",)}
+
+
+def test_braces_mean_what_a_shell_means():
+    for pattern, names in (
+        ("{1..3}", "1 2 3"), ("{03..1}", "03 02 01"), ("{1..7..3}", "1 4 7"), ("{-1..1}", "-1 0 1"), ("{a,b}{1,2}", "a1 a2 b1 b2"), ("{x}", "{x}"),
+        (r"\{a,b\}", "{a,b}"), ("{,x}y", "y xy"), ("x{1..2}y{a,b}", "x1ya x1yb x2ya x2yb"), ("{08..10}", "08 09 10"), ("{1..1}", "1"), ("a\\", "a\\"),
+        ("{0..1..0}", "0 1"), ("{-01..1}", "-01 000 001"),
+    ):  # fmt: skip
+        assert expand(pattern, where="x") == names.split()
+
+
+@given(st.text("a{},.\\1", max_size=14), st.integers(0, 999), st.integers(2, 60), st.integers(1, 6))
+def test_collapsed_names_expand_to_themselves(text, first, n, width):
+    names = [f"s/{i:0{width}d}-of.tar" for i in range(first, first + n)]
+    if width > 2 and first + n <= 10**width:
+        assert len(collapse(names)) == 1
+    names += [
+        text,
+        *(f"{text}{i}" for i in (8, 9, 10)),
+        "00.tar",
+        "1.tar",
+        "0.tar",
+        "0.tar",
+        *("9" * k for k in (17, 18, 19)),
+        "1" + "0" * 18,
+    ]
+    assert [name for pattern in collapse(names) for name in expand(pattern, where="x")] == names
+    assert expand(escape(text), where="x") == [text]
+    try:
+        assert expand(text, where="x")
+    except DocumentError as error:
+        assert error.where == "x"
+
+
+@given(st.integers(0, 200), st.lists(st.decimals(0, 100, places=3), min_size=3, max_size=3).filter(any))
+def test_every_shard_is_dealt_as_close_to_its_share_as_possible(n_shards, shares):
+    ratio = parse_ratio(",".join(map(str, shares)))
+    runs = deal(n_shards, ratio)
+    assert [a for a, _ in runs] == [0, *(b for _, b in runs[:-1])]
+    assert runs[-1][1] == n_shards
+    for (a, b), share in zip(runs, ratio, strict=True):
+        assert abs((b - a) - n_shards * share / sum(ratio)) < 1
+        assert share or a == b
+    for n, text, counts in (
+        (10, "7,2,1", [7, 2, 1]),
+        (1, "0.8,0.1,0.1", [1, 0, 0]),
+        (2, "1,1,0", [1, 1, 0]),
+        (10, "0.7,0.2,0.1", [7, 2, 1]),
+    ):
+        assert [b - a for a, b in deal(n, parse_ratio(text))] == counts
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capfd):
+    def call(*arguments):
+        code = main([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_commands_prepare_list_and_validate(run, tmp_path):
+    for i in range(10):
+        (tmp_path / f"{i}.tar").write_bytes(tar_bytes(sample_files(i * 10, 2, folder="x/y/")))
+    fields = ("--sample-type", "TextSample", "--field", "text=json[caption]")
+    code, out, _ = run("prepare", tmp_path, "--split", "8,1,1", *fields, "--num-workers", 2, "--no-progress")
+    assert code == 0 and "20 samples, 40 parts in 10 shards" in out
+    val = EnergonDataset(tmp_path).split("val")
+    assert [val.sample(i).text for i in range(2)] == ["c80", "c81"]
+    assert run("info", tmp_path)[0] == 0
+    code, out, _ = run("validate", "--deep", tmp_path, "--json")
+    assert code == 0 and json.loads(out)["ok"]
+    assert [run("ls", tmp_path / name)[1] for name in ("", "x")] == ["x/\n", "x/y/\n"]
+    assert len(run("ls", tmp_path / "x/y")[1].splitlines()) == 40
+    entries = json.loads(run("ls", tmp_path / "x/y/s00000", "--json")[1])["entries"]
+    assert [entry["name"] for entry in entries] == ["x/y/s00000.json", "x/y/s00000.txt"]
+    assert run("ls", tmp_path / "x/nope")[0] == 1
+    assert run("prepare", tmp_path, "--split", "8,1,1")[0] == 1
+    code, out, _ = run("prepare", tmp_path, "--overwrite", "--json", "--split-parts", r"train:[0-4]\.tar")
+    assert code == 0 and len(json.loads(out)["splits"]["train"]) == 5
+    assert {problem["kind"] for problem in json.loads(out)["problems"]} == {"in_no_split"}
+    (tmp_path / "3.tar").unlink()
+    assert (run("validate", tmp_path)[0], run("ls", tmp_path)[0]) == (1, 0)
+    for options in ([], ["--field", "x"], ["--field", "=x"], ["--field-map", "{"], ["--field-map", "[1]"]):
+        assert (
+            run("prepare", tars(tmp_path / "other", "a.tar"), *options, *(["--split", "1,0,0"] if options else []))[0]
+            == 2
+        )
+
+
+def test_command_asks_for_options_that_are_missing(run, tmp_path, monkeypatch):
+    for answers, expected in (
+        ("nonsense\n1,0\n1,0,0\n99\nTextSample\njson[\njson[caption]\n", (("train", "val", "test"), "TextSample")),
+        ("train:[\ntrain:a.*\n1,0,0\nval:1.*\n\n0\n", (("train", "val"), "CrudeWebdataset")), ("", None), ("1,0,0\n", None),
+    ):  # fmt: skip
+        folder = tars(tmp_path / str(len(answers)), "a.tar")
+        monkeypatch.setattr("sys.stdin", io.StringIO(answers))
+        code, _, err = run("prepare", folder, "-i", "--no-progress")
+        assert "parts: json, txt" in err
+        if expected is None:
+            assert (code, [path.name for path in folder.iterdir()]) == (2, ["a.tar"])
+            continue
+        dataset = EnergonDataset(folder)
+        assert (code, (dataset.splits, dataset.sample_type)) == (0, expected)
