@@ -1,0 +1,1 @@
+"""Rooms that will replace the present ones. Nothing public imports them."""

@@ -1,0 +1,149 @@
+"""The options of a loader, and the rank of a process if none is given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast, get_args
+
+from saev_store.core.arguments import check_choice, check_count, check_flag, check_number
+from saev_store.errors import ArgumentError, brief
+
+Order = Literal["shuffled", "stored"]
+#: Fixed, because the order depends on it.
+WINDOW_BYTES = 4 << 30
+#: Streams of a shuffled order if none are given. Any number of ranks that divides it can continue a state.
+_N_PARTITIONS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How rows are ordered, read and handed out.
+
+    Attributes:
+        batch_size: Rows of a batch of this rank.
+        order: `"shuffled"`, or `"stored"` for storage order.
+        seed: Any integer. A shuffled order is a function of it and of the epoch.
+        window_bytes: Memory for rows of this rank, in the dtype of the batches; half of it is one pool. A larger window mixes better.
+            The order depends on it. Storage order needs 128 MiB at most.
+        early_start: Begin an epoch with small pools, so that its first batch comes early. The first batches are mixed less.
+        n_partitions: Streams of a shuffled order: a multiple of `world` that divides the global batch. Default: 8 if possible.
+        drop_last: Leave out a last batch that is not full.
+        rank: Number of this process among `world`. Default: found when an iteration begins, by torch.distributed if it is initialised,
+            otherwise by the environment variables RANK and WORLD_SIZE.
+        world: Number of processes that share the work. Each takes an equal part of every global batch. Default: as for `rank`.
+        token_arrays: Names of token arrays of the store to have in the batches, such as `("token_ids",)`.
+        labels: Have `token_labels` in the batches if the store has labels.
+        n_threads: Threads that read. Default: 16 for a remote store, otherwise by the number of cores.
+        batch_timeout_s: Seconds without a batch and without any finished read before `DeadlineError`.
+
+    Raises:
+        ArgumentError: an option is out of range.
+
+    >>> LoaderOptions(batch_size=256, order="stored").drop_last
+    False
+    """
+
+    batch_size: int = 16_384
+    order: Order = "shuffled"
+    seed: int = 17
+    window_bytes: int = WINDOW_BYTES
+    early_start: bool = True
+    n_partitions: int | None = None
+    drop_last: bool = False
+    rank: int | None = None
+    world: int | None = None
+    token_arrays: Sequence[str] = ()
+    labels: bool = False
+    n_threads: int | None = None
+    batch_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        found: dict[str, object] = {"batch_timeout_s": check_number(self.batch_timeout_s, name="batch_timeout_s")}
+        check_choice(self.order, get_args(Order), name="order")
+        for name in ("batch_size", "window_bytes", "n_partitions", "world", "n_threads"):
+            value = cast("object", getattr(self, name))
+            if value is not None or name in ("batch_size", "window_bytes"):
+                found[name] = check_count(value, name=name)
+        if self.rank is not None:
+            found["rank"] = check_count(self.rank, name="rank", least=0)
+        found["seed"] = check_count(self.seed, name="seed", least=-(2**63))
+        for name in ("early_start", "drop_last", "labels"):
+            found[name] = check_flag(getattr(self, name), name=name)
+        names = self.token_arrays
+        # Callers may not check types, and a text is a sequence of texts.
+        if not isinstance(names, (list, tuple)) or not all(isinstance(cast("object", one), str) for one in names):
+            raise ArgumentError(f"token_arrays is {brief(names)}; it must be a list of names", where="token_arrays")
+        found["token_arrays"] = tuple(self.token_arrays)
+        self.__dict__.update(found)
+
+    def partitions_for(self, world: int) -> int | None:
+        """Return the number of streams for a number of ranks; None for storage order."""
+        if self.order == "stored":
+            return None
+        if self.n_partitions is not None:
+            return self.n_partitions
+        whole = self.batch_size * world
+        return max((n for n in range(world, _N_PARTITIONS + 1, world) if whole % n == 0), default=world)
+
+
+class _Distributed(Protocol):
+    """The part of `torch.distributed` that is used here."""
+
+    def is_available(self) -> bool: ...
+    def is_initialized(self) -> bool: ...
+    def get_rank(self) -> int: ...
+    def get_world_size(self) -> int: ...
+
+
+def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, as they are now.
+
+    Given values win. The rest comes from torch.distributed if it is initialised, otherwise from RANK and WORLD_SIZE if the environment
+    has both (as torchrun sets them). Otherwise it is one process.
+
+    Raises:
+        ArgumentError: the given values contradict what is found, or are not enough.
+
+    >>> rank_and_world(1, 4)
+    (1, 4)
+    """
+    if rank is None and world == 1:
+        return 0, 1
+    found = (rank, world) if rank is not None and world is not None else _found_ranks()
+    found_rank, found_world = found or (0 if world is None else None, 1)
+    if world is not None and (found_rank is None or found_world != world):
+        raise ArgumentError(
+            f"world is {world} and no rank is given, but "
+            + (f"{found_world} processes were found" if found else "neither torch.distributed nor RANK has one"),
+            where="world",
+            remedy="Give rank as well.",
+        )
+    if rank is not None and rank >= found_world:
+        raise ArgumentError(
+            f"rank is {rank} in a world of {found_world}; ranks count from 0",
+            where="rank",
+            remedy="Give both rank and world, as they are.",
+        )
+    return rank if rank is not None else found_rank or 0, found_world
+
+
+def _found_ranks() -> tuple[int, int] | None:
+    """Return rank and world from torch.distributed, which is not imported for it, otherwise from RANK and WORLD_SIZE."""
+    module = sys.modules.get("torch.distributed")
+    if module is not None:
+        distributed = cast("_Distributed", module)
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not rank or not world:
+        return None
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise ArgumentError(
+            f"the environment has RANK={rank!r} and WORLD_SIZE={world!r}; ranks count from 0 to WORLD_SIZE - 1",
+            where="RANK",
+            remedy="Correct the variables, or give rank and world.",
+        )
+    return int(rank), int(world)
