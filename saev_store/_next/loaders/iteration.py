@@ -9,94 +9,146 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from saev_store._next.loaders.memory import Bytes
-from saev_store._next.loaders.reads import Scratch, Side, plan_reads
+from saev_store._next.loaders.memory import MOST_POOLS, Bytes, PoolMemory
+from saev_store._next.loaders.reads import ReadTask, Scratch, Side, plan_reads
 from saev_store._next.order import Pool
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, DeadlineError
 
 T = TypeVar("T")
 
-#: A pool, and what comes with its rows, by slot.
-Planned = tuple[Pool, dict[str, IntArray]]
+#: Seconds between two looks for memory that abandoned reads hold.
+_LOOK_S = 0.02
 #: Waits are cut into slices, so that time in which the process was stopped does not count.
 _SLICE_S = 0.5
 
 
-@dataclass
-class Reading:
-    """A pool that is being read.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A pool before it is read.
 
     Attributes:
-        memory: Its memory.
-        planned: The pool and the reads of its parts, as soon as they are planned.
+        pool: The pool.
+        columns: What comes with its rows, by slot.
+        tasks: Its reads.
     """
 
+    pool: Pool
+    columns: dict[str, IntArray]
+    tasks: list[ReadTask]
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A pool that is being read to its memory."""
+
+    plan: Plan
     memory: Bytes
-    planned: Future[tuple[Planned, list[Future[None]]]]
+    reads: list[Future[None]]
 
 
 class PoolReader:
     """The threads of one iteration.
 
     Args:
+        make: Makes a pool and its columns, by the number of the pool.
+        n_pools: Pools of the epoch.
         sides: What is read.
+        memory: The memory of pools.
         n_threads: How many threads.
         scratch: Memory for what is read, kept for the next iteration.
+        timeout_s: Longest wait without any finished read.
     """
 
-    def __init__(self, sides: Sequence[Side], n_threads: int, scratch: Scratch) -> None:
-        self._sides, self._scratch = sides, scratch
+    def __init__(
+        self,
+        make: Callable[[int], tuple[Pool, dict[str, IntArray]]],
+        n_pools: int,
+        sides: Sequence[Side],
+        memory: PoolMemory,
+        *,
+        n_threads: int,
+        scratch: Scratch,
+        timeout_s: float,
+    ) -> None:
+        self._make, self._n_pools, self._sides, self._memory = make, n_pools, sides, memory
+        self._scratch, self._timeout_s = scratch, timeout_s
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="saev-store-loader")
+        #: The plan of the pool that is begun next.
+        self._next: tuple[int, Future[Plan]] | None = None
 
     @property
     def is_closed(self) -> bool:
         """True after `close`."""
         return self._stop.is_set()
 
-    def begin(self, make: Callable[[], Planned], memory: Bytes) -> Reading:
-        """Begin to read a pool; what was begun before is read first.
+    @property
+    def n_lent(self) -> int:
+        """Number of pools whose memory is referred to."""
+        return self._memory.n_lent
 
-        Args:
-            make: Makes the pool and its columns, in a thread.
-            memory: Its memory. Reads that are abandoned keep it.
-        """
-        return Reading(memory, self._threads.submit(self._plan, make, memory))
+    def _plan(self, number: int) -> Plan:
+        pool, columns = self._make(number)
+        return Plan(pool, columns, [task for side in self._sides for task in plan_reads(pool, side)])
 
-    def _plan(self, make: Callable[[], Planned], memory: Bytes) -> tuple[Planned, list[Future[None]]]:
-        planned = make()
-        found: list[Future[None]] = []
-        for side in self._sides:
-            for task in plan_reads(planned[0], side, memory):
-                if self._stop.is_set():
-                    return planned, found
-                found.append(self._threads.submit(task.run, self._stop, self._scratch))
-        return planned, found
+    def planned(self, number: int) -> Future[Plan]:
+        """Return the plan of a pool, which a thread makes."""
+        if self._next is None or self._next[0] != number:
+            self._next = number, self._threads.submit(self._plan, number)
+        return self._next[1]
 
-    def finish(self, reading: Reading, timeout_s: float) -> Planned:
-        """Return the pool and its columns when all of it is read.
+    def begin(self, number: int, most: int) -> Reading | None:
+        """Begin to read a pool if it is planned, and if there is memory in `most` pools. What was begun before is read first."""
+        if number == self._n_pools:
+            return None
+        planned = self.planned(number)
+        if not planned.done() or (memory := self._memory.lend(most)) is None:
+            return None
+        plan = planned.result()
+        # The next plan goes first: it is ready when this pool is read.
+        if number + 1 < self._n_pools:
+            self.planned(number + 1)
+        return Reading(
+            plan, memory, [self._threads.submit(task.run, memory, self._stop, self._scratch) for task in plan.tasks]
+        )
+
+    def waited(self, number: int) -> Reading:
+        """Begin to read a pool, after a wait for its plan and for reads that were abandoned.
 
         Raises:
-            DeadlineError: no read has finished for `timeout_s`.
+            DeadlineError: these have not ended in time.
+            SaevStoreError: of the plan.
+        """
+        left_s = self._timeout_s
+        self._wait([self.planned(number)])
+        while (reading := self.begin(number, MOST_POOLS)) is None:
+            if left_s <= 0:
+                raise DeadlineError("reads of an earlier iteration hold the memory of the pools", where="loader")
+            time.sleep(_LOOK_S)
+            left_s -= _LOOK_S
+        return reading
+
+    def finish(self, reading: Reading) -> None:
+        """Wait until a pool is read.
+
+        Raises:
+            DeadlineError: no read has finished for the longest wait.
             ArgumentError: this was closed in the meantime.
             SaevStoreError: of a read.
         """
-        self._wait([reading.planned], timeout_s)
-        planned, reads = reading.planned.result()
-        self._wait(reads, timeout_s)
-        for read in reads:
+        self._wait(reading.reads)
+        for read in reading.reads:
             read.result()
-        return planned
 
     def close(self) -> None:
         """End the threads. A read that hangs in the system is abandoned, and its memory is not used again before it returns."""
         self._stop.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _wait(self, futures: Sequence[Future[T]], timeout_s: float) -> None:
+    def _wait(self, futures: Sequence[Future[T]]) -> None:
         """Wait until all calls have ended, or one has failed."""
-        left, left_s = set(futures), timeout_s
+        left, left_s = set(futures), self._timeout_s
         while left:
             slice_s, began_s = min(_SLICE_S, left_s), time.monotonic()
             done, pending = wait(left, slice_s, return_when="FIRST_EXCEPTION")
@@ -104,11 +156,11 @@ class PoolReader:
                 raise ended()
             if any(one.exception() for one in done):
                 return
-            left_s = timeout_s if done else left_s - min(time.monotonic() - began_s, slice_s)
+            left_s = self._timeout_s if done else left_s - min(time.monotonic() - began_s, slice_s)
             left = pending
             if left and left_s <= 0:
                 raise DeadlineError(
-                    f"no batch, and no finished read, for {timeout_s:g} s",
+                    f"no batch, and no finished read, for {self._timeout_s:g} s",
                     where="loader",
                     remedy="Check the storage, or allow more batch_timeout_s.",
                 )

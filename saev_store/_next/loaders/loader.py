@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -24,7 +23,7 @@ from saev_store._next.order import Cut, Epoch, Pool
 from saev_store._runtime.threads import n_cores
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray, LayerKey
-from saev_store.errors import ArgumentError, DeadlineError, kind_of
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
 
@@ -33,8 +32,6 @@ Batch = dict[str, npt.NDArray[np.generic]]
 _STORED_POOL_BYTES = 64 << 20
 _N_THREADS_REMOTE = 16
 _ALIGN_BYTES = 64
-#: Seconds between two looks for memory that abandoned reads hold.
-_LOOK_S = 0.02
 
 
 class Options(TypedDict, total=False):
@@ -233,68 +230,52 @@ class Loader:
         if self._memory is None or self._memory.nbytes != end:
             self._memory = PoolMemory(end, self._make_memory)
         is_local = all(part.reader.transport.is_local for part in self._parts.values())
-        n_threads = self.options.n_threads or (min(max(n_cores(), 4), 16) if is_local else _N_THREADS_REMOTE)
-        reader = self._reader = PoolReader(sides, n_threads, self._scratch)
         epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
-        return self._batches(reader, sides, self._memory, epoch, first)
+        reader = self._reader = PoolReader(
+            partial(self._pool, epoch, self.rank),
+            len(cut.pool_starts) - 1,
+            sides,
+            self._memory,
+            n_threads=self.options.n_threads or (min(max(n_cores(), 4), 16) if is_local else _N_THREADS_REMOTE),
+            scratch=self._scratch,
+            timeout_s=self.options.batch_timeout_s,
+        )
+        return self._batches(reader, sides, cut, first)
 
-    def _batches(
-        self, reader: PoolReader, sides: Sequence[Side], memory: PoolMemory, epoch: Epoch, first: int
-    ) -> Iterator[Batch]:
+    def _batches(self, reader: PoolReader, sides: Sequence[Side], cut: Cut, first: int) -> Iterator[Batch]:
         """Yield the batches from number `first` on, each from a pool that is read while the one before is used."""
-        cut, begin = epoch.cut, partial(self._begin, reader, memory, epoch)
         if first >= cut.n_batches:
             return
         number, n_pools = cut.pool_of(first), len(cut.pool_starts) - 1
         following: Reading | None = None
         try:
             while number < n_pools:
-                reading = following or self._waited(begin, number)
-                pool, columns = reader.finish(reading, self.options.batch_timeout_s)
+                reading = following or reader.waited(number)
+                pool, columns = reading.plan.pool, reading.plan.columns
+                end = pool.first_batch + pool.n_batches
+                # Two pools are enough unless batches are kept, if the caller has let go of the pool before by the second batch.
+                most = MOST_POOLS - (end - first > 1)
+                following = reader.begin(number + 1, most)
+                reader.finish(reading)
                 vectors = {side.name: side.vectors(reading.memory, pool.n_slots) for side in sides}
-                reading = following = None
-                for batch in range(first, pool.first_batch + pool.n_batches):
+                reading = None
+                for batch in range(first, end):
                     if reader.is_closed:
                         raise ended()
                     is_first = batch == first
-                    if following is None and number + 1 < n_pools:
-                        # Two pools are enough unless batches are kept, if the caller has let go of the pool before by the second batch.
-                        can_wait = is_first and batch + 1 < pool.first_batch + pool.n_batches
-                        following = begin(number + 1, MOST_POOLS - can_wait)
-                    held = memory.n_lent - 1 - (following is not None)
+                    if following is None:
+                        following = reader.begin(number + 1, most if is_first else MOST_POOLS)
+                    held = reader.n_lent - 1 - (following is not None)
                     # While kept batches hold earlier pools back, batches are copies. So a pool is free when the next one is needed.
                     # The caller's variable still refers to the batch before, which may be of another pool.
-                    bounds = pool.bounds[batch - pool.first_batch :][:2].tolist()
-                    yield self._hand_out(vectors, columns, slice(*bounds), batch, copies=held > is_first)
+                    rows = slice(*pool.bounds[batch - pool.first_batch :][:2].tolist())
+                    yield self._hand_out(vectors, columns, rows, batch, copies=held > is_first)
                 del vectors, columns
-                first, number = pool.first_batch + pool.n_batches, number + 1
+                first, number = end, number + 1
         finally:
             reader.close()
 
-    def _begin(
-        self, reader: PoolReader, memory: PoolMemory, epoch: Epoch, number: int, most: int = MOST_POOLS
-    ) -> Reading | None:
-        """Begin to read a pool, if there is memory."""
-        lent = memory.lend(most)
-        return (
-            None if lent is None else reader.begin(partial(self._pool, epoch, number, (self._ranks or (0, 1))[0]), lent)
-        )
-
-    def _waited(self, begin: Callable[[int], Reading | None], number: int) -> Reading:
-        """Begin to read a pool as soon as reads that were abandoned have returned.
-
-        Raises:
-            DeadlineError: they have not in time.
-        """
-        left_s = self.options.batch_timeout_s
-        while (reading := begin(number)) is None:
-            if left_s <= 0:
-                raise DeadlineError("reads of an earlier iteration hold the memory of the pools", where="loader")
-            time.sleep(_LOOK_S)
-            left_s -= _LOOK_S
-        return reading
-
-    def _pool(self, epoch: Epoch, number: int, rank: int) -> tuple[Pool, dict[str, IntArray]]:
+    def _pool(self, epoch: Epoch, rank: int, number: int) -> tuple[Pool, dict[str, IntArray]]:
         """Return a pool, and where its rows come from, by slot."""
         pool, space = epoch.pool(number, rank), self._first.space
         block, cell = pool.by_slot(pool.number, pool.cell)
@@ -362,9 +343,8 @@ class Loader:
         """
         cut = self._cut_now()
         check_count(batch, name="batch", least=0, most=cut.n_batches - 1)
-        pool, columns = self._pool(
-            Epoch(self._first.space, cut, self.options.seed, self._epoch), cut.pool_of(batch), self.rank
-        )
+        epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
+        pool, columns = self._pool(epoch, self.rank, cut.pool_of(batch))
         at = batch - pool.first_batch
         return columns["example_idx"][pool.bounds[at] : pool.bounds[at + 1]]
 

@@ -55,29 +55,29 @@ class ReadTask:
     """Ranges of one shard, and the slots of their rows.
 
     Attributes:
-        reader: Of the store.
+        side: What is read.
+        n_slots: Rows of the pool.
         shard_idx: The shard.
         highest: The last example that is read, counted in the shard.
         starts: First byte of each range: int64 (ranges, layers of a row).
         n_cells: Vectors of each range: int64 (ranges,).
         slots: Slot of each row: int64 (rows,).
         cells: Which vector of the ranges each row is: int64 (rows,); None if each is a row.
-        out: The pool: (slots, layers of a row, d_model).
         is_direct: True if the ranges can be read straight into the pool.
     """
 
-    reader: Reader
+    side: Side
+    n_slots: int
     shard_idx: int
     highest: int
     starts: IntArray
     n_cells: IntArray
     slots: IntArray
     cells: IntArray | None
-    out: npt.NDArray[np.generic]
     is_direct: bool
 
-    def run(self, stop: threading.Event, scratch: Scratch) -> None:
-        """Read, unless `stop` is set.
+    def run(self, pool: Bytes, stop: threading.Event, scratch: Scratch) -> None:
+        """Read to the memory of a pool, unless `stop` is set.
 
         Raises:
             CorruptShardError: the shard is missing, short, or lost.
@@ -85,53 +85,57 @@ class ReadTask:
         """
         if stop.is_set():
             return
-        self.reader.check(self.shard_idx, self.highest)
-        v = self.reader.layout.vector_nbytes
-        bounds: IntArray = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.n_cells)))
+        reader, n_layers = self.side.rows.reader, self.starts.shape[1]
+        reader.check(self.shard_idx, self.highest)
+        v, d_model = reader.layout.vector_nbytes, reader.layout.d_model
+        out = self.side.vectors(pool, self.n_slots).reshape(self.n_slots, n_layers, d_model)
+        bounds = np.zeros(len(self.n_cells) + 1, np.int64)
+        np.cumsum(self.n_cells, out=bounds[1:])
         if self.is_direct:
             first = int(self.slots[0])
-            self._fill(self.out.reshape(-1).view(np.uint8).data, ((first + bounds) * v)[None])
+            in_pool: IntArray = (first + bounds) * v
+            self._fill(reader, out.reshape(-1).view(np.uint8).data, in_pool[None])
             return
-        n_layers, n_cells = self.starts.shape[1], int(bounds[-1])
+        n_cells = int(bounds[-1])
         memory = scratch.pop() if scratch else np.empty(2 * TASK_BYTES, np.uint8)
         try:
             used = memory if memory.nbytes >= n_layers * n_cells * v else np.empty(n_layers * n_cells * v, np.uint8)
-            self._fill(used.data, (np.arange(n_layers)[:, None] * n_cells + bounds) * v)
+            of_layers: IntArray = np.arange(n_layers, dtype=np.int64)[:, None] * n_cells + bounds
+            self._fill(reader, used.data, of_layers * v)
             for layer in range(n_layers):
-                self._scatter(used[layer * n_cells * v : (layer + 1) * n_cells * v], layer)
+                part = used[layer * n_cells * v : (layer + 1) * n_cells * v].view(reader.dtype)
+                self._scatter(part.reshape(n_cells, d_model), out[:, layer])
         finally:
             scratch.append(memory)
 
-    def _fill(self, memory: memoryview, bounds: IntArray) -> None:
+    def _fill(self, reader: Reader, memory: memoryview, bounds: IntArray) -> None:
         """Read the ranges to memory: those of each layer one after the other, at (layers, ranges + 1) bounds in bytes."""
         edges = bounds.tolist()
         buffers = [memory[of[i] : of[i + 1]] for i in range(len(self.starts)) for of in edges]
         try:
-            transport = self.reader.transport
-            transport.readinto(shard_name(self.shard_idx), starts=self.starts.ravel().tolist(), buffers=buffers)
+            starts = self.starts.ravel().tolist()
+            reader.transport.readinto(shard_name(self.shard_idx), starts=starts, buffers=buffers)
         except NotFoundError:
-            self.reader.check_size(self.shard_idx)
+            reader.check_size(self.shard_idx)
             raise
 
-    def _scatter(self, source: Bytes, layer: int) -> None:
-        """Copy the rows of one layer to their slots."""
-        dtype, d_model = self.out.dtype, self.out.shape[-1]
-        vectors, void = source.view(self.reader.dtype).reshape(-1, d_model), np.dtype(f"V{d_model * dtype.itemsize}")
-        slots, cells = self.slots, self.cells
-        targets = self.out.view(void)[:, layer, 0]
-        step = len(slots) if self.reader.dtype == dtype else max(1, _CONVERT_BYTES // (d_model * dtype.itemsize))
+    def _scatter(self, vectors: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
+        """Copy the rows of one layer (ranges, d_model) to their slots (slots, d_model)."""
+        dtype, (_, d_model) = out.dtype, out.shape
+        void = np.dtype(f"V{d_model * dtype.itemsize}")
+        targets, slots, cells = out.view(void)[:, 0], self.slots, self.cells
+        step = len(slots) if vectors.dtype == dtype else max(1, _CONVERT_BYTES // void.itemsize)
         for lo in range(0, len(slots), step):
             some = slice(lo, lo + step)
             part = converted(vectors[some] if cells is None else vectors[cells[some]], dtype)
             targets[slots[some]] = part.view(void)[:, 0]
 
 
-def plan_reads(pool: Pool, side: Side, memory: Bytes) -> list[ReadTask]:
-    """Return what has to be read to fill the memory of a pool with the rows of a side."""
+def plan_reads(pool: Pool, side: Side) -> list[ReadTask]:
+    """Return what has to be read to fill a pool with the rows of a side."""
     space, reader = side.rows.space, side.rows.reader
     layout, n_layers = space.layout, space.vectors_per_row
     v, cell = layout.vector_nbytes, pool.cell
-    out = side.vectors(memory, pool.n_slots).reshape(pool.n_slots, n_layers, layout.d_model)
     if not len(cell):
         return []
     # A range ends where its block does, at a large gap, and where it would be longer than a task.
@@ -168,7 +172,7 @@ def plan_reads(pool: Pool, side: Side, memory: Bytes) -> list[ReadTask]:
         slots = slot[rows]
         tasks.append(
             ReadTask(
-                reader, int(shard[lo]), int(in_shard[lo:hi].max()), starts[lo:hi], n_cells[lo:hi], slots, cells, out,
+                side, pool.n_slots, int(shard[lo]), int(in_shard[lo:hi].max()), starts[lo:hi], n_cells[lo:hi], slots, cells,
                 # The ranges are sorted by place, so that their slots follow each other unless examples were chosen in another order.
                 is_direct and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((np.diff(slots) == 1).all()),
             )

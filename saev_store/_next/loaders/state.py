@@ -114,13 +114,11 @@ def check_state(state: object, mine: Mapping[str, object], cut: Cut) -> Place:
     for name, value in mine.items():
         if name != "rows":
             _compare(name, given.get(name), value)
-    rows, mine_rows = given.get("rows"), cast("Mapping[str, Mapping[str, object]]", mine["rows"])
-    sides = cast("Mapping[str, object]", rows) if isinstance(rows, Mapping) else {}
-    if set(sides) != set(mine_rows):
-        _compare("rows of", sorted(map(str, sides)), sorted(mine_rows))
+    rows, mine_rows = _mapping(given.get("rows")), cast("Mapping[str, Mapping[str, object]]", mine["rows"])
+    if set(rows) != set(mine_rows):
+        _compare("rows of", sorted(map(str, rows)), sorted(mine_rows))
     for side, parts in mine_rows.items():
-        part = sides[side]
-        found = cast("Mapping[str, object]", part) if isinstance(part, Mapping) else {}
+        found = _mapping(rows[side])
         which = "" if side == "act" else f" of {side.removeprefix('act_')}"
         for name, value in parts.items():
             _compare(_WORDS.get(name, name) + which, found.get(name), value)
@@ -134,6 +132,11 @@ def check_state(state: object, mine: Mapping[str, object], cut: Cut) -> Place:
         _compare("early_start", early, cut.early_start)
     n_partitions = _whole(given, "n_partitions", 1, cut.global_batch_size)
     return Place(epoch, batch, n_partitions, _whole(given, "pool_batches", 1), bool(early))
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    """Return a part of a state; an empty one if it is something else."""
+    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
 
 
 def _compare(name: str, found: object, mine: object) -> None:
