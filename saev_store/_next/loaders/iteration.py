@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from saev_store._next.loaders.memory import MOST_POOLS, Bytes, PoolMemory
 from saev_store._next.loaders.reads import ReadTask, Scratch, Side, plan_reads
@@ -15,6 +15,7 @@ from saev_store._next.order import Pool
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, DeadlineError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Seconds between two looks for memory that abandoned reads hold.
@@ -95,13 +96,15 @@ class PoolReader:
     def planned(self, number: int) -> Future[Plan]:
         """Return the plan of a pool, which a thread makes."""
         if self._next is None or self._next[0] != number:
-            self._next = number, self._threads.submit(self._plan, number)
+            self._next = number, self._submit(self._plan, number)
         return self._next[1]
 
     def begin(self, number: int, most: int) -> Reading | None:
         """Begin to read a pool if it is planned, and if there is memory in `most` pools. What was begun before is read first."""
         if number == self._n_pools:
             return None
+        if self.is_closed:
+            raise ended()
         planned = self.planned(number)
         if not planned.done() or (memory := self._memory.lend(most)) is None:
             return None
@@ -109,9 +112,8 @@ class PoolReader:
         # The next plan goes first: it is ready when this pool is read.
         if number + 1 < self._n_pools:
             self.planned(number + 1)
-        return Reading(
-            plan, memory, [self._threads.submit(task.run, memory, self._stop, self._scratch) for task in plan.tasks]
-        )
+        reads = [self._submit(task.run, memory, self._stop, self._scratch) for task in plan.tasks]
+        return Reading(plan, memory, reads)
 
     def waited(self, number: int) -> Reading:
         """Begin to read a pool, after a wait for its plan and for reads that were abandoned.
@@ -145,6 +147,14 @@ class PoolReader:
         """End the threads. A read that hangs in the system is abandoned, and its memory is not used again before it returns."""
         self._stop.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        try:
+            return self._threads.submit(call, *args, **kwargs)
+        except RuntimeError:
+            if self.is_closed:
+                raise ended() from None
+            raise
 
     def _wait(self, futures: Sequence[Future[T]]) -> None:
         """Wait until all calls have ended, or one has failed."""
