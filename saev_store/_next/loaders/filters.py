@@ -1,0 +1,240 @@
+"""Tokens that trainers leave out: the first of each context, and those whose vectors are much longer than the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store._next.loaders.sample import sampled_rows
+from saev_store._runtime.threads import ahead, n_cores
+from saev_store.core.arguments import check_flag, check_number
+from saev_store.core.indexing import Progression
+from saev_store.errors import ArgumentError, SelectionError, brief, kind_of
+from saev_store.stats import store_stats
+from saev_store.store.pair import PairSelection, StorePair
+from saev_store.store.selection import Selection
+from saev_store.store.store import ShardStore
+from saev_store.store.text import DOCUMENT_IDS, POSITIONS
+from saev_store.store.token_arrays import MASK, TokenArrays
+
+#: Vectors whose norms are computed at once take about this many bytes, float32.
+_PIECE_BYTES = 8 << 20
+#: Tokens that are looked at together.
+_PIECE_TOKENS = 4 << 20
+
+TokenMask = npt.NDArray[np.bool_]
+
+
+@overload
+def filtered(
+    store: ShardStore, rows: Selection, *, remove_bos: bool = False, max_norm_multiple: float | None = None
+) -> Selection: ...
+@overload
+def filtered(
+    store: StorePair, rows: PairSelection, *, remove_bos: bool = False, max_norm_multiple: float | None = None
+) -> PairSelection: ...
+def filtered(
+    store: ShardStore | StorePair,
+    rows: Selection | PairSelection,
+    *,
+    remove_bos: bool = False,
+    max_norm_multiple: float | None = None,
+) -> Selection | PairSelection:
+    """Return the same rows without tokens that trainers leave out; of a pair, without those that are left out of either.
+
+    What is kept is known when this returns: lengths are exact, every loader takes the result, and a state is for the same tokens. Special
+    tokens are kept.
+
+    Args:
+        store: The store, or the pair, of the rows.
+        rows: `store.sel(…)`.
+        remove_bos: Leave out the first token of each context; see `behind_bos`.
+        max_norm_multiple: Leave out tokens whose vectors are longer than so many mean norms; see `below_norms`. The mean norm of each
+            layer is that of the statistics of the store, which are computed and kept beside it if need be; if something was left out
+            of `rows` before, that of a seeded sample of `rows`. The chosen layers are read once for it, now.
+
+    Raises:
+        SelectionError: special tokens are chosen; or the store does not record where documents begin, which `remove_bos` needs.
+        ArgumentError: the multiple is not a positive number, or a mean norm is zero.
+        CorruptShardError: a shard is missing, short, or differs from its digests.
+
+    >>> from saev_store import ShardStore
+    >>> from saev_store._next.loaders import filtered
+    >>> store = ShardStore.open(SAMPLE)
+    >>> rows = store.sel(layer=5, tokens="content")
+    >>> len(rows), len(filtered(store, rows, max_norm_multiple=1.0))
+    (28, 14)
+    """
+    check_flag(remove_bos, name="remove_bos")
+    multiple = None if max_norm_multiple is None else check_number(max_norm_multiple, name="max_norm_multiple")
+    if isinstance(rows, PairSelection) and isinstance(store, StorePair):
+        a, b = _filtered(store.a, rows.a, remove_bos, multiple), _filtered(store.b, rows.b, remove_bos, multiple)
+        return rows if a is rows.a and b is rows.b else PairSelection(a.only(b.kept), b.only(a.kept))
+    if isinstance(rows, Selection) and isinstance(store, ShardStore):
+        return _filtered(store, rows, remove_bos, multiple)
+    raise ArgumentError(
+        f"rows is {kind_of(rows)} and store is {kind_of(store)}", where="rows", remedy="Pass a store and store.sel(…)."
+    )
+
+
+def _filtered(store: ShardStore, rows: Selection, remove_bos: bool, multiple: float | None) -> Selection:
+    if remove_bos:
+        rows = _only(rows, behind_bos(rows))
+    if multiple is not None:
+        rows = _only(rows, below_norms(rows, [multiple * norm for norm in mean_norms(store, rows)]))
+    return rows
+
+
+def _only(rows: Selection, stays: TokenMask) -> Selection:
+    """Return the rows without some tokens; the rows themselves if nothing more is left out, which are read faster."""
+    left = rows.only(stays)
+    return rows if len(left) == len(rows) else left
+
+
+def behind_bos(rows: Selection) -> TokenMask:
+    """Return which content tokens are not the first of their context: bool (n_examples, content tokens), for `rows.only`.
+
+    The first of a context is the example's special token, if there is one: then no content token is. Otherwise it is the first token that
+    the `mask` does not hide: of each example, or in a stream of documents (`text["layout"]`) of each document in an example.
+
+    Raises:
+        SelectionError: special tokens are chosen, which cannot be left out one by one; or it is a stream that has neither `positions`
+            nor `document_ids`.
+    """
+    _check_rows(rows)
+    space, layout, arrays = rows.space, rows.space.layout, rows.token_arrays
+    text = (None if rows.metadata is None else rows.metadata.text) or {}
+    stays = np.ones_like(rows.kept)
+    if layout.n_special_tokens:
+        if space.tokens.start == 0:
+            raise SelectionError(
+                "the special token is the first of each context", where="remove_bos", remedy="Choose tokens='content'."
+            )
+        return stays
+    if text.get("layout") != "stream":
+        if text.get("bos"):
+            return stays  # a copy without special tokens has no BOS
+        begins = np.zeros_like(stays)
+        begins[:, 0] = True
+    else:
+        begins = _document_starts(arrays)
+    mask = arrays[MASK] if arrays is not None and MASK in arrays else None
+    step, is_found = max(1, _PIECE_TOKENS // layout.content_tokens_per_example), False
+    for first in range(0, layout.n_examples, step):
+        # Contexts are counted from 0, the one that goes on from the piece before.
+        context = np.cumsum(begins[first : first + step].reshape(-1))
+        shown = np.arange(context.size) if mask is None else np.flatnonzero(mask[first : first + step])
+        of_shown = context[shown]
+        is_first = np.diff(of_shown, prepend=0 if is_found else -1) != 0
+        stays[first : first + step].reshape(-1)[shown[is_first]] = False
+        last = int(context[-1])
+        is_found = bool(len(of_shown) and of_shown[-1] == last) or (last == 0 and is_found)
+    return stays
+
+
+def _document_starts(arrays: TokenArrays | None) -> TokenMask:
+    """Return which tokens of a stream begin a document: bool (n_examples, content tokens)."""
+    if arrays is not None and POSITIONS in arrays:
+        return arrays[POSITIONS] == 0
+    if arrays is None or DOCUMENT_IDS not in arrays:
+        raise SelectionError(
+            "the store does not record where documents begin: it has neither positions nor document_ids",
+            where="remove_bos",
+            remedy="Record one of these token arrays, or pass tokens of your own to rows.only.",
+        )
+    ids = arrays[DOCUMENT_IDS].reshape(-1)
+    return (np.diff(ids, prepend=ids[0] - 1) != 0).reshape(arrays.shape)
+
+
+def _check_rows(rows: Selection) -> None:
+    if not isinstance(rows, Selection):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"rows is {kind_of(rows)}", where="rows", remedy="Pass store.sel(…).")
+
+
+def mean_norms(store: ShardStore, rows: Selection) -> list[float]:
+    """Return the mean L2 norm of the vectors of each chosen layer, without those that are not finite.
+
+    By the statistics of the store; if something was left out of `rows`, or the store has lost examples, by a seeded sample of at most
+    8,192 of them.
+
+    Raises:
+        ArgumentError: all of these vectors are zero, or none is finite.
+        CorruptShardError: a shard is missing, short, or differs from its digests.
+    """
+    space = rows.space
+    if space.ends is None and not store.readable_examples:
+        stats = store_stats(store)
+        found = [stats.mean_norm_of(key, "content") for key in rows.layer_keys]
+    else:
+        ends, found = space.ends, list[float]()
+        ends = None if ends is None else ends // space.rows_per_token  # of one layer
+        for layer in space.layer_idx:
+            part = replace(space, layer_idx=(layer,), ends=ends, stacks_layers=False)
+            norms = np.linalg.norm(sampled_rows(Selection(rows.reader, part)), axis=1)
+            norms = norms[np.isfinite(norms)]
+            found.append(float(norms.mean()) if len(norms) else 0.0)
+    for key, norm in zip(rows.layer_keys, found, strict=True):
+        if not norm > 0:
+            raise ArgumentError(
+                f"the vectors of layer {key} are all zero, or none of them is finite",
+                where="max_norm_multiple",
+                remedy="Leave out this layer, or max_norm_multiple.",
+            )
+    return found
+
+
+def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
+    """Return which content tokens have no vector, among the chosen layers, whose L2 norm is above a limit, NaN or infinite.
+
+    All vectors of the chosen layers and examples are read, by some threads, a few MiB at a time.
+
+    Args:
+        rows: The layers and examples; of examples that are not chosen all tokens are true.
+        limits: The largest norm of each chosen layer, in their order.
+
+    Returns:
+        bool (n_examples, content tokens), for `rows.only`.
+
+    Raises:
+        ArgumentError: there is not one limit of at least 0 for each chosen layer.
+        CorruptShardError: a shard is missing or short.
+
+    >>> from saev_store import ShardStore
+    >>> from saev_store._next.loaders import below_norms
+    >>> rows = ShardStore.open(SAMPLE).sel(layer=5, tokens="content")
+    >>> len(rows), len(rows.only(below_norms(rows, [1600.0])))
+    (28, 20)
+    """
+    _check_rows(rows)
+    try:
+        largest = np.asarray(limits, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        largest = np.zeros(0)
+    if largest.shape != (len(rows.space.layer_idx),) or not np.all(largest >= 0):
+        raise ArgumentError(
+            f"limits is {brief(limits)}; it must be a number of at least 0 for each of {len(rows.space.layer_idx)} chosen layers",
+            where="limits",
+        )
+    squared = np.square(largest)
+    layout = rows.space.layout
+    tokens = Progression(layout.n_special_tokens, 1, layout.content_tokens_per_example)
+    space = replace(rows.space, tokens=tokens, ends=None, labels=None, kept=None, condition=b"", stacks_layers=True)
+    every = Selection(rows.reader, space)
+    stays = np.ones_like(rows.kept)
+    step = max(1, _PIECE_BYTES // (4 * space.vectors_per_row * layout.d_model))
+
+    def below(first: int) -> TokenMask:
+        """Return which of some rows are below the limits."""
+        vectors = every.rows(slice(first, first + step)).astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            return (np.vecdot(vectors, vectors) <= squared).all(axis=1)
+
+    starts = range(0, len(space), step)
+    for first, found in zip(starts, ahead(below, starts, n_cores()), strict=True):
+        ordinal, token = np.divmod(np.arange(first, first + len(found)), np.int64(tokens.count))
+        stays[space.example(ordinal), token] = found
+    return stays
