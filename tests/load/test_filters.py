@@ -116,7 +116,7 @@ def test_max_norm_multiple_leaves_out_tokens_of_which_a_vector_is_long(tmp_path:
     rest = filtered(store, store.sel(layer=3), max_norm_multiple=20)
     assert filtered(store, rest, max_norm_multiple=20) is rest
     exact = np.linalg.norm(store[:, 0].astype(np.float64), axis=-1)
-    limit = float(np.sort(exact[np.isfinite(exact)])[20])
+    limit = float(np.sort(exact[np.isfinite(exact)])[20:22].mean())
     assert below_norms(store.sel(layer=3), [limit]).sum() == 21
 
 

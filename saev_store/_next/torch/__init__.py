@@ -1,0 +1,23 @@
+"""Loaders for PyTorch: batches for training, and random access."""
+
+from __future__ import annotations
+
+from saev_store._next.torch.batch import ExampleBatch, tensors
+from saev_store._next.torch.dataset import BatchDataset, StoreDataset
+from saev_store._next.torch.loader import StoreLoader
+from saev_store._next.torch.normalize import Normalization
+from saev_store._next.torch.rows import RowOptions, StoreOptions
+from saev_store._next.torch.share import Consumer, SharedLoader
+
+__all__ = [
+    "BatchDataset",
+    "Consumer",
+    "ExampleBatch",
+    "Normalization",
+    "RowOptions",
+    "SharedLoader",
+    "StoreDataset",
+    "StoreLoader",
+    "StoreOptions",
+    "tensors",
+]
