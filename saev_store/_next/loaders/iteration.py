@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -76,6 +77,9 @@ class PoolReader:
         self._scratch, self._timeout_s = scratch, timeout_s
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="saev-store-loader")
+        #: The pool that is handed out, and the one that is read in the meantime. A stale iterator holds no memory: `close` forgets them.
+        self.current: Reading | None = None
+        self.following: Reading | None = None
         #: The plan of the pool that is begun next.
         self._next: tuple[int, Future[Plan]] | None = None
 
@@ -139,13 +143,23 @@ class PoolReader:
             ArgumentError: this was closed in the meantime.
             SaevStoreError: of a read.
         """
-        self._wait(reading.reads)
-        for read in reading.reads:
-            read.result()
+        reads = reading.reads
+        self._wait(reads)
+        try:
+            for read in reads:
+                read.result()
+        except BaseException as error:
+            forget_variables(error)
+            raise
+        finally:
+            # An error refers to this frame, and a read to its error.
+            del reading, reads
+            read = None
 
     def close(self) -> None:
         """End the threads. A read that hangs in the system is abandoned, and its memory is not used again before it returns."""
         self._stop.set()
+        self.current = self.following = None
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -183,3 +197,11 @@ def ended() -> ArgumentError:
         where="iter(loader)",
         remedy="Use the latest iterator.",
     )
+
+
+def forget_variables(error: BaseException) -> None:
+    """Clear the variables of the frames that an error has left: they hold the memory of pools for as long as it is kept."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

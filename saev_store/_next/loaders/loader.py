@@ -247,32 +247,30 @@ class Loader:
         if first >= cut.n_batches:
             return
         number, n_pools = cut.pool_of(first), len(cut.pool_starts) - 1
-        following: Reading | None = None
         try:
             while number < n_pools:
-                reading = following or reader.waited(number)
-                pool, columns = reading.plan.pool, reading.plan.columns
-                end = pool.first_batch + pool.n_batches
+                reader.current = reading = reader.following or reader.waited(number)
+                plan, reader.following = reading.plan, None
+                end = plan.pool.first_batch + plan.pool.n_batches
                 # Two pools are enough unless batches are kept, if the caller has let go of the pool before by the second batch.
                 most = MOST_POOLS - (end - first > 1)
-                following = reader.begin(number + 1, most)
+                reader.following = reader.begin(number + 1, most)
                 reader.finish(reading)
-                vectors = {side.name: side.vectors(reading.memory, pool.n_slots) for side in sides}
                 reading = None
                 for batch in range(first, end):
-                    if reader.is_closed:
+                    if reader.current is None:
                         raise ended()
                     is_first = batch == first
-                    if following is None:
-                        following = reader.begin(number + 1, most if is_first else MOST_POOLS)
-                    held = reader.n_lent - 1 - (following is not None)
+                    if reader.following is None:
+                        reader.following = reader.begin(number + 1, most if is_first else MOST_POOLS)
                     # While kept batches hold earlier pools back, batches are copies. So a pool is free when the next one is needed.
                     # The caller's variable still refers to the batch before, which may be of another pool.
-                    rows = slice(*pool.bounds[batch - pool.first_batch :][:2].tolist())
-                    yield self._hand_out(vectors, columns, rows, batch, copies=held > is_first)
-                del vectors, columns
+                    held = reader.n_lent - 1 - (reader.following is not None)
+                    yield self._hand_out(sides, reader.current, batch, copies=held > is_first)
+                reader.current = None
                 first, number = end, number + 1
         finally:
+            reading = None  # an error refers to this frame
             reader.close()
 
     def _pool(self, epoch: Epoch, rank: int, number: int) -> tuple[Pool, dict[str, IntArray]]:
@@ -286,17 +284,12 @@ class Loader:
         }
         return pool, found if space.rows_per_token == 1 else {**found, **layer_columns(space, layer)}
 
-    def _hand_out(
-        self,
-        vectors: Mapping[str, npt.NDArray[np.generic]],
-        columns: Mapping[str, IntArray],
-        rows: slice,
-        number: int,
-        *,
-        copies: bool,
-    ) -> Batch:
-        """Return a batch, and note that it is handed out."""
-        found: Batch = {name: value[rows] for name, value in (*vectors.items(), *columns.items())}
+    def _hand_out(self, sides: Sequence[Side], reading: Reading, number: int, *, copies: bool) -> Batch:
+        """Return a batch of a pool, and note that it is handed out."""
+        pool, columns = reading.plan.pool, reading.plan.columns
+        rows = slice(*pool.bounds[number - pool.first_batch :][:2].tolist())
+        found: Batch = {side.name: side.vectors(reading.memory, pool.n_slots)[rows] for side in sides}
+        found.update({name: column[rows] for name, column in columns.items()})
         if copies:
             found = {name: value.copy() for name, value in found.items()}
         found.update(self._columns.at(columns["example_idx"][rows], columns["token_idx"][rows]))

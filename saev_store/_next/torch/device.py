@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol, cast
 
 import torch
@@ -127,7 +127,7 @@ def _pinned(nbytes: int) -> Bytes:
     return cast("Bytes", torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())  # pyright: ignore[reportUnknownMemberType]  # torch has no type for it
 
 
-def moved(batches: Iterator[ExampleBatch], copies: Copies) -> Iterator[ExampleBatch]:
+def moved(batches: Iterator[ExampleBatch], copies: Copies) -> Generator[ExampleBatch]:
     """Yield the batches on the device, each copied while the one before it is used.
 
     A batch is held until its copy is done, so that its pool is not filled again too early.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from multiprocessing.context import get_spawning_popen
 from types import TracebackType
@@ -12,12 +12,13 @@ from typing import Self, cast
 from torch.utils.data import get_worker_info
 
 from saev_store._next.loaders import Explanation, Loader, LoaderOptions
+from saev_store._next.loaders.iteration import ended
 from saev_store._next.loaders.sample import is_factor, norm_scale, stored_scale
 from saev_store._next.torch.batch import ExampleBatch, tensors
 from saev_store._next.torch.dataset import BatchDataset
 from saev_store._next.torch.device import Copies, copies_to, memory_for, moved
 from saev_store._next.torch.normalize import ROUNDED, Normalization, Normalizer
-from saev_store._next.torch.rows import Source, StoreOptions, choose_rows
+from saev_store._next.torch.rows import Source, StoreOptions, choose_rows, near_copy
 from saev_store._next.torch.share import SharedLoader
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import LayerKey
@@ -63,9 +64,8 @@ class StoreLoader:
         options = replace(options or StoreOptions(), **changed)  # pyright: ignore[reportArgumentType]  # checked there
         self.options, self._source = options, source
         self._copies: Copies | None = copies_to(options.device)
-        if options.use_tmpdir:
-            raise ArgumentError("use_tmpdir is not here yet", where="use_tmpdir")
-        self.store, self.rows = choose_rows(source, options, options.does)
+        near, options = near_copy(source, options)
+        self.store, self.rows = choose_rows(near, options, options.does)
         inner = {field.name: getattr(options, field.name) for field in fields(LoaderOptions)}
         self._loader = Loader(self.rows, LoaderOptions(**inner), make_memory=memory_for(options.device))
         self._normalizer = self._make_normalizer()
@@ -76,6 +76,8 @@ class StoreLoader:
         #: The number that a framework gave last, and whether an iterator was left within its epoch; see `begin_epoch`.
         self._told: int | None = None
         self._was_left = False
+        #: The batches of the latest iteration on their way to the device.
+        self._moved: weakref.ref[Generator[ExampleBatch]] | None = None
 
     def _make_normalizer(self) -> Normalizer | None:
         options = self.options
@@ -147,6 +149,8 @@ class StoreLoader:
 
     def __iter__(self) -> Iterator[ExampleBatch]:
         """Return the batches of the epoch; after `load_state_dict`, those that had not been handed out."""
+        if self._moved is not None and (stale := self._moved()) is not None:
+            stale.close()  # its batches hold pools until they are copied
         if self._at is not None and self._at[0] != self._loader.epoch:
             # Its last batch was copied ahead of time, but not handed out.
             self._loader.set_epoch(self._at[0])
@@ -154,7 +158,10 @@ class StoreLoader:
         if self._at is not None:
             self._was_left, self._at = self._at[1] > 0, None
         found = map(tensors, inner)
-        ready = found if self._copies is None else moved(found, self._copies)
+        if self._copies is None:
+            return self._batches(found, self._loader.epoch, self._loader.next_batch)
+        ready = moved(found, self._copies)
+        self._moved = weakref.ref(ready)
         return self._batches(ready, self._loader.epoch, self._loader.next_batch)
 
     def _batches(self, found: Iterator[ExampleBatch], epoch: int, first: int) -> Iterator[ExampleBatch]:
@@ -167,6 +174,8 @@ class StoreLoader:
             del batch
             yield ready
             del ready
+        if number < n_batches:
+            raise ended()
 
     @property
     def epoch(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass, fields, replace
+from typing import cast, get_args
 
 from saev_store._next.loaders import LoaderOptions, filtered
 from saev_store._next.torch.normalize import DType, Normalize, read_dtype
@@ -16,11 +16,8 @@ from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
 #: What is loaded: a store, its address, or chosen rows of one store or of two.
-Source: TypeAlias = "str | os.PathLike[str] | ShardStore | Selection | PairSelection"
+Source = str | os.PathLike[str] | ShardStore | Selection | PairSelection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +114,7 @@ def choose_rows(
                 remedy="Give the store instead of rows, or choose rows by store.sel(…).",
             )
         return None, source
-    if isinstance(source, ShardStore):
-        store = source
-    elif isinstance(source, (str, os.PathLike)):
-        store = ShardStore.open(source, options.storage_options, damaged_ok=options.damaged_ok)
-    else:
-        raise ArgumentError(
-            f"the source is {kind_of(source)}", where="source", remedy="Pass a store, its address, or store.sel(…)."
-        )
+    store = source if isinstance(source, ShardStore) else _opened(source, options)
     rows = store.sel(
         layer=options.layer, tokens=options.tokens, examples=options.examples,
         ignore_labels=options.ignore_labels or None, where=options.where, masked=options.masked,
@@ -132,3 +122,36 @@ def choose_rows(
     )  # fmt: skip
     rows = filtered(store, rows, remove_bos=options.remove_bos, max_norm_multiple=options.max_norm_multiple)
     return store, rows
+
+
+def _opened(source: object, options: RowOptions) -> ShardStore:
+    """Return the store of an address."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise ArgumentError(
+            f"the source is {kind_of(source)}", where="source", remedy="Pass a store, its address, or store.sel(…)."
+        )
+    address = os.fspath(cast("str | os.PathLike[str]", source))
+    return ShardStore.open(address, options.storage_options, damaged_ok=options.damaged_ok)
+
+
+def near_copy(source: Source, options: StoreOptions) -> tuple[Source, StoreOptions]:
+    """Return the source, or a checked copy of its layers and tokens in $TMPDIR if `use_tmpdir` asks for it, and the options for it.
+
+    Raises:
+        ArgumentError: the source is not an address.
+        SaevStoreError: see `saev_store.loaders.stage`.
+    """
+    folder = os.environ.get("TMPDIR")
+    if not options.use_tmpdir or not folder:
+        return source, options
+    if not isinstance(source, (str, os.PathLike)):
+        raise ArgumentError("only a store at an address can be copied", where="use_tmpdir", remedy="Pass its address.")
+    from saev_store.loaders import stage  # the present one, until its turn comes
+
+    address = os.fspath(source)
+    if options.remove_bos:
+        with ShardStore.open(address, options.storage_options) as store:
+            # A copy of the content tokens alone does not show whether there was a special one.
+            options = replace(options, remove_bos=not store.layout.cls_token)
+    near = stage(address, folder, layers=options.layer, tokens=options.tokens, storage_options=options.storage_options)
+    return near, replace(options, storage_options=None)

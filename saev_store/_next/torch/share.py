@@ -247,6 +247,7 @@ class SharedLoader:
             SaevStoreError: what the loader raises; it is in front of the same batch then.
         """
         self._is_reading = True
+        names = [one.name for one in self._live]
         try:
             self._changed.release()
             try:
@@ -255,7 +256,7 @@ class SharedLoader:
                     self._batches = self._batches or iter(self._loader)
                     batch = next(self._batches)
                     event = _event(batch)
-                    found = {one.name: _alias(batch) for one in self._live}
+                    found = {name: _alias(batch) for name in names}
                     del batch
             finally:
                 self._changed.acquire()
@@ -312,7 +313,7 @@ class SharedLoader:
         PyTorch counts writes by its own in-place functions, also through views, but not those of NumPy.
         """
         for other in self.consumers:
-            for name, value in (other.held or {}).items():
+            for name, value in (other.held or ExampleBatch()).items():
                 if isinstance(value, torch.Tensor) and value._version and self._spoiled is None:  # noqa: SLF001  # torch has no public name for it
                     self._spoiled = ArgumentError(
                         f"consumer {other.name!r} has written into {name} of {self._where(other)}, which others share",
