@@ -628,9 +628,6 @@ def test_close_ends_an_iteration_that_waits(tmp_path: Path) -> None:
 
 
 def test_threads_end_with_the_iterator() -> None:
-    def n_threads() -> int:
-        return sum(thread.name.startswith("saev-store-loader") for thread in threading.enumerate())
-
     loader = small()
     batches = iter(loader)
     next(batches)
@@ -639,7 +636,7 @@ def test_threads_end_with_the_iterator() -> None:
     del batches
     for thread in threads:
         thread.join(10)
-    assert n_threads() == 0 and not loader.is_iterating
+    assert not any(thread.is_alive() for thread in threads) and not loader.is_iterating
     with small() as other:
         next(iter(other))
     assert not other.is_iterating

@@ -42,7 +42,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(path: object, **options: object) -> StoreLoader:
     given = {"batch_size": 4, "window_bytes": 2 * 3 * 4 * D * 4, "early_start": False, "n_partitions": 1}
-    if isinstance(path, Path):
+    if isinstance(path, (Path, str, ShardStore)):
         given["layer"] = 3
     return StoreLoader(path, **(given | options))
 

@@ -25,6 +25,7 @@ FLOORS = {
     "problems": 0,
     "core": 0,
     "order": 0,
+    "_next": 6,  # rooms that will replace others; nothing imports them
     "_runtime": 1,
     "documents": 1,
     "transport": 2,
@@ -111,6 +112,7 @@ HEAVY = {
     "starlette": ("serve/", "view/"),
     "tensorstore": ("export/",),
     "torch": (
+        "_next/torch/",
         "torch/",
         "sources/llmbatch/reader.py",
         "record/",

@@ -258,7 +258,7 @@ class Loader:
                 reader.finish(reading)
                 reading = None
                 for batch in range(first, end):
-                    if reader.current is None:
+                    if reader.is_closed:
                         raise ended()
                     is_first = batch == first
                     if reader.following is None:
