@@ -1,0 +1,91 @@
+"""Things that write below a folder, each with what must hold whenever it was cut short: for kills, faults and races."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from written import Case, a_case, content, create, finalize_store, finish
+
+from saev_store import ShardStore
+from saev_store.errors import IncompleteStoreError, SaevStoreError
+
+
+class Operation(Protocol):
+    """Something that writes below a folder."""
+
+    def set_up(self, folder: Path) -> None:
+        """What is there before."""
+        ...
+
+    def run(self, folder: Path) -> None:
+        """The operation, also when an earlier run of it was cut short."""
+        ...
+
+    def check(self, folder: Path, *, finished: bool) -> None:
+        """Fail if what is there as a store is wrong; with `finished` also if there is none."""
+        ...
+
+
+def check_store(folder: Path, this: Case, *, finished: bool) -> None:
+    """A folder with a metadata.json holds every byte of the case, and reads so."""
+    if (folder / "metadata.json").exists() and (folder / "metadata.json").stat().st_size:
+        visible = {name: data for name, data in content(folder).items() if ".saev_store" not in name}
+        this.check(visible)
+        assert this.matches(ShardStore.open(folder))
+        return
+    assert not finished, "there is no store"
+    try:
+        ShardStore.open(folder)
+    except SaevStoreError:
+        return
+    raise AssertionError("what was never published opens")
+
+
+class Write:
+    """One process writes a store."""
+
+    def __init__(self, protocol: str = "2.0", **options) -> None:
+        self.case = a_case(protocol=protocol, **options)
+
+    def set_up(self, folder: Path) -> None: ...
+
+    def run(self, folder: Path) -> None:
+        finish(folder, self.case)
+
+    def check(self, folder: Path, *, finished: bool) -> None:
+        check_store(folder / self.case.name, self.case, finished=finished)
+
+
+class WriteInParts(Write):
+    """As many processes as `world` says write a store, each its part, and publish it; here one after the other."""
+
+    world = 4
+
+    def run(self, folder: Path) -> None:
+        if (folder / self.case.name / "metadata.json").exists():
+            return
+        for rank in range(self.world):
+            finish(folder, self.case, part=(rank, self.world))
+        finalize_store_at(folder, self.case)
+
+
+class Publish(Write):
+    """A store of which nothing is missing but its publication."""
+
+    def set_up(self, folder: Path) -> None:
+        with create(folder, self.case, part=(0, 1)) as writer:
+            self.case.append(writer, 0, self.case.n)
+
+    def run(self, folder: Path) -> None:
+        try:
+            finalize_store_at(folder, self.case)
+        except IncompleteStoreError:
+            finish(folder, self.case)
+
+
+def finalize_store_at(folder: Path, this: Case) -> bool:
+    """Publish, as any process may."""
+    from saev_store.transport import open_transport
+
+    return finalize_store(open_transport(folder), this.metadata)

@@ -1,0 +1,295 @@
+"""Writing: what comes out is the dense array, byte for byte, however it was handed over."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from written import a_case, append_missing, content, create, cut, files, finish
+
+from saev_store import ShardStore, new_metadata
+from saev_store.errors import (
+    ArgumentError,
+    IncompleteStoreError,
+    SaevStoreError,
+    SaevStoreWarning,
+    StoreExistsError,
+    TransportError,
+)
+from saev_store.transport import open_transport
+
+
+@pytest.mark.parametrize("protocol", ["2.0", "3.0", "unlabelled"])
+def test_append_in_batches_of_any_size_writes_the_dense_array(tmp_path, protocol):
+    rng = np.random.default_rng(5)
+    for n, per_shard, batch in [(1, 1, 1), (7, 3, 1), (7, 3, 7), (9, 3, 2), (12, 5, 4), (4, 9, 3), (6, 1, 6)]:
+        options = {"labelled": False} if protocol == "unlabelled" else {"protocol": protocol}
+        this = a_case(n, per_shard, seed=int(rng.integers(99)), **options)
+        root = tmp_path / f"{n}-{per_shard}-{batch}"
+        with create(root, this) as writer:
+            append_missing(writer, this, batch)
+        this.check(content(root / this.name))
+        assert sorted(path.name for path in root.iterdir()) == [this.name]  # nothing else is left
+        assert this.matches(ShardStore.open(root / this.name))
+
+
+def test_append_to_a_bucket_writes_the_dense_array():
+    for protocol in ("2.0", "3.0"):
+        this = cut(a_case(protocol=protocol))
+        root = open_transport(f"memory://write-{protocol}")
+        finish(root, this)
+        this.check(files(root, this.name))
+        assert this.matches(ShardStore.open(root.at(this.name)))
+
+
+def test_append_of_shards_longer_than_a_block_digests_each_block(tmp_path):
+    # 5 MiB an example: blocks of 8 MiB begin and end within examples; 4 examples in a shard are 2.5 blocks.
+    this = a_case(7, 4, layers=(1,), content=80, cls=False, d_model=1 << 14, labelled=False)
+    finish(tmp_path, this, batch=3)
+    this.check(content(tmp_path / this.name))
+
+
+def test_append_of_other_dtypes_strides_and_layers_stores_the_same_numbers(tmp_path):
+    this = a_case(labelled=False)
+    acts = np.random.default_rng(1).standard_normal(this.acts.shape).astype(np.float16)
+    this = replace(this, acts=acts.astype("<f4"))
+    given = {
+        "half": acts,
+        "big-endian": acts.astype(">f4"),
+        "strided": np.repeat(acts, 2, axis=3)[..., ::2],
+        "transposed": np.asfortranarray(acts.astype(np.float32)),
+        "layers": {layer: acts[:, at] for at, layer in enumerate(this.metadata.layers)},
+    }
+    for name, some in given.items():
+        with create(tmp_path / name, this) as writer:
+            writer.append(some)
+        this.check(content(tmp_path / name / this.name))
+
+
+def test_append_copies_what_it_is_given(tmp_path):
+    this = a_case()
+    acts, labels = this.acts.copy(), this.labels.copy()
+    with create(tmp_path, this) as writer:
+        writer.append(acts, labels)
+        acts[:], labels[:] = 0, 0
+    this.check(content(tmp_path / this.name))
+
+
+def test_append_refused_takes_nothing(tmp_path):
+    this = a_case(labelled=False)
+    acts = np.zeros(this.acts.shape, "<f4")
+    this = replace(this, acts=acts)
+    bad = acts.copy()
+    bad[5, 1, 2, 1] = np.nan
+    labels = np.zeros((2, 2), np.uint8)
+    with create(tmp_path, this, on_nonfinite="raise") as writer:
+        writer.append(acts[:2])
+        for where, given in [
+            ("acts", (bad[2:],)),
+            ("acts", (np.zeros((12, *acts.shape[1:]), "<f4"),)),
+            ("acts", (acts[2:, :1],)),
+            ("acts", (acts.astype(int)[2:],)),
+            ("labels", (acts[2:4], labels)),
+        ]:
+            with pytest.raises(ArgumentError) as found:
+                writer.append(*given)
+            assert found.value.where == where
+            assert writer.missing == [range(2, 11)]
+        writer.append(acts[2:2])  # nothing, which is fine
+        writer.append(acts[2:])
+    this.check(content(tmp_path / this.name))
+
+
+def test_append_of_labels_is_for_all_or_none(tmp_path):
+    this = a_case()
+    with pytest.raises(IncompleteStoreError), create(tmp_path, this) as writer:
+        writer.append(*this.rows(0, 5))
+        with pytest.raises(ArgumentError) as found:
+            writer.append(this.acts[5:])
+        assert found.value.where == "labels"
+    with pytest.raises(IncompleteStoreError), create(tmp_path, this, resume=True) as writer:
+        assert writer.missing == [range(3, 11)]
+        with pytest.raises(ArgumentError):  # an earlier process has recorded them
+            writer.append(this.acts[3:])
+    finish(tmp_path, this)
+    this.check(content(tmp_path / this.name))
+
+
+def test_overflow_is_refused_warned_about_or_saturated(tmp_path):
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=[0], content_tokens_per_example=1, cls_token=False, d_model=2, n_examples=1,
+        dtype="float16",
+    )  # fmt: skip
+    acts = np.array([[[[1.0, 1e6]]]], np.float32)
+    this = replace(a_case(), metadata=metadata)
+    with create(tmp_path / "saturate", this, on_overflow="saturate") as writer:
+        writer.append(acts)
+    assert ShardStore.open(tmp_path / "saturate" / this.name)[0, 0, 0].tolist() == [1.0, 65504.0]
+    with create(tmp_path / "warn", this, on_overflow="warn") as writer, pytest.warns(SaevStoreWarning):
+        writer.append(acts)
+    with pytest.raises(IncompleteStoreError), create(tmp_path / "raise", this) as writer, pytest.raises(ArgumentError):
+        writer.append(acts)
+
+
+# -- write -------------------------------------------------------------------------------------------------------------
+
+
+def test_write_in_any_order_gives_the_same_store(tmp_path):
+    for seed in range(6):
+        this = a_case(seed=seed, protocol=("2.0", "3.0")[seed % 2])
+        order = np.random.default_rng(seed).permutation(this.n)
+        with create(tmp_path / str(seed), this) as writer:
+            for example in order.tolist():
+                recorded = {name: values[example] for name, values in this.recorded.items()}
+                writer.write(example, this.acts[example], **recorded)
+        this.check(content(tmp_path / str(seed) / this.name))
+
+
+def test_write_refuses_what_is_not_missing_and_more_than_it_may_hold(tmp_path):
+    this = a_case(labelled=False)
+    with create(tmp_path, this) as writer:
+        writer.write(0, this.acts[0])
+        for example in (0, -1, 11, True, "3", 2.0):
+            with pytest.raises(ArgumentError) as found:
+                writer.write(example, this.acts[0])
+            assert found.value.where == "example"
+        with pytest.raises(ArgumentError):
+            writer.write(1, this.acts[1:3])
+        writer.max_reorder_bytes = 2 * this.metadata.layout.example_nbytes
+        writer.write(5, this.acts[5])
+        writer.write(2, this.acts[2])
+        for example in (2, 7):  # once more; and one too many
+            with pytest.raises(ArgumentError):
+                writer.write(example, this.acts[example])
+        with pytest.raises(ArgumentError):  # they wait for example 1
+            writer.append(this.acts[1])
+        writer.write(1, this.acts[1])
+        for example in (3, 4, 6):
+            writer.write(example, this.acts[example])
+        writer.append(this.acts[7:])
+        with pytest.raises(ArgumentError):
+            writer.write(7, this.acts[7])
+    this.check(content(tmp_path / this.name))
+
+
+def test_write_that_waits_is_not_kept_at_the_end(tmp_path):
+    this = a_case(labelled=False)
+    with pytest.raises(IncompleteStoreError), create(tmp_path, this) as writer:
+        for example in (0, 1, 2, 4, 5):
+            writer.write(example, this.acts[example])
+    with pytest.raises(IncompleteStoreError), create(tmp_path, this, resume=True) as writer:
+        assert writer.missing == [range(3, 11)]
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_early_keeps_whole_shards_and_publishes_nothing(tmp_path):
+    this = a_case()
+    with pytest.raises(IncompleteStoreError), create(tmp_path, this) as writer:
+        append_missing(writer, this, most=7)
+        assert (writer.n_missing, writer.next_example, writer.complete) == (4, 7, False)
+    with pytest.raises(SaevStoreError):
+        ShardStore.open(tmp_path / this.name)
+    with create(tmp_path, this, resume=True) as writer:
+        assert writer.missing == [range(6, 11)]
+        append_missing(writer, this)
+    assert writer.complete
+    this.check(content(tmp_path / this.name))
+
+
+def test_leaving_by_an_error_keeps_whole_shards_and_never_publishes(tmp_path):
+    this = a_case()
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        with pytest.raises(error), create(tmp_path / error.__name__, this) as writer:  # noqa: PT012
+            append_missing(writer, this)  # all of it
+            raise error
+        assert not (tmp_path / error.__name__ / this.name / "metadata.json").exists()
+        with create(tmp_path / error.__name__, this, resume=True) as writer:
+            assert writer.missing == []
+        this.check(content(tmp_path / error.__name__ / this.name))
+
+
+def test_close_twice_is_fine_and_a_closed_writer_takes_nothing(tmp_path):
+    this = a_case()
+    writer = create(tmp_path, this)
+    append_missing(writer, this, most=4)
+    for _ in range(2):
+        writer.close()
+    with pytest.raises(ArgumentError):
+        this.append(writer, 4, 5)
+    assert "7 examples are missing, closed" in repr(writer)
+    writer = create(tmp_path, this, resume=True)
+    append_missing(writer, this)
+    with writer:
+        writer.close()
+    with pytest.raises(StoreExistsError):
+        this.append(writer, 0, 1)
+    assert "complete" in repr(writer)
+
+
+def test_dropped_writer_lets_go_of_its_lock(tmp_path):
+    this = a_case()
+    writer = create(tmp_path, this)
+    append_missing(writer, this, most=1)
+    del writer
+    finish(tmp_path, this)
+    this.check(content(tmp_path / this.name))
+
+
+def test_failed_block_is_raised_and_nothing_of_its_shard_counts(tmp_path, monkeypatch):
+    this = a_case()
+    failing = []
+
+    def commit(self, **options):
+        if self._where.endswith("acts000001.bin") and not failing:
+            failing.append(self)
+            raise TransportError("the disk is full", where=self._where)
+        return real(self, **options)
+
+    from saev_store.transport.local.write import LocalSink
+
+    real = LocalSink.commit
+    monkeypatch.setattr(LocalSink, "commit", commit)
+    with pytest.raises(TransportError), create(tmp_path, this) as writer:
+        append_missing(writer, this)
+    with pytest.raises(IncompleteStoreError), create(tmp_path, this, resume=True) as writer:
+        assert writer.missing == [range(3, 6)]  # the shards behind it were durable
+    finish(tmp_path, this)
+    this.check(content(tmp_path / this.name))
+
+
+def test_long_shard_warns(tmp_path, monkeypatch):
+    this = a_case(2, 1)
+    clock = iter([0.0, 10.0, 20.0, 700.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with create(tmp_path, this) as writer:
+        this.append(writer, 0, 1)
+        with pytest.warns(SaevStoreWarning):
+            this.append(writer, 1, 2)
+    this.check(content(tmp_path / this.name))
+
+
+def test_documents_are_what_other_writers_write(tmp_path):
+    """shards.json and digests.json have exactly the bytes of stores that were written before."""
+    this = a_case(4, 3, labelled=False)
+    finish(tmp_path, this)
+    found = content(tmp_path / this.name)
+    assert found["shards.json"].decode() == json.dumps(
+        [{"name": "acts000000.bin", "n_ex": 3}, {"name": "acts000001.bin", "n_ex": 1}], indent=2
+    )
+    assert found["digests.json"] == this.files()["digests.json"]
+    assert found["metadata.json"] == this.metadata.raw
+
+
+def test_bar_counts_examples(tmp_path, capsys):
+    this = a_case()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with create(tmp_path, this, progress=True) as writer:
+            writer.note("of a test")
+            append_missing(writer, this)
+    assert "11 of 11" in capsys.readouterr().err
