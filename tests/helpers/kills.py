@@ -21,20 +21,13 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from kill_children import ended, in_child
-from operations import Operation, Publish, Write, WriteInParts
+from operations import OPERATIONS, Operation, WriteInParts
 
 #: Calls that change what is on the disk, or are between two that do.
 CALLS = (
     "open", "write", "pwrite", "pwritev", "fsync", "fdatasync", "rename", "replace", "link", "mkdir", "ftruncate", "unlink",
     "rmdir", "close", "copy_file_range", "sendfile",
 )  # fmt: skip
-
-OPERATIONS: dict[str, Callable[[int], Operation]] = {
-    "write": lambda seed: Write(("2.0", "3.0")[seed % 2], seed=seed, pad=bool(seed % 3), labelled=bool(seed % 5)),
-    "parts": lambda seed: WriteInParts(("2.0", "3.0")[seed % 2], seed=seed, n=14, per_shard=2),
-    "publish": lambda seed: Publish(("2.0", "3.0")[seed % 2], seed=seed),
-}
-
 
 def run_until(operation: Operation, folder: Path, dies_at: int, count: Path | None = None) -> int:
     """Run an operation in a child that dies at its call number `dies_at`, before it or after; its exit code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -89,3 +90,11 @@ def finalize_store_at(folder: Path, this: Case) -> bool:
     from saev_store.transport import open_transport
 
     return finalize_store(open_transport(folder), this.metadata)
+
+
+#: How each is made of a seed.
+OPERATIONS: dict[str, Callable[[int], Operation]] = {
+    "write": lambda seed: Write(("2.0", "3.0")[seed % 2], seed=seed, pad=bool(seed % 3), labelled=bool(seed % 5)),
+    "parts": lambda seed: WriteInParts(("2.0", "3.0")[seed % 2], seed=seed, n=14, per_shard=2),
+    "publish": lambda seed: Publish(("2.0", "3.0")[seed % 2], seed=seed),
+}
