@@ -29,6 +29,7 @@ CALLS = (
     "rmdir", "close", "copy_file_range", "sendfile",
 )  # fmt: skip
 
+
 def run_until(operation: Operation, folder: Path, dies_at: int, count: Path | None = None) -> int:
     """Run an operation in a child that dies at its call number `dies_at`, before it or after; its exit code."""
 

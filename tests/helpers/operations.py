@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from written import Case, a_case, content, create, finalize_store, finish
+from written import Case, a_case, append_missing, content, create, finalize_store, finish, repair
 
 from saev_store import ShardStore
 from saev_store.errors import IncompleteStoreError, SaevStoreError
@@ -85,6 +85,42 @@ class Publish(Write):
             finish(folder, self.case)
 
 
+class Repair(Write):
+    """Of a store a shard is gone, another one is cut, a third one is rotten; in 3.0 the mask is gone too."""
+
+    def set_up(self, folder: Path) -> None:
+        finish(folder, self.case)
+        store = folder / self.case.name
+        (store / "acts000000.bin").unlink()
+        with open(store / "acts000002.bin", "r+b") as file:
+            file.truncate(10)
+        with open(store / "acts000001.bin", "r+b") as file:
+            byte = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([byte ^ 1]))
+        if self.case.arrays:
+            (store / "mask.bin").unlink()
+
+    def run(self, folder: Path) -> None:
+        with repair(folder, self.case) as writer:
+            for name in writer.lost_arrays:
+                writer.restore_array(name, self.case.recorded[name])
+            append_missing(writer, self.case)
+
+    def check(self, folder: Path, *, finished: bool) -> None:
+        if finished:
+            check_store(folder / self.case.name, self.case, finished=True)
+            return
+        # Each file is as it was damaged, or right; digests.json too.
+        found, right = content(folder / self.case.name), self.case.files()
+        for name in ("acts000003.bin", "metadata.json", "digests.json"):
+            assert found[name] == right[name]
+        damaged = {"acts000000.bin": None, "acts000001.bin": len(right["acts000001.bin"]), "acts000002.bin": 10}
+        for name, nbytes in damaged.items():
+            there = found.get(name)
+            assert there == right[name] or (None if there is None else len(there)) == nbytes
+
+
 def finalize_store_at(folder: Path, this: Case) -> bool:
     """Publish, as any process may."""
     from saev_store.transport import open_transport
@@ -96,5 +132,6 @@ def finalize_store_at(folder: Path, this: Case) -> bool:
 OPERATIONS: dict[str, Callable[[int], Operation]] = {
     "write": lambda seed: Write(("2.0", "3.0")[seed % 2], seed=seed, pad=bool(seed % 3), labelled=bool(seed % 5)),
     "parts": lambda seed: WriteInParts(("2.0", "3.0")[seed % 2], seed=seed, n=14, per_shard=2),
+    "repair": lambda seed: Repair(("2.0", "3.0")[seed % 2], seed=seed),
     "publish": lambda seed: Publish(("2.0", "3.0")[seed % 2], seed=seed),
 }

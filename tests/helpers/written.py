@@ -10,10 +10,21 @@ from pathlib import Path
 
 from kill_harness_oracle import Case, case
 
-from saev_store._next.writer import ShardWriter, create_store, finalize_store
+from saev_store._next.writer import RepairWriter, ShardWriter, create_store, finalize_store, open_repair
 from saev_store.transport import Transport, open_transport
 
-__all__ = ["Case", "ShardWriter", "a_case", "content", "create", "create_store", "files", "finalize_store", "finish"]
+__all__ = [
+    "Case",
+    "ShardWriter",
+    "a_case",
+    "content",
+    "create",
+    "create_store",
+    "files",
+    "finalize_store",
+    "finish",
+    "open_repair",
+]
 
 
 def a_case(n: int = 11, per_shard: int = 3, *, pad: bool = True, **options) -> Case:
@@ -27,13 +38,21 @@ def as_transport(root: str | os.PathLike[str] | Transport) -> Transport:
 
 def create(root, this: Case, **options) -> ShardWriter:
     """The writer of a case, without its bar; NaN is among its random bits."""
-    return create_store(as_transport(root), this.metadata, pad=this.pad, **{"on_nonfinite": "allow", "progress": False, **options})
+    return create_store(
+        as_transport(root), this.metadata, pad=this.pad, **{"on_nonfinite": "allow", "progress": False, **options}
+    )
 
 
 def finish(root, this: Case, batch: int = 2, **options) -> None:
     """Write all that is missing."""
     with create(root, this, **{"resume": True, "exist_ok": True, **options}) as writer:
         append_missing(writer, this, batch)
+
+
+def repair(root, this: Case, **options) -> RepairWriter:
+    """The repair of a case below a root; all shards are looked at."""
+    store = as_transport(root).at(this.name)
+    return open_repair(store, this.metadata, **{"deep": True, "on_nonfinite": "allow", "progress": False, **options})
 
 
 def append_missing(writer: ShardWriter, this: Case, batch: int = 2, most: int | None = None) -> None:

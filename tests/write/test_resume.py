@@ -161,7 +161,10 @@ def test_create_removes_what_a_killed_publisher_left(tmp_path):
     leave(tmp_path, this, 11, part=(0, 1))
     shutil.copytree(work_of(tmp_path, this), tmp_path / "kept")
     finalize_store(open_transport(tmp_path), this.metadata)
-    for call in (lambda: create(tmp_path, this, exist_ok=True), lambda: finalize_store(open_transport(tmp_path), this.metadata)):
+    for call in (
+        lambda: create(tmp_path, this, exist_ok=True),
+        lambda: finalize_store(open_transport(tmp_path), this.metadata),
+    ):
         shutil.copytree(tmp_path / "kept", work_of(tmp_path, this), dirs_exist_ok=True)
         call()
         if (tmp_path / ".saev_store").exists():  # finalizing a published store looks at nothing else
@@ -350,3 +353,42 @@ def test_finalize_of_files_that_changed_publishes_nothing(tmp_path):
     (store / "metadata.json").write_bytes(b"")  # of a kill where there are no hard links
     assert finalize_store(root, this.metadata)
     this.check(content(store))
+
+
+def test_store_that_is_published_while_create_looks_is_found(monkeypatch):
+    this, disk = a_case(pad=False), Disk(posix=False)
+    leave(disk, this, 11, part=(0, 1))
+    real = Disk.list
+
+    def list_late(self, path=""):
+        monkeypatch.setattr(Disk, "list", real)
+        if path == "receipts":
+            finalize_store(disk, this.metadata)
+        else:
+            monkeypatch.setattr(Disk, "list", list_late)
+        return real(self, path)
+
+    monkeypatch.setattr(Disk, "list", list_late)
+    with pytest.raises(StoreExistsError):
+        create(disk, this)
+    this.check(files(disk, this.name))
+
+
+def test_create_while_the_folder_of_work_folders_is_removed_tries_again(tmp_path, monkeypatch):
+    from saev_store.errors import NotFoundError
+    from saev_store.transport.local.transport import LocalTransport
+
+    real, tries = LocalTransport.create, iter([True] * 3 + [False] * 99)
+
+    def create_late(self, path, data):
+        if next(tries):
+            raise NotFoundError("no such folder", where=path)
+        real(self, path, data)
+
+    monkeypatch.setattr(LocalTransport, "create", create_late)
+    this = a_case()
+    finish(tmp_path / "a", this)
+    this.check(content(tmp_path / "a" / this.name))
+    tries = iter([True] * 99)
+    with pytest.raises(NotFoundError):
+        finish(tmp_path / "b", this)

@@ -204,7 +204,7 @@ def test_leaving_early_keeps_whole_shards_and_publishes_nothing(tmp_path):
 def test_leaving_by_an_error_keeps_whole_shards_and_never_publishes(tmp_path):
     this = a_case()
     for error in (ZeroDivisionError, KeyboardInterrupt):
-        with pytest.raises(error), create(tmp_path / error.__name__, this) as writer:  # noqa: PT012
+        with pytest.raises(error), create(tmp_path / error.__name__, this) as writer:
             append_missing(writer, this)  # all of it
             raise error
         assert not (tmp_path / error.__name__ / this.name / "metadata.json").exists()
@@ -259,6 +259,27 @@ def test_failed_block_is_raised_and_nothing_of_its_shard_counts(tmp_path, monkey
     with pytest.raises(IncompleteStoreError), create(tmp_path, this, resume=True) as writer:
         assert writer.missing == [range(3, 6)]  # the shards behind it were durable
     finish(tmp_path, this)
+    this.check(content(tmp_path / this.name))
+
+
+def test_failed_block_within_a_shard_is_raised_and_the_shard_is_missing(tmp_path, monkeypatch):
+    from saev_store.transport.local.write import LocalSink
+
+    def write(self, offset, buffers, *args):
+        if offset == 8 << 20:
+            raise TransportError("the disk is full", where=self._where)
+        return real(self, offset, buffers, *args)
+
+    # 5 MiB an example, 5 in a shard: 4 blocks.
+    this = a_case(5, 5, layers=(1,), content=80, cls=False, d_model=1 << 14, labelled=False)
+    real = LocalSink.write
+    monkeypatch.setattr(LocalSink, "write", write)
+    with pytest.raises(TransportError), create(tmp_path, this) as writer:
+        append_missing(writer, this, 5)
+    monkeypatch.undo()
+    with pytest.raises(IncompleteStoreError), create(tmp_path, this, resume=True) as writer:
+        assert writer.missing == [range(5)]
+    finish(tmp_path, this, 5)
     this.check(content(tmp_path / this.name))
 
 

@@ -48,11 +48,9 @@ def publish(work: Work) -> bool:
     try:
         if work.is_published():
             return False
-        if read(work.work, METADATA_NAME) is None:
-            raise IncompleteStoreError(
-                "nothing has been written there by this package", where=work.url, remedy="Create the store first."
-            )
+        _check_begun(work)
         with _alone(work):
+            _check_begun(work)  # it may be discarded meanwhile
             is_ours = not work.is_published() and _publish(work)
     except SaevStoreError:
         # Another publisher was faster, and has deleted the work folder: whatever failed here, the store is there.
@@ -61,6 +59,13 @@ def publish(work: Work) -> bool:
         is_ours = False
     work.remove()
     return is_ours
+
+
+def _check_begun(work: Work) -> None:
+    if read(work.work, METADATA_NAME) is None:
+        raise IncompleteStoreError(
+            "nothing has been written there by this package", where=work.url, remedy="Create the store first."
+        )
 
 
 def _alone(work: Work) -> AbstractContextManager[object]:

@@ -49,8 +49,8 @@ class Target(Protocol):
         """The file of a shard."""
         ...
 
-    def finish_shard(self, shard_idx: int, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
-        """Record that a shard, whose file is committed, is durable."""
+    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
+        """Commit the file of a shard, and record it with what belongs to its tokens."""
         ...
 
 
@@ -98,10 +98,7 @@ class ShardFile:
             self._nbytes += len(block)
             if tokens is None:
                 return
-            if not self._target.is_disk:  # there is no lock: the last moment to see that the store was published
-                self._target.check(self._shard_idx)
-            sink.commit()
-            self._target.finish_shard(self._shard_idx, self._digests, tokens)
+            self._target.finish_shard(self._shard_idx, sink, self._digests, tokens)
         except BaseException:
             self.abort()
             raise

@@ -78,6 +78,8 @@ class ShardWriter:
         max_reorder_bytes: How many bytes `write` may hold of examples that wait for an earlier one.
     """
 
+    _remedy = "Create it again with resume=True, and append its `missing` examples."
+
     def __init__(
         self,
         target: Target,
@@ -242,7 +244,7 @@ class ShardWriter:
             raise IncompleteStoreError(
                 f"{self._n_left} examples are missing, from example {self.next_example} on{waiting}",
                 where=self.url,
-                remedy="Create it again with resume=True, and append its `missing` examples.",
+                remedy=self._remedy,
             )
 
     # -- checks --------------------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class ShardWriter:
             raise ArgumentError(
                 "this writer is closed" if self._closed else "an earlier call was cut short by an error",
                 where=self.url,
-                remedy="Create it again with resume=True and append its `missing` examples.",
+                remedy=self._remedy,
             )
 
     def _position(self, example: object) -> int:
@@ -286,9 +288,7 @@ class ShardWriter:
                 where="acts",
                 remedy="n_examples in the metadata is a promise; write a store with more examples under other metadata.",
             )
-        given = {"labels": labels, **token_arrays} if labels is not None else token_arrays
-        required = self.metadata.declares_token_arrays
-        rows = token_rows(given, self.metadata.recordable, len(batch), self.layout, required=required)
+        rows = self._token_rows({"labels": labels, **token_arrays}, len(batch), first_example)
         if self._has_tokens not in (None, rows is not None) and len(batch):
             raise ArgumentError(
                 f"labels {'are missing for' if self._has_tokens else 'were given for'} these examples, and earlier ones "
@@ -298,6 +298,11 @@ class ShardWriter:
             )
         check_finite(batch, first_example, self._on_nonfinite)
         return check_overflow(batch, first_example, self.layout, self._on_overflow), rows
+
+    def _token_rows(self, given: dict[str, object], n: int, first_example: int) -> Rows:  # noqa: ARG002  # a repair needs it
+        """What is to be recorded for the tokens of `n` examples; `ArgumentError` if it breaks a rule."""
+        required = self.metadata.declares_token_arrays
+        return token_rows(given, self.metadata.recordable, n, self.layout, required=required)
 
     # -- examples into shards ------------------------------------------------------------------------------------------
 

@@ -235,7 +235,9 @@ class Work:
             IncompleteStoreError: its folder holds files of another program, or of an older version of this one.
             ResumeError: it was begun with other metadata of the same hash.
         """
-        foreign = _foreign_names(self.store)
+        foreign = [name for name in names(self.store) if not name.startswith(TEMPORARY)]
+        if foreign and names(self.work):  # begun before; the document may be gone, of a killed `discard_unfinished`
+            foreign = []
         for left in reversed(range(_N_TRIES)):
             try:
                 is_new = create(self.work, METADATA_NAME, self.metadata.raw)
@@ -294,8 +296,11 @@ class Work:
         file_nbytes = self.layout.shard_nbytes if self.pads else used
         return open_sink(self.store, shard_name(shard_idx), used_nbytes=used, file_nbytes=file_nbytes)
 
-    def finish_shard(self, shard_idx: int, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
-        """Record that a shard is durable: first what belongs to its tokens, then the receipt."""
+    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
+        """Make a shard durable, then what belongs to its tokens, then its receipt."""
+        if not self.is_disk:  # there is no lock: the last moment to see that the store was published
+            self.check(shard_idx)
+        sink.commit()
         for name, rows in tokens.items():
             self.work.put(tokens_path(name, shard_idx), rows)
         file_nbytes, version = stat(self.store, shard_name(shard_idx))
@@ -335,10 +340,6 @@ def names(place: Place, path: str = "") -> list[str]:
         return [entry.name for entry in place.list(path)]
     except NotFoundError:
         return []
-
-
-def _foreign_names(store: Place) -> list[str]:
-    return [name for name in names(store) if not name.startswith(TEMPORARY)]
 
 
 def refused(url: str, foreign: Sequence[str]) -> IncompleteStoreError:

@@ -1,0 +1,310 @@
+"""What writers leave: it is found, discarded or cleaned; what is alive, published or of other programs stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from sim_disk import Disk
+from written import a_case, append_missing, content, create, cut, finish, holding, repair
+
+from saev_store._next.writer import clean_leftovers, discard_unfinished, finalize_store, unfinished
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    IncompleteStoreError,
+    NotFoundError,
+    StoreExistsError,
+    WriterConflictError,
+)
+from saev_store.transport import UnfinishedUpload, open_transport
+
+
+def leave(root, this, n=4) -> None:
+    writer = create(root, this, part=(0, 1))
+    append_missing(writer, this, most=n)
+    writer.close()
+
+
+def leave_old(root, this) -> None:
+    """An unfinished store as an older version has left it."""
+    folder = root / this.name / ".saev_store"
+    (folder / "receipts").mkdir(parents=True)
+    claim = {"version": 1, "metadata": this.metadata.raw.decode(), "options": {}}
+    (folder / "claim.json").write_text(json.dumps(claim))
+    (folder / "receipts/acts000000.json").write_text("{}")
+    (root / this.name / "acts000000.bin").write_bytes(b"123")
+
+
+def found(root, **options) -> dict[str, tuple[str, bool]]:
+    """Kind of each leftover, and whether it goes."""
+    cleaned = clean_leftovers(root, **{"older_than_s": 0, **options})
+    return {left.path: (left.kind, not left.kept_because) for left in cleaned.leftovers}
+
+
+# -- unfinished stores -------------------------------------------------------------------------------------------------
+
+
+def test_unfinished_stores_are_listed_whatever_version_began_them(tmp_path):
+    done, left, old, broken = (a_case(seed=seed) for seed in range(4))
+    root = open_transport(tmp_path)
+    assert unfinished(root) == ()
+    finish(tmp_path, done)
+    leave(tmp_path, left)
+    leave_old(tmp_path, old)
+    leave_old(tmp_path, broken)
+    for raw, text in [(b"{", ""), (b'{"metadata": 3}', ""), (b"[" * 100_000, "")]:
+        (tmp_path / broken.name / ".saev_store/claim.json").write_bytes(raw)
+        expected = {
+            left.name: (left.metadata.raw.decode(), False),
+            old.name: (old.metadata.raw.decode(), True),
+            broken.name: (text, True),
+        }
+        assert {some.name: (some.metadata, some.is_old) for some in unfinished(root)} == expected
+    assert unfinished(open_transport(tmp_path / "nowhere")) == ()
+    # One whose publisher was killed before it had deleted the work folder is finished.
+    shutil.copytree(tmp_path / ".saev_store", tmp_path / "kept")
+    finish(tmp_path, left)
+    shutil.copytree(tmp_path / "kept", tmp_path / ".saev_store")
+    assert left.name not in {some.name for some in unfinished(root)}
+
+
+def test_discard_deletes_what_is_unfinished_and_nothing_else(tmp_path):
+    this, other = a_case(), a_case(seed=1)
+    root = open_transport(tmp_path)
+    discard_unfinished(root, this.metadata)  # there is nothing
+    finish(tmp_path, other)
+    leave(tmp_path, this)
+    discard_unfinished(root, this.metadata)
+    assert [path.name for path in tmp_path.iterdir()] == [other.name]
+    leave_old(tmp_path, this)
+    discard_unfinished(root, this.metadata)
+    assert [path.name for path in tmp_path.iterdir()] == [other.name]
+    with pytest.raises(StoreExistsError):
+        discard_unfinished(root, other.metadata)
+    other.check(content(tmp_path / other.name))
+    (tmp_path / this.name).mkdir()
+    (tmp_path / this.name / "acts000000.bin").write_bytes(b"of another program")
+    with pytest.raises(IncompleteStoreError):
+        discard_unfinished(root, this.metadata)
+    assert (tmp_path / this.name / "acts000000.bin").exists()
+
+
+def test_discard_of_a_store_that_is_written_or_published_is_refused(tmp_path):
+    this = a_case()
+    root = open_transport(tmp_path)
+    with create(tmp_path, this) as writer:
+        append_missing(writer, this, most=4)
+        with pytest.raises(WriterConflictError):
+            discard_unfinished(root, this.metadata)
+        append_missing(writer, this, most=4)  # and it goes on
+        with holding(tmp_path, this, "publish"), pytest.raises(WriterConflictError):
+            discard_unfinished(root, this.metadata)
+        append_missing(writer, this)
+    this.check(content(tmp_path / this.name))
+
+
+def test_discard_while_another_process_publishes_finds_the_store(tmp_path, monkeypatch):
+    this = a_case()
+    leave(tmp_path, this, 11)
+    root = open_transport(tmp_path)
+    from saev_store.transport.local.transport import LocalTransport
+
+    real = LocalTransport.delete
+
+    def delete(self, path):
+        monkeypatch.setattr(LocalTransport, "delete", real)
+        finalize_store(open_transport(tmp_path), this.metadata)
+        real(self, path)
+
+    monkeypatch.setattr(LocalTransport, "delete", delete)
+    with pytest.raises(StoreExistsError):
+        discard_unfinished(root, this.metadata)
+    this.check(content(tmp_path / this.name))
+
+
+def test_discard_that_was_killed_is_continued_by_any_call(tmp_path):
+    this = a_case()
+    for call in (
+        lambda: discard_unfinished(open_transport(tmp_path), this.metadata),
+        lambda: found(tmp_path),
+        lambda: finish(tmp_path, this),
+    ):
+        leave(tmp_path, this)
+        (tmp_path / ".saev_store" / this.name / "metadata.json").unlink()  # its first step
+        with pytest.raises(IncompleteStoreError):
+            finalize_store(open_transport(tmp_path), this.metadata)
+        call()
+        assert not (tmp_path / ".saev_store").exists()
+    this.check(content(tmp_path / this.name))
+
+
+# -- clean -------------------------------------------------------------------------------------------------------------
+
+
+def test_clean_removes_unfinished_stores_and_hidden_files(tmp_path):
+    done, left, old, repaired = (a_case(seed=seed) for seed in range(4))
+    finish(tmp_path, done)
+    finish(tmp_path, repaired)
+    leave(tmp_path, left)
+    leave_old(tmp_path, old)
+    (tmp_path / repaired.name / ".saev_store/repair").mkdir(parents=True)
+    (tmp_path / repaired.name / ".saev_store/repair/acts000000.bin").write_bytes(b"1")
+    (tmp_path / ".saev_store" / done.name / "receipts").mkdir(parents=True)
+    (tmp_path / ".saev_store" / done.name / "receipts/000000.json").write_bytes(b"{}")
+    (tmp_path / done.name / ".saev_store.tmp-1-a").write_bytes(b"1")
+    (tmp_path / ".saev_store.tmp-2-b").write_bytes(b"12")
+    (tmp_path / "notes").mkdir()
+    expected = {
+        left.name: "unfinished store",
+        old.name: "unfinished store",
+        f"{repaired.name}/.saev_store": "hidden files",
+        f".saev_store/{done.name}": "hidden files",
+        f"{done.name}/.saev_store.tmp-1-a": "temporary file",
+        ".saev_store.tmp-2-b": "temporary file",
+    }
+    before = content(tmp_path)
+    for young in ({"older_than_s": 3600}, {}):
+        assert not any(goes for _, goes in found(tmp_path, **{"older_than_s": 86_400, **young}).values())
+    assert found(tmp_path, dry_run=True) == {path: (kind, True) for path, kind in expected.items()}
+    assert {name: data for name, data in content(tmp_path).items() if "/locks/" not in name} == {
+        name: data for name, data in before.items() if "/locks/" not in name
+    }
+    cleaned = clean_leftovers(str(tmp_path), older_than_s=0)
+    assert cleaned.uploads_listed
+    assert {left.path: left.nbytes for left in cleaned.leftovers}[".saev_store.tmp-2-b"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([done.name, repaired.name, "notes"])
+    for this in (done, repaired):
+        this.check(content(tmp_path / this.name))
+    assert found(tmp_path) == {}
+
+
+def test_clean_of_a_single_store_removes_its_hidden_files(tmp_path):
+    this = a_case()
+    finish(tmp_path, this)
+    (tmp_path / this.name / ".saev_store").mkdir()
+    assert found(tmp_path / this.name) == {".saev_store": ("hidden files", True)}
+    this.check(content(tmp_path / this.name))
+
+
+def test_clean_keeps_what_is_alive(tmp_path):
+    this, damaged = a_case(), a_case(seed=1)
+    finish(tmp_path, damaged)
+    (tmp_path / damaged.name / "acts000000.bin").unlink()
+    with create(tmp_path, this) as writer, repair(tmp_path, damaged) as repairing:
+        append_missing(writer, this, most=4)
+        for dry_run in (True, False):
+            assert found(tmp_path, dry_run=dry_run) == {
+                this.name: ("unfinished store", False),
+                f"{damaged.name}/.saev_store": ("hidden files", False),
+            }
+        append_missing(repairing, damaged)
+        append_missing(writer, this)
+    for some in (this, damaged):
+        some.check(content(tmp_path / some.name))
+
+
+def test_clean_keeps_what_is_not_ours(tmp_path):
+    this, old = a_case(), a_case(seed=1)
+    leave(tmp_path, this)
+    leave_old(tmp_path, old)
+    for name in (this.name, old.name):
+        (tmp_path / name / "notes.txt").write_text("mine")
+    (tmp_path / "third/.saev_store").mkdir(parents=True)
+    (tmp_path / "third/acts000000.bin").write_bytes(b"no claim")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/acts000000.bin").write_bytes(b"of another program")
+    before = content(tmp_path)
+    assert found(tmp_path) == dict.fromkeys((this.name, old.name, "third"), ("unfinished store", False))
+    assert content(tmp_path) == before
+
+
+def test_clean_keeps_the_mark_of_a_staged_copy_and_folders_of_others(tmp_path):
+    this = a_case()
+    finish(tmp_path, this)
+    (tmp_path / f".saev_store.tmp-staged-{this.name}").write_text("of that recording")
+    (tmp_path / ".saev_store.tmp-staged-gone").write_text("of another one")
+    for name in (".saev_store.tmp-aside-1", ".saev_store.tmp-conversion"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".saev_store.tmp-aside-1/acts000000.bin").write_bytes(b"1")
+    assert found(tmp_path) == {
+        f".saev_store.tmp-staged-{this.name}": ("temporary file", False),
+        ".saev_store.tmp-staged-gone": ("temporary file", True),
+        ".saev_store.tmp-aside-1": ("temporary file", True),
+    }
+
+
+def test_clean_of_nothing_is_refused(tmp_path):
+    with pytest.raises(NotFoundError):
+        clean_leftovers(tmp_path / "nowhere")
+    with pytest.raises(ArgumentError):
+        clean_leftovers(tmp_path, dry_run="no")
+
+
+class Bucket(Disk):
+    """A bucket that lists uploads."""
+
+    uploads: list[UnfinishedUpload] | None = None
+    refuses = False
+
+    def at(self, path: str) -> Bucket:
+        made = Bucket(self.state, f"{self.prefix}{path}/" if path else self.prefix)
+        made.uploads, made.refuses = self.uploads, self.refuses
+        return made
+
+    def list_uploads(self, path: str = ""):
+        if self.refuses:
+            raise AccessError("not yours")
+        return self.uploads
+
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        self.uploads.remove(upload)
+
+
+def test_clean_aborts_uploads_of_stores_only():
+    this = cut(a_case())
+    disk = Bucket(posix=False)
+    finish(disk, this)
+    ours = [f"{this.name}/acts000003.bin", f"{this.name}/labels.bin", f"{'0' * 64}/acts000000.bin"]
+    others = ["videos/acts000000.bin", f"{this.name}/deep/acts000000.bin", f"{this.name}/video.mp4", "acts000000.bin"]
+    _uploading(disk, ours + others)
+    assert found(disk, dry_run=True) == dict.fromkeys(ours, ("upload", True))
+    assert len(disk.uploads) == 7
+    disk.uploads.append(UnfinishedUpload(ours[0], "no age", None))
+    kept = [left.kept_because != "" for left in clean_leftovers(disk, older_than_s=1).leftovers]
+    assert kept == [False, False, False, True]
+    assert sorted(upload.path for upload in disk.uploads) == sorted([*others, ours[0]])
+    disk.state.files["old/.saev_store/claim.json"] = disk.state.files[f"{this.name}/metadata.json"]
+    _uploading(disk, ["old/acts000000.bin", "old/video.mp4"])
+    found(disk)
+    assert [upload.path for upload in disk.uploads] == ["old/video.mp4"]
+    for disk.uploads, disk.refuses in ((None, False), ([], True)):
+        assert not clean_leftovers(disk).uploads_listed
+    assert not clean_leftovers(Disk(disk.state)).uploads_listed
+
+
+def _uploading(disk: Bucket, paths: list[str]) -> Bucket:
+    disk.uploads = [UnfinishedUpload(path, str(number), 0.0) for number, path in enumerate(paths)]
+    return disk
+
+
+def test_clean_of_an_empty_place_in_a_bucket_still_aborts_uploads(monkeypatch):
+    def nothing(self, path=""):
+        raise NotFoundError("no such folder")
+
+    monkeypatch.setattr(Bucket, "list", nothing)
+    disk = Bucket(posix=False)
+    with pytest.raises(NotFoundError):
+        clean_leftovers(disk)
+    assert found(_uploading(disk, [f"{'0' * 64}/labels.bin"])) == {f"{'0' * 64}/labels.bin": ("upload", True)}
+    assert not disk.uploads
+
+
+def test_clean_of_what_has_no_age_keeps_it():
+    this = cut(a_case())
+    disk = Disk(posix=False)
+    leave(disk, this)
+    assert found(disk, older_than_s=1) == {this.name: ("unfinished store", False)}
+    assert found(disk) == {this.name: ("unfinished store", True)}
+    assert not disk.state.files
