@@ -8,6 +8,7 @@ at the whim of a seeded generator.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from saev_store.errors import ArgumentError, NotFoundError, StoreExistsError, WriterConflictError
-from saev_store.transport import FREE, Counters, Entry
+from saev_store.transport import Entry
 
 SECTOR = 16
 
@@ -31,6 +32,7 @@ class File:
     durable: bytearray | None
     seen: bytearray
     pending: list[tuple[int, bytes]] = field(default_factory=list)
+    version: int = field(default_factory=itertools.count(1).__next__)
 
 
 @dataclass
@@ -56,10 +58,7 @@ class State:
 class Disk:
     """A transport with the semantics of a local disk (`posix`) or of an object store."""
 
-    cost = FREE
-    counters = Counters()
     name = "disk"
-    reads_into = False
 
     def __init__(self, state: State | None = None, prefix: str = "", *, posix: bool = True) -> None:
         self.state = state or State(posix)
@@ -84,7 +83,7 @@ class Disk:
                         data[offset + start : offset + start + len(chunk)] = chunk
                     elif fate < 0.5:
                         data[offset + start : offset + start + len(chunk)] = rng.bytes(len(chunk))
-            state.files[path] = File(bytearray(data), data)
+            state.files[path] = File(bytearray(data), data, version=file.version)
         return Disk(state, self.prefix)
 
     def content(self, folder: str) -> dict[str, bytes]:
@@ -107,6 +106,10 @@ class Disk:
 
     def size(self, path: str) -> int:
         return len(self._file(path).seen)
+
+    def stat(self, path: str) -> tuple[int, str]:
+        file = self._file(path)
+        return len(file.seen), str(file.version)
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[bytes]:
         seen = self._file(path).seen

@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+#: The transport of a local folder.
+LOCAL = type(open_transport("."))
+
+
 def a_case(n: int = 11, per_shard: int = 3, *, pad: bool = True, **options) -> Case:
     """A small store of random bits, as a local disk holds it."""
     return case(n=n, per_shard=per_shard, block_bytes=8 << 20, pad=pad, **options)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from sim_disk import Disk
-from written import a_case, append_missing, content, create, cut, finish, holding, repair
+from written import LOCAL, a_case, append_missing, content, create, cut, finish, holding, repair
 
 from saev_store._next.writer import clean_leftovers, discard_unfinished, finalize_store, unfinished
 from saev_store.errors import (
@@ -109,16 +109,14 @@ def test_discard_while_another_process_publishes_finds_the_store(tmp_path, monke
     this = a_case()
     leave(tmp_path, this, 11)
     root = open_transport(tmp_path)
-    from saev_store.transport.local.transport import LocalTransport
-
-    real = LocalTransport.delete
+    real = LOCAL.delete
 
     def delete(self, path):
-        monkeypatch.setattr(LocalTransport, "delete", real)
+        monkeypatch.setattr(LOCAL, "delete", real)
         finalize_store(open_transport(tmp_path), this.metadata)
         real(self, path)
 
-    monkeypatch.setattr(LocalTransport, "delete", delete)
+    monkeypatch.setattr(LOCAL, "delete", delete)
     with pytest.raises(StoreExistsError):
         discard_unfinished(root, this.metadata)
     this.check(content(tmp_path / this.name))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sim_disk import Disk
-from written import a_case, append_missing, content, create, cut, files, finish, open_repair, repair
+from written import LOCAL, a_case, append_missing, content, create, cut, files, finish, open_repair, repair
 
 from saev_store import ShardStore
 from saev_store.errors import (
@@ -281,16 +281,14 @@ def test_store_that_is_repaired_reads_the_new_files(tmp_path):
 def test_link_to_where_one_may_not_look_is_a_missing_shard(tmp_path, monkeypatch):
     this = a_case()
     finish(tmp_path, this)
-    from saev_store.transport.local.transport import LocalTransport
-
-    real = LocalTransport.size
+    real = LOCAL.size
 
     def size(self, path):
         if path == "acts000001.bin" and os.path.islink(f"{self.url}/{path}"):
             raise AccessError("not yours", where=path)
         return real(self, path)
 
-    monkeypatch.setattr(LocalTransport, "size", size)
+    monkeypatch.setattr(LOCAL, "size", size)
     (tmp_path / this.name / "acts000001.bin").unlink()
     (tmp_path / this.name / "acts000001.bin").symlink_to("/root/elsewhere")
     with repair(tmp_path, this, deep=False) as writer:

@@ -10,13 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sim_disk import Disk
-from written import a_case, append_missing, content, create, files, finalize_store, finish, holding
+from written import LOCAL, a_case, append_missing, content, create, files, finalize_store, finish, holding
 
 from saev_store.documents import Metadata, parse_metadata
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     IncompleteStoreError,
+    NotFoundError,
     ResumeError,
     SaevStoreWarning,
     StoreExistsError,
@@ -375,20 +376,30 @@ def test_store_that_is_published_while_create_looks_is_found(monkeypatch):
 
 
 def test_create_while_the_folder_of_work_folders_is_removed_tries_again(tmp_path, monkeypatch):
-    from saev_store.errors import NotFoundError
-    from saev_store.transport.local.transport import LocalTransport
-
-    real, tries = LocalTransport.create, iter([True] * 3 + [False] * 99)
+    real, tries = LOCAL.create, iter([True] * 3 + [False] * 99)
 
     def create_late(self, path, data):
         if next(tries):
             raise NotFoundError("no such folder", where=path)
         real(self, path, data)
 
-    monkeypatch.setattr(LocalTransport, "create", create_late)
+    monkeypatch.setattr(LOCAL, "create", create_late)
     this = a_case()
     finish(tmp_path / "a", this)
     this.check(content(tmp_path / "a" / this.name))
     tries = iter([True] * 99)
     with pytest.raises(NotFoundError):
         finish(tmp_path / "b", this)
+
+
+def test_shard_that_was_replaced_in_a_bucket_is_not_published():
+    this, disk = a_case(pad=False), Disk(posix=False)
+    leave(disk, this, 11, part=(0, 1))
+    path = f"{this.name}/acts000001.bin"
+    disk.at(this.name).put("acts000001.bin", bytes(disk.state.files[path].seen))  # of the same length
+    with pytest.raises(CorruptShardError):
+        finalize_store(disk, this.metadata)
+    assert f"{this.name}/metadata.json" not in disk.state.files
+    with pytest.warns(SaevStoreWarning):  # it is written again, and then it is ours
+        finish(disk, this)
+    this.check(files(disk, this.name))

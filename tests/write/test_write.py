@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from written import a_case, append_missing, content, create, cut, files, finish
+from written import LOCAL, a_case, append_missing, content, create, cut, files, finish
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import (
@@ -242,38 +242,45 @@ def test_dropped_writer_lets_go_of_its_lock(tmp_path):
 
 def test_failed_block_is_raised_and_nothing_of_its_shard_counts(tmp_path, monkeypatch):
     this = a_case()
-    failing = []
+    fails = True
 
-    def commit(self, **options):
-        if self._where.endswith("acts000001.bin") and not failing:
-            failing.append(self)
-            raise TransportError("the disk is full", where=self._where)
-        return real(self, **options)
+    def open_sink(self, path, **options):
+        sink = real(self, path, **options)
+        if path == "acts000001.bin" and fails:
+            sink.commit = disk_full
+        return sink
 
-    from saev_store.transport.local.write import LocalSink
+    def disk_full(*_):
+        raise TransportError("the disk is full", where="acts000001.bin")
 
-    real = LocalSink.commit
-    monkeypatch.setattr(LocalSink, "commit", commit)
+    real = LOCAL.open_sink
+    monkeypatch.setattr(LOCAL, "open_sink", open_sink)
     with pytest.raises(TransportError), create(tmp_path, this) as writer:
         append_missing(writer, this)
     with pytest.raises(IncompleteStoreError), create(tmp_path, this, resume=True) as writer:
         assert writer.missing == [range(3, 6)]  # the shards behind it were durable
+    fails = False
     finish(tmp_path, this)
     this.check(content(tmp_path / this.name))
 
 
 def test_failed_block_within_a_shard_is_raised_and_the_shard_is_missing(tmp_path, monkeypatch):
-    from saev_store.transport.local.write import LocalSink
+    def open_sink(self, path, **options):
+        sink = real(self, path, **options)
+        write = sink.write
 
-    def write(self, offset, buffers, *args):
-        if offset == 8 << 20:
-            raise TransportError("the disk is full", where=self._where)
-        return real(self, offset, buffers, *args)
+        def disk_full(offset, buffers):
+            if offset == 8 << 20:
+                raise TransportError("the disk is full", where=path)
+            write(offset, buffers)
+
+        sink.write = disk_full
+        return sink
 
     # 5 MiB an example, 5 in a shard: 4 blocks.
     this = a_case(5, 5, layers=(1,), content=80, cls=False, d_model=1 << 14, labelled=False)
-    real = LocalSink.write
-    monkeypatch.setattr(LocalSink, "write", write)
+    real = LOCAL.open_sink
+    monkeypatch.setattr(LOCAL, "open_sink", open_sink)
     with pytest.raises(TransportError), create(tmp_path, this) as writer:
         append_missing(writer, this, 5)
     monkeypatch.undo()

@@ -11,14 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from saev_store._next.writer.work import TEMPORARY, Place, Work, at, delete_work, names, read, refused
+from saev_store._next.writer.work import TEMPORARY, Work, at, delete_work, names, read, refused
 from saev_store.core.arguments import check_flag
 from saev_store.errors import AccessError, NotFoundError, SaevStoreError, StoreExistsError, WriterConflictError
 from saev_store.names import METADATA_NAME, WORK_FOLDER, folder_name
-from saev_store.transport import CleansUploads, Entry, Transport, UnfinishedUpload, open_transport
+from saev_store.transport import Entry, Transport, UnfinishedUpload, open_transport
 
 if TYPE_CHECKING:
+    from saev_store._next.writer.work import Place
     from saev_store.documents import Metadata
+    from saev_store.transport import CleansUploads
 
 #: What is younger may belong to a writer that is alive, or be wanted for a resume.
 OLDER_THAN_S = 86_400.0
@@ -297,10 +299,10 @@ def _uploads(place: Place) -> Sequence[UnfinishedUpload] | None:
     """The unfinished uploads of the files of stores; None where they cannot be listed."""
     if place.is_local:
         return ()
-    if not isinstance(place, CleansUploads):
+    if not hasattr(place, "list_uploads"):
         return None
     try:
-        listed = place.list_uploads()
+        listed = cast("CleansUploads", place).list_uploads()
     except AccessError:
         return None
     return None if listed is None else [some for some in listed if _is_ours(place, some.path)]

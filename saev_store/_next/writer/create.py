@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from saev_store._next.writer.publish import publish
 from saev_store._next.writer.shard_writer import ShardWriter
-from saev_store._next.writer.work import Receipt, Work, is_disk, part_shards
+from saev_store._next.writer.work import Receipt, Work, is_disk, part_shards, stat
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_choice, check_flag
@@ -168,7 +168,9 @@ def _is_whole(work: Work, shard_idx: int, receipt: Receipt) -> bool:
     arrays = work.metadata.recordable if receipt.tokens else ()
     if any(work.read_tokens(array, shard_idx, receipt) is None for array in arrays):
         return False
-    return is_as_written(work.store, shard_name(shard_idx), receipt.file, work.block_bytes, receipt.file_nbytes)
+    name = shard_name(shard_idx)
+    is_right = is_as_written(work.store, name, receipt.file, work.block_bytes, receipt.file_nbytes)
+    return is_right and stat(work.store, name)[1] == receipt.version  # else the store could not be published
 
 
 def is_as_written(store: Transport, name: str, written: FileDigests, block_bytes: int, file_nbytes: int) -> bool:

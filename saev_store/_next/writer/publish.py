@@ -129,7 +129,7 @@ def _check_files(work: Work, receipts: Sequence[Receipt]) -> None:
     for name, receipt, found in zip(
         names, receipts, each(work.store, lambda name: stat(work.store, name), names), strict=True
     ):
-        if found != (receipt.file_nbytes, receipt.version):
+        if tuple(found) != (receipt.file_nbytes, receipt.version):
             raise _not_as_written(
                 f"{name} has {found[0]} bytes, version {found[1]!r}; its receipt says {receipt.file_nbytes}, {receipt.version!r}",
                 work,

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._next.writer.create import is_as_written
-from saev_store._next.writer.work import Place
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.errors import ArgumentError, NotFoundError
 from saev_store.writer._digests import BLOCK_BYTES, Digests, block_ranges
 from saev_store.writer._inputs import token_rows
 
 if TYPE_CHECKING:
+    from saev_store._next.writer.work import Place
     from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
 

@@ -32,12 +32,17 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.names import METADATA_NAME, WORK_FOLDER
-from saev_store.transport import Lists, Moves, Sink, Transport, Writes
+from saev_store.transport import Sink, Transport
 from saev_store.writer._digests import BLOCK_BYTES, FileDigests, digest, is_digest, n_blocks
 
 if TYPE_CHECKING:
     from saev_store.core.token_arrays import TokenArray
     from saev_store.documents import Metadata
+    from saev_store.transport import Lists, Moves, Writes
+
+    class Place(Transport, Lists, Writes, Moves, Protocol):
+        """A folder that is read and written."""
+
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -49,10 +54,6 @@ TEMPORARY = ".saev_store.tmp-"
 N_AHEAD = 32
 _MAX_DOCUMENT_BYTES = 256 << 20
 _N_TRIES = 20
-
-
-class Place(Transport, Lists, Writes, Moves, Protocol):
-    """A folder that is read and written."""
 
 
 def at(place: Transport, path: str) -> Place:
@@ -67,7 +68,8 @@ def is_disk(place: Transport) -> bool:
 
 def stat(place: Place, path: str) -> tuple[int, str]:
     """The size of a file, and its version in a bucket ("" where the service does not name one, and on a disk)."""
-    return place.size(path), ""
+    ask = None if is_disk(place) else cast("Callable[[str], tuple[int, str]] | None", getattr(place, "stat", None))
+    return (place.size(path), "") if ask is None else ask(path)
 
 
 def read(place: Transport, path: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes | None:
