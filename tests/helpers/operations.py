@@ -9,7 +9,9 @@ from typing import Protocol
 from written import Case, a_case, append_missing, content, create, finalize_store, finish, repair
 
 from saev_store import ShardStore
+from saev_store._next.writer import copy_whole
 from saev_store.errors import IncompleteStoreError, SaevStoreError
+from saev_store.transport import open_transport
 
 
 class Operation(Protocol):
@@ -121,10 +123,23 @@ class Repair(Write):
             assert there == right[name] or (None if there is None else len(there)) == nbytes
 
 
+class Copy(Write):
+    """A store is copied, or linked as one of another protocol version."""
+
+    def set_up(self, folder: Path) -> None:
+        finish(folder / "from", self.case)
+
+    def run(self, folder: Path) -> None:
+        with ShardStore.open(folder / "from" / self.case.name) as store:
+            copy_whole(store, open_transport(folder / "to"), store.metadata, progress=False)
+
+    def check(self, folder: Path, *, finished: bool) -> None:
+        check_store(folder / "to" / self.case.name, self.case, finished=finished)
+        check_store(folder / "from" / self.case.name, self.case, finished=True)
+
+
 def finalize_store_at(folder: Path, this: Case) -> bool:
     """Publish, as any process may."""
-    from saev_store.transport import open_transport
-
     return finalize_store(open_transport(folder), this.metadata)
 
 
@@ -133,5 +148,6 @@ OPERATIONS: dict[str, Callable[[int], Operation]] = {
     "write": lambda seed: Write(("2.0", "3.0")[seed % 2], seed=seed, pad=bool(seed % 3), labelled=bool(seed % 5)),
     "parts": lambda seed: WriteInParts(("2.0", "3.0")[seed % 2], seed=seed, n=14, per_shard=2),
     "repair": lambda seed: Repair(("2.0", "3.0")[seed % 2], seed=seed),
+    "copy": lambda seed: Copy(("2.0", "3.0")[seed % 2], seed=seed),
     "publish": lambda seed: Publish(("2.0", "3.0")[seed % 2], seed=seed),
 }

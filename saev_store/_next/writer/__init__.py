@@ -8,6 +8,7 @@ from saev_store._next.writer.clean import (
     discard_unfinished,
     unfinished,
 )
+from saev_store._next.writer.copying import copy_whole
 from saev_store._next.writer.create import create_store
 from saev_store._next.writer.publish import finalize_store
 from saev_store._next.writer.repair import RepairedFile, RepairWriter, open_repair
@@ -21,6 +22,7 @@ __all__ = [
     "ShardWriter",
     "Unfinished",
     "clean_leftovers",
+    "copy_whole",
     "create_store",
     "discard_unfinished",
     "finalize_store",

@@ -141,10 +141,10 @@ def _damaged(work: Work, there: dict[int, Receipt], progress: bool | None) -> se
     damaged: set[int] = set()
     total = sum(receipt.nbytes for receipt in there.values())
     with Progress(total, "verifying", shown=progress if total else False) as bar:
-        found = ahead(lambda item: _is_whole(work, *item), list(there.items()), n_cores() if work.is_disk else 16)
-        for (shard_idx, receipt), is_whole in zip(there.items(), found, strict=True):
+        found = ahead(lambda item: is_whole(work, *item), list(there.items()), n_cores() if work.is_disk else 16)
+        for (shard_idx, receipt), is_right in zip(there.items(), found, strict=True):
             bar.advance(receipt.nbytes)
-            if not is_whole:
+            if not is_right:
                 damaged.add(shard_idx)
     return damaged
 
@@ -163,7 +163,7 @@ def _forget(work: Work, damaged: set[int]) -> None:
         )
 
 
-def _is_whole(work: Work, shard_idx: int, receipt: Receipt) -> bool:
+def is_whole(work: Work, shard_idx: int, receipt: Receipt) -> bool:
     """Return True if the file of a shard, and what was recorded of its tokens, is what was written."""
     arrays = work.metadata.recordable if receipt.tokens else ()
     if any(work.read_tokens(array, shard_idx, receipt) is None for array in arrays):

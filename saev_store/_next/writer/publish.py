@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from saev_store._next.writer.work import Receipt, Work, create, each, open_sink, read, stat, tokens_path
 from saev_store._runtime.threads import ahead
@@ -30,6 +30,22 @@ if TYPE_CHECKING:
 _LOOK_S = 0.05
 
 
+class More(NamedTuple):
+    """What a store has beside its shards.
+
+    Attributes:
+        files: Digests of the files that were written, by name.
+        documents: Small files that are still to be written, by name; they may replace shards.json.
+    """
+
+    files: Mapping[str, FileDigests]
+    documents: Mapping[str, bytes]
+
+
+#: Writes all else than shards, under the lock of publishers.
+Others = Callable[[Work, Sequence[Receipt]], More]
+
+
 def finalize_store(root_transport: Transport, metadata: Metadata) -> bool:
     """Publish a store whose parts are all written; True if this call did it, False if another one had.
 
@@ -43,15 +59,15 @@ def finalize_store(root_transport: Transport, metadata: Metadata) -> bool:
     return publish(Work(root_transport, metadata))
 
 
-def publish(work: Work) -> bool:
-    """Publish what the receipts say; see `finalize_store`."""
+def publish(work: Work, others: Others | None = None) -> bool:
+    """Publish what the receipts say, and what `others` writes beside the shards; see `finalize_store`."""
     try:
         if work.is_published():
             return False
         _check_begun(work)
         with _alone(work):
             _check_begun(work)  # it may be discarded meanwhile
-            is_ours = not work.is_published() and _publish(work)
+            is_ours = not work.is_published() and _publish(work, others or _join_all)
     except SaevStoreError:
         # Another publisher was faster, and has deleted the work folder: whatever failed here, the store is there.
         if not work.is_published():
@@ -80,18 +96,18 @@ def _alone(work: Work) -> AbstractContextManager[object]:
             return held
 
 
-def _publish(work: Work) -> bool:
+def _publish(work: Work, others: Others) -> bool:
     """Write all that is still missing of the store, its document last; False if another publisher was faster."""
     layout, metadata = work.layout, work.metadata
     receipts = _receipts(work)
     work.store.close()  # what is remembered of earlier files
     _check_files(work, receipts)
     files = {shard_name(shard_idx): receipt.file for shard_idx, receipt in enumerate(receipts)}
-    for array in metadata.recordable if receipts[0].tokens else ():
-        files[array.file_name] = _join(work, array, receipts)
+    more = others(work, receipts)
     documents = {
         SHARDS_NAME: shards_bytes(layout, metadata.count_key),
-        DIGESTS_NAME: Digests(work.block_bytes, files).to_bytes(),
+        **more.documents,
+        DIGESTS_NAME: Digests(work.block_bytes, {**files, **more.files}).to_bytes(),
     }
     for name, data in documents.items():
         if work.is_published():
@@ -138,6 +154,12 @@ def _check_files(work: Work, receipts: Sequence[Receipt]) -> None:
 
 def _not_as_written(message: str, work: Work) -> CorruptShardError:
     return CorruptShardError(message, where=work.url, remedy="Create the writer again with resume=True, then publish.")
+
+
+def _join_all(work: Work, receipts: Sequence[Receipt]) -> More:
+    """The token arrays, from what was recorded with the shards."""
+    arrays = work.metadata.recordable if receipts[0].tokens else ()
+    return More({array.file_name: _join(work, array, receipts) for array in arrays}, {})
 
 
 def _join(work: Work, array: TokenArray, receipts: Sequence[Receipt]) -> FileDigests:

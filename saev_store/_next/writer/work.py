@@ -164,7 +164,9 @@ class Receipt:
         return json.dumps({"format": VERSION, **asdict(self)}).encode()
 
 
-def parse_receipt(raw: bytes, used_nbytes: int, shard_nbytes: int, arrays: Sequence[TokenArray]) -> Receipt | None:
+def parse_receipt(
+    raw: bytes, used_nbytes: int, shard_nbytes: int, arrays: Sequence[TokenArray], block_bytes: int = BLOCK_BYTES
+) -> Receipt | None:
     """The receipt in a document; None if it is not that of a shard of this geometry."""
     names = {array.name for array in arrays}
     try:
@@ -174,7 +176,7 @@ def parse_receipt(raw: bytes, used_nbytes: int, shard_nbytes: int, arrays: Seque
             found["format"] == VERSION
             and found["nbytes"] == used_nbytes
             and found["file_nbytes"] in (used_nbytes, shard_nbytes)
-            and len(digests) == n_blocks(used_nbytes, BLOCK_BYTES)
+            and len(digests) == n_blocks(used_nbytes, block_bytes)
             and tokens.keys() in (set[str](), names)
             and all(map(is_digest, (*digests, *tokens.values())))
             and isinstance(found["version"], str)
@@ -193,22 +195,33 @@ class Work:
         root: The folder of stores.
         metadata: What will be published.
         pad: Give the last shard its full length, zeros at its end; None does so on a disk, where that costs nothing.
+        name: The folder of the store; "" is the hash of the metadata.
+        block_bytes: Each digest stands for this many bytes.
 
     Attributes:
         store: The folder that will be the store.
         work: The work folder.
+        name: The folder of the store.
         url: The address of the store.
         layout: Its geometry.
         block_bytes: Each digest stands for this many bytes.
         is_disk: Whether there are locks, and renames.
     """
 
-    def __init__(self, root: Transport, metadata: Metadata, *, pad: bool | None = None) -> None:
-        self.metadata, self.layout = metadata, metadata.layout
-        self.store, self.work = at(root, metadata.hash), at(root, f"{WORK_FOLDER}/{metadata.hash}")
+    def __init__(
+        self,
+        root: Transport,
+        metadata: Metadata,
+        *,
+        pad: bool | None = None,
+        name: str = "",
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.metadata, self.layout, self.name = metadata, metadata.layout, name or metadata.hash
+        self.store, self.work = at(root, self.name), at(root, f"{WORK_FOLDER}/{self.name}")
         self.url = self.store.url
         self.pads = is_disk(root) if pad is None else pad
-        self.block_bytes, self.is_disk = BLOCK_BYTES, is_disk(root)
+        self.block_bytes, self.is_disk = block_bytes, is_disk(root)
         self._root = root
 
     def lock(self, what: str) -> AbstractContextManager[object]:
@@ -261,7 +274,7 @@ class Work:
     def remove(self) -> None:
         """Delete the work folder; what cannot be deleted does no harm once the store is published."""
         with suppress(SaevStoreError):
-            delete_work(self._root, self.metadata.hash)
+            delete_work(self._root, self.name)
 
     # -- shards --------------------------------------------------------------------------------------------------------
 
@@ -269,7 +282,8 @@ class Work:
         """The receipt of a shard; None if it has to be written."""
         raw = read(self.work, _receipt_path(shard_idx))
         used = self.layout.used_nbytes(shard_idx)
-        return None if raw is None else parse_receipt(raw, used, self.layout.shard_nbytes, self.metadata.recordable)
+        full, arrays = self.layout.shard_nbytes, self.metadata.recordable
+        return None if raw is None else parse_receipt(raw, used, full, arrays, self.block_bytes)
 
     def receipts(self, shards: Sequence[int]) -> list[Receipt | None]:
         """The receipts of some shards, in order."""
@@ -299,10 +313,14 @@ class Work:
         return open_sink(self.store, shard_name(shard_idx), used_nbytes=used, file_nbytes=file_nbytes)
 
     def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
-        """Make a shard durable, then what belongs to its tokens, then its receipt."""
+        """Make a shard durable, then record it."""
         if not self.is_disk:  # there is no lock: the last moment to see that the store was published
             self.check(shard_idx)
         sink.commit()
+        self.record(shard_idx, digests, tokens)
+
+    def record(self, shard_idx: int, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
+        """Record that a shard is durable, with what belongs to its tokens."""
         for name, rows in tokens.items():
             self.work.put(tokens_path(name, shard_idx), rows)
         file_nbytes, version = stat(self.store, shard_name(shard_idx))

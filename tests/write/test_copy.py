@@ -1,0 +1,257 @@
+"""Copies of whole stores: byte for byte, of the recording that was asked for, or an error."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sim_disk import Disk
+from written import LOCAL, Case, a_case, append_missing, content, cut, files, finish, holding
+
+from saev_store import ShardStore
+from saev_store._next.writer import copy_whole, create_store
+from saev_store.errors import (
+    CorruptShardError,
+    IncompleteStoreError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
+from saev_store.transport import open_transport
+from saev_store.writer.copying._metadata import in_protocol
+
+
+def copied(source, to, metadata=None, **options) -> None:
+    store = ShardStore.open(source)
+    copy_whole(
+        store, to if isinstance(to, Disk) else open_transport(to), metadata or store.metadata, progress=False, **options
+    )
+
+
+def other_recording(this: Case) -> Case:
+    """Other vectors under the same metadata."""
+    acts = this.acts.copy()
+    acts.view(np.uint32 if this.acts.dtype == "<f4" else np.uint16)[:] ^= 1
+    return replace(this, acts=acts)
+
+
+def test_copy_is_the_same_bytes_from_any_place_to_any_other(tmp_path):
+    for protocol in ("2.0", "3.0"):
+        this = a_case(protocol=protocol)
+        finish(tmp_path / protocol / "a", this)
+        copied(tmp_path / protocol / "a" / this.name, tmp_path / protocol / "b")
+        this.check(content(tmp_path / protocol / "b" / this.name))
+        assert sorted(path.name for path in (tmp_path / protocol / "b").iterdir()) == [this.name]
+        bucket = f"memory://copy-{protocol}"
+        copied(tmp_path / protocol / "a" / this.name, bucket)
+        cut(this).check(files(open_transport(bucket), this.name))
+        copied(f"{bucket}/{this.name}", tmp_path / protocol / "c")
+        this.check(content(tmp_path / protocol / "c" / this.name))
+        disk = Disk(posix=False)
+        copied(tmp_path / protocol / "a" / this.name, disk)
+        cut(this).check(files(disk, this.name))
+
+
+def test_copy_keeps_documents_and_digests_as_they_are(tmp_path):
+    this = a_case()
+    finish(tmp_path / "a", this)
+    folder = tmp_path / "a" / this.name
+    (folder / "provenance.json").write_text('{"mine": 1}')
+    index = (folder / "shards.json").read_text().replace("\n", "\n ")
+    (folder / "shards.json").write_text(index)
+    other = replace(this, block_bytes=64).files()["digests.json"]  # of other block lengths
+    (folder / "digests.json").write_bytes(other)
+    copied(folder, tmp_path / "b")
+    assert content(tmp_path / "b" / this.name) == content(folder)
+    copied(folder, tmp_path / "b")  # it is there
+
+
+def test_copy_under_a_name_that_is_not_its_hash_keeps_the_name(tmp_path):
+    this = a_case()
+    finish(tmp_path / "a", this)
+    os.rename(tmp_path / "a" / this.name, tmp_path / "a" / "mine")
+    with pytest.warns(), ShardStore.open(tmp_path / "a" / "mine") as store:
+        copy_whole(store, open_transport(tmp_path / "b"), store.metadata, progress=False)
+    this.check(content(tmp_path / "b" / "mine"))
+
+
+def test_copy_of_a_store_without_digests_makes_them(tmp_path):
+    this = a_case()
+    finish(tmp_path / "a", this)
+    (tmp_path / "a" / this.name / "digests.json").unlink()
+    copied(tmp_path / "a" / this.name, tmp_path / "b")
+    this.check(content(tmp_path / "b" / this.name))
+    copied(tmp_path / "a" / this.name, tmp_path / "b")  # the source is read, and is the same
+    with pytest.raises(StoreExistsError):
+        copied(tmp_path / "a" / this.name, tmp_path / "b", resume=False)
+    finish(tmp_path / "c", other_recording(this))
+    (tmp_path / "c" / this.name / "digests.json").unlink()
+    with pytest.raises(StoreExistsError):
+        copied(tmp_path / "c" / this.name, tmp_path / "b")
+
+
+def test_copy_as_another_protocol_links_the_shards(tmp_path):
+    this = a_case()
+    finish(tmp_path / "a", this)
+    store = ShardStore.open(tmp_path / "a" / this.name)
+    metadata = in_protocol(store.metadata, "1.0.0")
+    for _ in range(2):
+        copied(tmp_path / "a" / this.name, tmp_path / "b", metadata)
+    copy = ShardStore.open(tmp_path / "b" / metadata.hash)
+    assert copy.metadata.raw == metadata.raw
+    assert this.matches(copy)
+    one, other = (Path(folder) / "acts000001.bin" for folder in (store.url, copy.url))
+    assert one.samefile(other) or one.read_bytes() == other.read_bytes()
+
+
+def test_copy_within_a_service_sends_nothing_through_this_machine():
+    class Service(Disk):
+        def at(self, path):
+            return Service(self.state, f"{self.prefix}{path}/" if path else self.prefix)
+
+        def copy_within(self, source, source_path, path):
+            self.put(path, source.read(source_path))
+            return spoils is None or self.put(path, spoils) is None
+
+    this = cut(a_case())
+    for spoils in (None, b"rotten"):
+        root = open_transport(f"memory://within-{spoils is None}")
+        finish(root, this)
+        disk = Service(posix=False)
+        if spoils:
+            with pytest.raises(TransportError):
+                copied(f"{root.url}/{this.name}", disk)
+            continue
+        copied(f"{root.url}/{this.name}", disk)
+        this.check(files(disk, this.name))
+        assert not [step for step in disk.state.log if step.startswith("open_sink acts")]
+
+
+def test_copy_of_damaged_files_is_refused_and_never_published(tmp_path):
+    this = a_case(protocol="3.0")
+    finish(tmp_path / "a", this)
+    source = tmp_path / "a" / this.name
+    for name in ("acts000001.bin", "mask.bin"):
+        raw = bytearray((source / name).read_bytes())
+        raw[3] ^= 1
+        (source / name).write_bytes(raw)
+        with pytest.raises(CorruptShardError):
+            copied(source, tmp_path / "b")
+        assert not (tmp_path / "b" / this.name / "metadata.json").exists()
+        raw[3] ^= 1
+        (source / name).write_bytes(raw)
+    digests = (source / "digests.json").read_bytes()
+    (source / "digests.json").write_bytes(digests.replace(b"acts000001.bin", b"acts000009.bin"))
+    with pytest.raises(CorruptShardError):
+        copied(source, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_copy_that_was_cut_short_continues_and_reads_again_what_is_there(tmp_path, monkeypatch):
+    this = a_case()
+    finish(tmp_path / "a", this)
+    source, real = tmp_path / "a" / this.name, LOCAL.open_sink
+
+    def open_sink(self, path, **options):
+        if path == "acts000003.bin":
+            raise TransportError("the disk is full", where=path)
+        return real(self, path, **options)
+
+    monkeypatch.setattr(LOCAL, "open_sink", open_sink)
+    with pytest.raises(TransportError):
+        copied(source, tmp_path / "b")
+    with pytest.raises(IncompleteStoreError):
+        copied(source, tmp_path / "b", resume=False)
+    monkeypatch.setattr(LOCAL, "open_sink", real)
+    os.truncate(tmp_path / "b" / this.name / "acts000000.bin", 3)
+    copied(source, tmp_path / "b")
+    this.check(content(tmp_path / "b" / this.name))
+
+
+def test_copy_beside_an_unfinished_store_of_something_else_is_refused(tmp_path):
+    this = a_case(labelled=False)
+    finish(tmp_path / "a", this)
+    finish(tmp_path / "other", other_recording(this))
+    writer = create_store(open_transport(tmp_path / "b"), this.metadata, on_nonfinite="allow", progress=False)
+    append_missing(writer, this, most=4)
+    writer.close()
+    with holding(tmp_path / "b", this, "000002"), pytest.raises(WriterConflictError):
+        copied(tmp_path / "a" / this.name, tmp_path / "b")
+    with pytest.raises(IncompleteStoreError):  # the first copy has begun
+        copied(tmp_path / "other" / this.name, tmp_path / "b")
+    copied(tmp_path / "a" / this.name, tmp_path / "b")
+    this.check(content(tmp_path / "b" / this.name))
+
+
+def test_copy_of_another_recording_is_refused_or_replaced(tmp_path):
+    this = a_case()
+    other = other_recording(this)
+    for name, some in (("a", this), ("c", other)):
+        finish(tmp_path / name, some)
+    copied(tmp_path / "a" / this.name, tmp_path / "b")
+    with pytest.raises(StoreExistsError):
+        copied(tmp_path / "c" / this.name, tmp_path / "b")
+    this.check(content(tmp_path / "b" / this.name))
+    for _ in range(2):
+        copied(tmp_path / "c" / this.name, tmp_path / "b", replace=True)
+        other.check(content(tmp_path / "b" / this.name))
+    for damage in (lambda path: path.unlink(), lambda path: os.truncate(path, 3)):
+        damage(tmp_path / "b" / this.name / "acts000001.bin")
+        with pytest.raises(SaevStoreError):
+            copied(tmp_path / "c" / this.name, tmp_path / "b")
+        copied(tmp_path / "c" / this.name, tmp_path / "b", replace=True)
+        other.check(content(tmp_path / "b" / this.name))
+
+
+def test_copy_onto_itself_changes_nothing(tmp_path):
+    this = a_case()
+    finish(tmp_path, this)
+    for digests in (True, False):
+        before = content(tmp_path)
+        for options in ({}, {"replace": True}):
+            copied(tmp_path / this.name, tmp_path, **options)
+        assert content(tmp_path) == before
+        if digests:
+            (tmp_path / this.name / "digests.json").unlink()
+
+
+def test_copy_of_files_that_are_replaced_meanwhile_is_not_published(tmp_path, monkeypatch):
+    this = a_case(labelled=False)
+    finish(tmp_path / "a", this)
+    finish(tmp_path / "c", other_recording(this))
+    source, real = tmp_path / "a" / this.name, LOCAL.open_sink
+
+    def open_sink(self, path, **options):
+        if path == "acts000003.bin":
+            for name, data in content(tmp_path / "c" / this.name).items():
+                (source / name).write_bytes(data)
+        return real(self, path, **options)
+
+    monkeypatch.setattr(LOCAL, "open_sink", open_sink)
+    with pytest.raises((TransportError, CorruptShardError)):
+        copied(source, tmp_path / "b")
+    assert not (tmp_path / "b" / this.name / "metadata.json").exists()
+
+
+def test_copy_at_a_limited_rate_waits(tmp_path, monkeypatch):
+    this, waited = a_case(labelled=False), []
+    finish(tmp_path / "a", this)
+    monkeypatch.setattr("time.sleep", waited.append)
+    copied(tmp_path / "a" / this.name, tmp_path / "b", max_bytes_per_s=1000)
+    n = sum(len(this.acts[i : i + 3].tobytes()) for i in range(0, 11, 3))
+    assert max(waited) <= n / 1000
+    assert max(waited) > 0.9 * n / 1000  # all threads together
+    this.check(content(tmp_path / "b" / this.name))
+
+
+def test_copy_by_a_cluster_is_the_same(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    this = a_case()
+    finish(tmp_path / "a", this)
+    with distributed.Client(processes=False, n_workers=1, threads_per_worker=2, dashboard_address=None) as client:
+        copied(tmp_path / "a" / this.name, tmp_path / "b", client=client)
+    this.check(content(tmp_path / "b" / this.name))
