@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clusters import two_workers
 from sim_disk import Disk
 from written import LOCAL, Case, a_case, append_missing, content, cut, files, finish, holding
 
@@ -249,9 +250,8 @@ def test_copy_at_a_limited_rate_waits(tmp_path, monkeypatch):
 
 
 def test_copy_by_a_cluster_is_the_same(tmp_path):
-    distributed = pytest.importorskip("distributed")
     this = a_case()
     finish(tmp_path / "a", this)
-    with distributed.Client(processes=False, n_workers=1, threads_per_worker=2, dashboard_address=None) as client:
+    with two_workers() as client:
         copied(tmp_path / "a" / this.name, tmp_path / "b", client=client)
     this.check(content(tmp_path / "b" / this.name))

@@ -158,6 +158,9 @@ def copy_whole(
             where=work.url,
             remedy="Finish it, or throw it away with `discard_unfinished`, or copy elsewhere.",
         ) from None
+    if work.is_disk:  # the folder has to be there for links
+        work.store.put(f"{TEMPORARY}begun", b"")
+        work.store.delete(f"{TEMPORARY}begun")
     _copy_shards(copy, Rate(max_bytes_per_s), client, progress)
     if _identity(store) != was:
         raise TransportError(
@@ -186,7 +189,10 @@ def _promised(store: ShardStore) -> Digests | None:
 
 
 def _identity(store: ShardStore) -> bytes:
-    """Text that differs for another recording."""
+    """Text that differs for another recording: its digests.json, or where there is none its files as they are."""
+    promised = load_digests(store.transport)
+    if promised is not None:
+        return digest(promised.to_bytes()).encode()
     return str(recording_identity(store.transport, store.layout, files=store.recorded_files())).encode()
 
 

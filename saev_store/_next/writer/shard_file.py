@@ -26,16 +26,11 @@ class Target(Protocol):
         is_disk: Whether a lock keeps others out from the first byte on; in a bucket a file appears when it is complete.
     """
 
-    @property
-    def url(self) -> str: ...
-    @property
-    def metadata(self) -> Metadata: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def block_bytes(self) -> int: ...
-    @property
-    def is_disk(self) -> bool: ...
+    url: str
+    metadata: Metadata
+    layout: Layout
+    block_bytes: int
+    is_disk: bool
 
     def lock(self, what: str) -> AbstractContextManager[object]:
         """Hold a lock; `WriterConflictError` if another process does."""
