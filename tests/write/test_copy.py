@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from clusters import two_workers
 from sim_disk import Disk
+from test_publish_races import Meanwhile
 from written import LOCAL, Case, a_case, append_missing, content, cut, files, finish, holding
 
 from saev_store import ShardStore
@@ -247,6 +249,35 @@ def test_copy_at_a_limited_rate_waits(tmp_path, monkeypatch):
     assert max(waited) <= n / 1000
     assert max(waited) > 0.9 * n / 1000  # all threads together
     this.check(content(tmp_path / "b" / this.name))
+
+
+def test_copy_where_another_store_of_that_name_is_keeps_it(tmp_path):
+    this = a_case()
+    for name in ("a", "b"):
+        finish(tmp_path / name, this)
+    (tmp_path / "b" / this.name / "digests.json").unlink()
+    before = content(tmp_path / "b")
+    with pytest.raises(StoreExistsError):
+        copied(tmp_path / "a" / this.name, tmp_path / "b")
+    assert content(tmp_path / "b") == before
+
+
+def test_copies_that_race_in_a_bucket_leave_one_right_store(tmp_path):
+    for protocol in ("2.0", "3.0"):
+        this = a_case(protocol=protocol)
+        finish(tmp_path / protocol, this)
+        k = 0
+        while True:
+            state = Meanwhile(k, lambda: None)
+            disk = Disk(state)
+            state.other = lambda disk=disk, this=this, protocol=protocol: copied(tmp_path / protocol / this.name, disk)
+            with contextlib.suppress(SaevStoreError):
+                copied(tmp_path / protocol / this.name, disk)
+            cut(this).check(files(disk, this.name))
+            if state.after is None:
+                break
+            k += 5
+        assert k > 5
 
 
 def test_copy_by_a_cluster_is_the_same(tmp_path):
