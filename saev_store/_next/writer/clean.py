@@ -107,7 +107,7 @@ def _discard(root: Place, name: str) -> None:
 
     Raises:
         WriterConflictError: a process is writing it.
-        StoreExistsError: it was published meanwhile.
+        StoreExistsError: it has been published in the meantime.
     """
     path = f"{WORK_FOLDER}/{name}/{METADATA_NAME}"
     document = read(root, path)

@@ -87,7 +87,7 @@ class Copy:
         return Work(self.root, self.metadata, name=name, block_bytes=block_bytes)
 
     def of_source(self, name: str, nbytes: int) -> FileDigests:
-        """What the source promises of a file; where it has no digests, what is read there."""
+        """Digests of a file of the source: those of digests.json, or those of what is read."""
         if self.promised is not None:
             return self.promised.files[name]
         digests = [digest(memoryview(self.read(name, *block))) for block in block_ranges(nbytes, BLOCK_BYTES)]
@@ -122,30 +122,19 @@ def copy_whole(
         replace: Delete a finished copy that is of another recording, and copy again.
         max_bytes_per_s: A limit on what is read; None is none.
         client: A dask cluster whose workers copy the shards; None is threads of this process.
-        progress: Show a bar; None shows one on a terminal.
+        progress: As in `create_store`.
 
     Raises:
         StoreExistsError: another store, or a copy of another recording, has this name; or any, with `resume=False`.
-        IncompleteStoreError: `resume` is False and there is an unfinished copy; or an unfinished store that is not a copy of this
-            recording, or files of another program.
-        CorruptShardError: the source is not what its digests.json says, or that does not list every file.
+        IncompleteStoreError: there is an unfinished copy, with `resume=False`, or an unfinished store of something else.
+        CorruptShardError: the source differs from its digests.json, or that does not list every file.
         WriterConflictError: another process is copying the same shard.
-        TransportError: bytes did not arrive as they were sent, or files of the source were replaced meanwhile.
+        TransportError: bytes did not arrive as they were sent, or files of the source were replaced during the copy.
     """
     copy = Copy(store, root, metadata, _promised(store))
     work, was = copy.work, _identity(store)
-    if read(work.store, METADATA_NAME) is not None:
-        found = _found(copy)
-        if not found and resume and work.is_published():
-            work.remove()
-            return
-        if not (found and replace):
-            raise StoreExistsError(
-                found or "the copy is there already",
-                where=work.url,
-                remedy="Open it, or copy elsewhere; replace=True replaces a copy that is damaged or of an earlier recording.",
-            )
-        _delete(work)
+    if _is_done(copy, resume=resume, replace=replace):
+        return
     if not work.begin() and not resume:
         raise IncompleteStoreError(
             "an unfinished copy is there", where=work.url, remedy="Continue it with resume=True."
@@ -169,6 +158,25 @@ def copy_whole(
             remedy="Copy again once no process writes there.",
         )
     publish(work, partial(_others, copy))
+
+
+def _is_done(copy: Copy, *, resume: bool, replace: bool) -> bool:
+    """Return True if a finished copy is there; one that is another's, or damaged, is an error, or deleted with `replace`."""
+    work = copy.work
+    if read(work.store, METADATA_NAME) is None:
+        return False
+    found = _found(copy)
+    if not found and resume and work.is_published():
+        work.remove()
+        return True
+    if not (found and replace):
+        raise StoreExistsError(
+            found or "the copy is there already",
+            where=work.url,
+            remedy="Open it, or copy elsewhere; replace=True replaces a copy that is damaged or of an earlier recording.",
+        )
+    _delete(work)
+    return False
 
 
 def _promised(store: ShardStore) -> Digests | None:
@@ -197,7 +205,7 @@ def _identity(store: ShardStore) -> bytes:
 
 
 def _found(copy: Copy) -> str:
-    """What is wrong with a finished copy; "" if it is one of this recording, with files of the right lengths."""
+    """Name what is wrong with a finished copy; "" if it is one of this recording, with files of the right lengths."""
     place, source = copy.work.store, copy.store
     if _is_itself(copy):
         return ""
@@ -326,7 +334,7 @@ def _stream(copy: Copy, rate: Rate, work: Work, name: str, used_nbytes: int, fil
                 found.append(digest(memoryview(block)))
                 if promise is not None and found[-1] != promise.digests[len(found) - 1]:
                     raise CorruptShardError(
-                        f"bytes {start}:{end} of the source are not what its digests.json says",
+                        f"bytes {start}:{end} of the source differ from its digests.json",
                         where=f"{copy.store.url}/{name}",
                         remedy="Run `saev-store validate --deep` on the source; repair it first.",
                     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
@@ -78,27 +78,23 @@ def create_store(
     try:
         if not work.is_published():
             is_new = work.begin()
-            kept = dict(zip(shards, work.receipts(shards), strict=True))
-            there = {shard_idx: receipt for shard_idx, receipt in kept.items() if receipt is not None}
+            found = zip(shards, work.receipts(shards), strict=True)
+            there = {shard_idx: receipt for shard_idx, receipt in found if receipt is not None}
             if not (is_new or resume or (part is not None and not there)):
                 raise _unfinished(work, there)
             damaged = _damaged(work, there, progress)
             if not work.is_published():  # else its publisher has deleted what was looked for
                 _forget(work, damaged)
-                missing = [shard_idx for shard_idx in shards if shard_idx not in there or shard_idx in damaged]
-                first = next((receipt for shard_idx, receipt in there.items() if shard_idx not in damaged), None)
-                return ShardWriter(
-                    work,
-                    missing,
-                    partial(publish, work) if part is None else partial(bool, True),
-                    has_tokens=None if first is None else bool(first.tokens),
-                    on_nonfinite=on_nonfinite,
-                    on_overflow=on_overflow,
-                    progress=progress,
-                )
+                kept = {shard_idx: there[shard_idx] for shard_idx in there if shard_idx not in damaged}
+                return _writer(work, shards, kept, part, on_nonfinite, on_overflow, progress)
     except SaevStoreError:
         if not work.is_published():
             raise
+    return _nothing_left(work, exist_ok=exist_ok)
+
+
+def _nothing_left(work: Work, *, exist_ok: bool) -> ShardWriter:
+    """A writer of a complete store, or the error that it is complete."""
     work.remove()  # what a publisher that was killed has left, or what was made above since another one was done
     if not exist_ok:
         raise StoreExistsError(
@@ -107,6 +103,27 @@ def create_store(
     writer = ShardWriter(work, [], partial(bool, True))
     writer.close()
     return writer
+
+
+def _writer(
+    work: Work,
+    shards: range,
+    kept: Mapping[int, Receipt],
+    part: tuple[int, int] | None,
+    on_nonfinite: NonfinitePolicy,
+    on_overflow: OverflowPolicy,
+    progress: bool | None,
+) -> ShardWriter:
+    """A writer of the shards that are not kept; without parts it publishes."""
+    return ShardWriter(
+        work,
+        [shard_idx for shard_idx in shards if shard_idx not in kept],
+        partial(publish, work) if part is None else partial(bool, True),
+        has_tokens=next((bool(receipt.tokens) for receipt in kept.values()), None),
+        on_nonfinite=on_nonfinite,
+        on_overflow=on_overflow,
+        progress=progress,
+    )
 
 
 def check_part(part: object) -> tuple[int, int]:
@@ -137,7 +154,7 @@ def _unfinished(work: Work, there: Collection[int]) -> IncompleteStoreError:
 
 
 def _damaged(work: Work, there: dict[int, Receipt], progress: bool | None) -> set[int]:
-    """The shards that are not what their receipts say."""
+    """The shards that differ from their receipts."""
     damaged: set[int] = set()
     total = sum(receipt.nbytes for receipt in there.values())
     with Progress(total, "verifying", shown=progress if total else False) as bar:

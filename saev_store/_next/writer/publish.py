@@ -31,7 +31,7 @@ _LOOK_S = 0.05
 
 
 class More(NamedTuple):
-    """What a store has beside its shards.
+    """Files of a store other than shards.
 
     Attributes:
         files: Digests of the files that were written, by name.
@@ -53,20 +53,20 @@ def finalize_store(root_transport: Transport, metadata: Metadata) -> bool:
 
     Raises:
         IncompleteStoreError: shards are missing; the message names the first examples. Or some have labels and others not.
-        CorruptShardError: a file is not what its receipt says.
+        CorruptShardError: a file differs from its receipt.
         StoreExistsError: another store has this name.
     """
     return publish(Work(root_transport, metadata))
 
 
 def publish(work: Work, others: Others | None = None) -> bool:
-    """Publish what the receipts say, and what `others` writes beside the shards; see `finalize_store`."""
+    """Publish a store of which all shards have receipts, with what `others` writes; see `finalize_store`."""
     try:
         if work.is_published():
             return False
         _check_begun(work)
         with _alone(work):
-            _check_begun(work)  # it may be discarded meanwhile
+            _check_begun(work)  # it may have been discarded in the meantime
             is_ours = not work.is_published() and _publish(work, others or _join_all)
     except SaevStoreError:
         # Another publisher was faster, and has deleted the work folder: whatever failed here, the store is there.
@@ -147,7 +147,7 @@ def _check_files(work: Work, receipts: Sequence[Receipt]) -> None:
     ):
         if tuple(found) != (receipt.file_nbytes, receipt.version):
             raise _not_as_written(
-                f"{name} has {found[0]} bytes, version {found[1]!r}; its receipt says {receipt.file_nbytes}, {receipt.version!r}",
+                f"{name} has {found[0]} bytes, version {found[1]!r}; its receipt has {receipt.file_nbytes}, {receipt.version!r}",
                 work,
             )
 

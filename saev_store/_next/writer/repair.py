@@ -1,6 +1,6 @@
 """`RepairWriter`: records again just the shards that a published store has lost.
 
-Each is written beside the old one and takes its place in one step when it is whole; then digests.json is brought up to date. A
+Each is written next to the old one and takes its place in one step when it is whole; then digests.json is brought up to date. A
 kill between the two leaves a shard that digests.json does not know: damaged as before, and written again by the next repair.
 """
 
@@ -112,7 +112,7 @@ class Repair:
     """The repair of one store, as its shards see it (a `Target`).
 
     Attributes:
-        digests: What digests.json says; None where there is none.
+        digests: Content of digests.json; None if there is none.
         arrays: The state of each token array.
         repaired: The files that are whole again.
     """
@@ -152,7 +152,7 @@ class Repair:
             self._opened.close()  # what it remembers of files that were replaced
 
     def damaged_shards(self, lost: Sequence[tuple[int, int]], *, deep: bool, progress: bool | None) -> list[int]:
-        """The shards that are missing, short, known to be damaged, or (with `deep`) not what digests.json says; ascending."""
+        """The shards that are missing, short, known to be damaged, or (with `deep`) different from digests.json; ascending."""
         layout, found = self.layout, set[int]()
         for start, end in lost:
             if not 0 <= start <= end <= layout.n_examples:
@@ -209,7 +209,7 @@ class Repair:
         return self.open_file(name, used, full if is_padded else used)
 
     def open_file(self, name: str, used_nbytes: int, file_nbytes: int) -> Sink:
-        """The new version of a file; on a disk beside the old one, in a bucket it appears when it is committed."""
+        """The new version of a file; on a disk next to the old one, in a bucket it appears when it is committed."""
         return open_sink(self.store, self._building(name), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
     def _building(self, name: str) -> str:
@@ -260,7 +260,7 @@ class RepairWriter(ShardWriter):
 
     @property
     def labels_lost(self) -> bool:
-        """Whether labels.bin is known to be missing or damaged: `restore_labels` takes them."""
+        """True if labels.bin is known to be missing or damaged: `restore_labels` takes them."""
         return LABELS.name in self.lost_arrays
 
     @property

@@ -22,7 +22,7 @@ class Target(Protocol):
         url: The address of the store.
         metadata: Its document.
         layout: Its geometry.
-        block_bytes: Each digest stands for this many bytes.
+        block_bytes: Length of a block, which has one digest.
         is_disk: Whether a lock keeps others out from the first byte on; in a bucket a file appears when it is complete.
     """
 

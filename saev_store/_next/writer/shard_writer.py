@@ -113,7 +113,7 @@ class ShardWriter:
         self._last: Future[None] | None = None
         self._file: ShardFile | None = None
         if self._shards and target.is_disk:
-            self._open()  # who comes second learns it at once
+            self._open()  # a second writer gets its error at once
         each = layout.example_nbytes
         self._progress = Progress(
             self._n_left * each, "writing", shown=progress if self._n_left else False, unit="examples", unit_nbytes=each
@@ -324,7 +324,7 @@ class ShardWriter:
         """Take checked examples, the next ones."""
         if not len(batch):
             return
-        self._torn = True  # until all of the batch is taken: after an error nobody knows where to continue
+        self._torn = True  # until all of the batch is taken: after an error the position is not known
         self._has_tokens = rows is not None
         layout, at = self.layout, 0
         step = max(1, self._target.block_bytes // layout.example_nbytes)

@@ -1,4 +1,4 @@
-"""An unfinished store: its folder, the work folder beside it, and one receipt for each shard that is durable.
+"""An unfinished store: its folder, the work folder next to it, and one receipt for each shard that is durable.
 
 ```text
 <root>/<HASH>/acts000123.bin                           the shard, at its place
@@ -196,7 +196,7 @@ class Work:
         metadata: What will be published.
         pad: Give the last shard its full length, zeros at its end; None does so on a disk, where that costs nothing.
         name: The folder of the store; "" is the hash of the metadata.
-        block_bytes: Each digest stands for this many bytes.
+        block_bytes: Length of a block, which has one digest.
 
     Attributes:
         store: The folder that will be the store.
@@ -204,7 +204,7 @@ class Work:
         name: The folder of the store.
         url: The address of the store.
         layout: Its geometry.
-        block_bytes: Each digest stands for this many bytes.
+        block_bytes: Length of a block, which has one digest.
         is_disk: Whether there are locks, and renames.
     """
 
@@ -329,7 +329,7 @@ class Work:
         self.work.put(_receipt_path(shard_idx), receipt.to_bytes())
 
     def forget(self, shard_idx: int) -> None:
-        """Delete the receipt of a shard that is not what it says."""
+        """Delete the receipt of a shard that differs from it."""
         with self.lock(f"{shard_idx:06d}"):
             self.work.delete(_receipt_path(shard_idx))
 
