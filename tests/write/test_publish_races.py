@@ -138,6 +138,15 @@ def test_late_writer_in_a_bucket_never_spoils_a_published_store():
     assert n_refused
 
 
+def test_late_publisher_in_a_bucket_deletes_no_file_of_the_store():
+    this, disk = cut(a_case(protocol="3.0")), Disk(posix=False)
+    with create(disk, this, part=(0, 1)) as writer:
+        append_missing(writer, this)
+    finalize_store(disk, this.metadata)
+    deleted = [step for step in disk.state.log if step.startswith("delete") and ".saev_store" not in step]
+    assert not deleted
+
+
 def test_creation_whose_answer_was_lost_is_ours():
     this = cut(a_case())
     for lost in ("metadata.json", "work"):

@@ -109,9 +109,9 @@ def _publish(work: Work, others: Others) -> bool:
         **more.documents,
         DIGESTS_NAME: Digests(work.block_bytes, {**files, **more.files}).to_bytes(),
     }
+    if work.is_published():
+        return False
     for name, data in documents.items():
-        if work.is_published():
-            return False
         work.store.put(name, data)
     return create(work.store, METADATA_NAME, metadata.raw)
 

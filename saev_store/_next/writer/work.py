@@ -101,7 +101,12 @@ def create(place: Place, path: str, data: bytes) -> bool:
 
 
 def open_sink(place: Place, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
-    """A large file from scratch; one that is there goes."""
+    """A large file from scratch. On a disk an old one is deleted; in a bucket it stays until the new one is committed.
+
+    Nothing is deleted in a bucket: without locks the old file may be that of a store that was just published.
+    """
+    if not is_disk(place):
+        return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
     try:
         return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
     except StoreExistsError:
