@@ -215,7 +215,7 @@ class Repair:
     def _building(self, name: str) -> str:
         return f"{WORK_FOLDER}/repair/{name}" if self.is_disk else name
 
-    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:  # noqa: ARG002
+    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:  # noqa: ARG002  # likewise
         """Put the new file of a shard in its place."""
         written = FileDigests(self.layout.used_nbytes(shard_idx), tuple(digests))
         self.replace(shard_name(shard_idx), sink, written, (self.layout.example_range(shard_idx),))

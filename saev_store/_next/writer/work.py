@@ -258,10 +258,19 @@ class Work:
         foreign = [name for name in names(self.store) if not name.startswith(TEMPORARY)]
         if foreign and names(self.work):  # begun before; the document may be gone, of a killed `discard_unfinished`
             foreign = []
-        for left in reversed(range(_N_TRIES)):
+        is_new = self._begin()
+        if is_new and foreign:
+            self.remove()
+            raise refused(self.url, foreign)
+        return is_new
+
+    def _begin(self) -> bool:
+        """Create the document of the work folder; False if it was there."""
+        left = _N_TRIES
+        while True:
+            left -= 1
             try:
-                is_new = create(self.work, METADATA_NAME, self.metadata.raw)
-                break
+                return create(self.work, METADATA_NAME, self.metadata.raw)
             except StoreExistsError:
                 raise ResumeError(
                     "the unfinished store there has the same metadata in other bytes (order of keys, white space)",
@@ -271,10 +280,6 @@ class Work:
             except NotFoundError:  # another store's writer has just removed the folder of all work folders
                 if not left:
                     raise
-        if is_new and foreign:  # pyright: ignore[reportPossiblyUnboundVariable]  # the loop ends with it, or raises
-            self.remove()
-            raise refused(self.url, foreign)
-        return is_new  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def remove(self) -> None:
         """Delete the work folder; what cannot be deleted does no harm once the store is published."""
