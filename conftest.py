@@ -12,7 +12,7 @@ NEEDS = {
     "saev_store/torch/*": "torch",
     "saev_store/compat/*": "torch",
     "saev_store/integrations/*": "torch",
-    "saev_store/transport/obstore/_transport.py": "obstore",
+    "saev_store/_next/torch/*": "torch",
     "saev_store/xarray/*": "xarray",
     "saev_store/dask.py": "dask",
     "saev_store/serve/*": "starlette",

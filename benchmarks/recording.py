@@ -37,8 +37,9 @@ from saev_store.record import Images, RecordingReport, Texts, adapt, record
 from saev_store.record._examples import Batch, ExampleSource
 from saev_store.record._pipeline import pipeline_nbytes
 from saev_store.record._record import describe, fill, prepare
-from saev_store.transport import LimitTransport, Rate, open_transport
+from saev_store.transport import open_transport
 from saev_store.writer import create_store
+from saev_store.writer.copying._limit import Rate, limited
 
 DISK_BYTES_PER_S = 100e6
 POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -184,7 +185,7 @@ def slow_recording(root: str, n_examples: int) -> dict[str, float]:
     with recorder:
         largest = next(source.batches(0, n_examples)).inputs[0]
         vectors_nbytes = recorder(largest).nbytes
-    transport = LimitTransport(open_transport(root), Rate(bytes_per_s=DISK_BYTES_PER_S))
+    transport = limited(open_transport(root), Rate(DISK_BYTES_PER_S, None))
     began_s = time.perf_counter()
     with create_store(transport, metadata, progress=False, verify="sizes") as writer:
         found = fill(writer, recorder, source)

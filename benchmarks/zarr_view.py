@@ -27,11 +27,11 @@ import numpy as np
 import zarr
 from _common import Line, make_store, race, report, seconds
 from _transports import LatencyTransport
+from api import MemoryTransport
 from remote import serve as serve_bucket
 
 from saev_store import ShardStore, new_metadata
 from saev_store.documents import shards_bytes
-from saev_store.transport import MemoryTransport
 from saev_store.zarr import ZarrView
 
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from saev_store._runtime.optional import need
-from saev_store._runtime.threads import Flag, start_thread
+from saev_store._runtime.threads import ahead, n_cores
 from saev_store.errors import ArgumentError, TransportError, brief
 
 if TYPE_CHECKING:
@@ -31,6 +31,28 @@ _CONNECT_TIMEOUT_S = 10
 #: How long tasks wait for a first worker, or for one after the last was lost, where dask's configuration does not say it.
 NO_WORKERS_TIMEOUT_S = 600.0
 _NO_WORKERS_KEY = "distributed.scheduler.no-workers-timeout"
+
+
+def map_shards(function: Callable[[S], T], shards: Sequence[S], client: Client | str | None = None) -> Generator[T]:
+    """Yield the results of `function` on each shard, in order.
+
+    Args:
+        function: Works on one shard; picklable if there is a client.
+        shards: Its arguments.
+        client: A `distributed.Client` or the address of a scheduler; None: threads of this process, one per core.
+
+    Raises:
+        ArgumentError, MissingDependencyError, TransportError: as `connected` and `results`.
+        Exception: the error of `function`.
+
+    >>> list(map_shards(abs, [-3, 1, -2]))
+    [3, 1, 2]
+    """
+    if client is None:
+        yield from ahead(function, shards, n_cores())
+        return
+    with connected(client) as cluster:
+        yield from results(cluster, function, shards)
 
 
 @contextmanager
@@ -168,19 +190,15 @@ class _NoWorkers:
     """
 
     def __init__(self) -> None:
-        self.gave_up, self._closed = False, Flag()
+        self.gave_up, self._closed = False, threading.Event()
 
     def begin(self, futures: Mapping[Future[T], int]) -> None:
-        """Watch, in a thread.
-
-        Raises:
-            TransportError: the system gives no more threads.
-        """
+        """Watch, in a thread."""
         if futures:
             # The caller's client may be another object that submits.
             client = cast("Client", next(iter(futures)).client)
             watch = partial(self._watch, client, futures, _no_workers_timeout_s())
-            start_thread(threading.Thread(target=watch, name="saev_store no workers", daemon=True), where="client")
+            threading.Thread(target=watch, name="saev_store no workers", daemon=True).start()
 
     def close(self) -> None:
         """End watching."""

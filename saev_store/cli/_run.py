@@ -12,7 +12,6 @@ from typing import Annotated, Protocol, cast
 import typer
 
 from saev_store._runtime.progress import counting
-from saev_store._runtime.threads import hidden_interrupt
 from saev_store._version import __version__
 from saev_store.cli._common import PipeClosedError, UsageText, discard_output, emit, emit_error, unwritable
 from saev_store.cli._help import Explained, explain
@@ -172,7 +171,7 @@ def run(argv: list[str]) -> int:
         if isinstance(error, OSError) and {"-h", "--help"} & {*argv}:  # the command line library prints help texts
             return fail(unwritable(error), REFUSED)
         # The command line library converts Ctrl-C into Abort.
-        if type(error).__name__ == "Abort" or hidden_interrupt(error) is not None:
+        if type(error).__name__ == "Abort":
             return interrupted()
         return fail(error, DEFECT)
     for message in seen:

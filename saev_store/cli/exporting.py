@@ -23,7 +23,7 @@ from saev_store.cli._common import (
 )
 from saev_store.cli._ends import say_done
 from saev_store.errors import AccessError, ArgumentError
-from saev_store.transport import MmapTransport
+from saev_store.transport import LocalTransport
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
@@ -107,6 +107,6 @@ def _write_specs(store: ShardStore, path: str, text: str) -> None:
             where=path,
             remedy="Name a file in a local folder that exists.",
         )
-    there = MmapTransport(folder)
+    there = LocalTransport(folder)
     refuse_stores_file(store, there, name, url=path, where="OUT")
     there.put(name, text.encode())

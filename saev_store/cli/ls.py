@@ -15,7 +15,7 @@ from saev_store.cli._tables import emit_table
 from saev_store.core.layout import layer_name
 from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
-from saev_store.transport import Lists, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 
 if TYPE_CHECKING:
     from saev_store.sources.energon import EnergonDataset
@@ -88,7 +88,7 @@ def state_of(root: Transport, entry: StoreEntry) -> tuple[str, str]:
 
 def how_far(root: Transport, entry: StoreEntry) -> str:
     """Number of durable examples of an unfinished store or copy, from its writer's receipts."""
-    if entry.metadata is None or not isinstance(root, Lists):
+    if entry.metadata is None:
         return entry.note
     layout = entry.metadata.layout
 

@@ -139,10 +139,7 @@ def _show(transport: Transport, exclude: str | None) -> None:
     """Print the tars, and the parts of the first ones' samples, to standard error."""
     from saev_store.sources.energon.prepare import find_tars
     from saev_store.sources.energon.tars import Scan
-    from saev_store.transport import Lists
 
-    if not isinstance(transport, Lists):
-        raise ArgumentError("this storage cannot list folders", where=transport.url)
     tars, _ = find_tars(transport, exclude=exclude)
     samples = islice(Scan.of(transport, tars[0][0]).samples(), _MAX_SHOWN)
     parts = dict.fromkeys(part.name for sample in samples for part in sample.parts)

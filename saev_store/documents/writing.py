@@ -187,7 +187,10 @@ def plain(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
         return cast("object", value.tolist())
     if isinstance(value, tuple | range | list):
-        return [plain(item) for item in cast("Iterable[object]", value)]
+        try:
+            return [plain(item) for item in cast("Iterable[object]", value)]
+        except RecursionError:
+            raise ArgumentError("it is nested too deeply, or contains itself", where="metadata") from None
     return os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
 
 

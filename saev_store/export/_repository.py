@@ -23,7 +23,7 @@ from saev_store.errors import (
 )
 from saev_store.export._references import url_parts
 from saev_store.transport.checks import os_errors
-from saev_store.transport.local.write import ASIDE_PREFIX
+from saev_store.transport.durable import ASIDE_PREFIX
 
 if TYPE_CHECKING:
     import icechunk

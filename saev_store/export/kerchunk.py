@@ -26,8 +26,8 @@ from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, Stor
 from saev_store.export._references import ArrayReferences, References, check_text, references, warn_if_many
 from saev_store.export.targets import open_file, open_folder
 from saev_store.sources.address import Url
-from saev_store.transport import Entry, Lists, Writes
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport import Entry, Transport
+from saev_store.transport.durable import TEMP_PREFIX
 from saev_store.zarr import Chunks
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _inline(data: bytes) -> str:
 # -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
-def _write_parquet(found: References, path: str, target: Writes) -> None:
+def _write_parquet(found: References, path: str, target: Transport) -> None:
     """The layout of fsspec's `LazyReferenceMapper`: `<array>/refs.<n>.parq` of equally many rows, and `.zmetadata` last."""
     if "{" in path or "}" in path:  # fsspec's reader fills in what is between them
         raise ArgumentError(f"{path!r} has braces, which readers of references take for a pattern", where="path")
@@ -190,7 +190,7 @@ def _write_parquet(found: References, path: str, target: Writes) -> None:
                 target.delete(lock)
 
 
-def _write_records(found: References, path: str, target: Writes) -> None:
+def _write_records(found: References, path: str, target: Transport) -> None:
     """All files of an export, in a folder whose lock is held."""
     # What is begun and not yet renamed is of an export that was killed, or of another one.
     names = {entry.path for entry in _listed(target) if not entry.name.startswith(TEMP_PREFIX)}
@@ -213,9 +213,9 @@ def _write_records(found: References, path: str, target: Writes) -> None:
     target.delete(_UNFINISHED)
 
 
-def _listed(target: object) -> Sequence[Entry]:
+def _listed(target: Transport) -> Sequence[Entry]:
     try:
-        return target.list("") if isinstance(target, Lists) else ()
+        return target.list("")
     except NotFoundError:
         return ()
 

@@ -8,16 +8,16 @@ from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
 from saev_store.core.layout import shard_name
-from saev_store.errors import AccessError, ArgumentError, SaevStoreError
+from saev_store.errors import ArgumentError, SaevStoreError
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME
 from saev_store.sources.address import Url, full_url, is_within, split_address
-from saev_store.transport import Transport, Writes, open_transport
+from saev_store.transport import Transport, open_transport
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
 
 
-def open_folder(store: ShardStore, url: Url, storage_options: Mapping[str, object] | None) -> Writes:
+def open_folder(store: ShardStore, url: Url, storage_options: Mapping[str, object] | None) -> Transport:
     """A folder that an export is written to.
 
     Args:
@@ -37,7 +37,7 @@ def open_folder(store: ShardStore, url: Url, storage_options: Mapping[str, objec
     return target
 
 
-def open_file(store: ShardStore, url: Url, storage_options: Mapping[str, object] | None) -> tuple[Writes, str]:
+def open_file(store: ShardStore, url: Url, storage_options: Mapping[str, object] | None) -> tuple[Transport, str]:
     """The folder of a file that an export is written to, and the file's name.
 
     Args:
@@ -78,9 +78,7 @@ def refuse_stores_file(store: ShardStore, folder: Transport, name: str, *, url: 
         )
 
 
-def _writable(transport: Transport) -> Writes:
-    if not isinstance(transport, Writes):
-        raise AccessError("this storage cannot be written", where=transport.url)
+def _writable(transport: Transport) -> Transport:
     return transport
 
 

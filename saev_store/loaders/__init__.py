@@ -14,7 +14,6 @@ from saev_store.loaders._medium import WAITING, Medium, medium_of
 from saev_store.loaders._metrics import Metrics
 from saev_store.loaders._reads import ScatteredReads
 from saev_store.loaders._ring import Allocate, BufferPool, RowNumbers
-from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.filters import behind_bos, below_norms, filtered, filtered_pair
 from saev_store.loaders.options import ReadArguments, ReadOptions, ShuffleArguments, ShuffleOptions, options_class
 from saev_store.loaders.ordered import OrderedLoader
@@ -30,7 +29,6 @@ __all__ = [
     "Batch",
     "BatchEntropy",
     "BatchIterator",
-    "CachedTransport",
     "Explanation",
     "Metrics",
     "Mixing",

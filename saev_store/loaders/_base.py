@@ -13,12 +13,9 @@ from functools import partial
 from types import TracebackType
 from typing import ClassVar, Self
 
-import numpy as np
-import numpy.typing as npt
-
 from saev_store._runtime.threads import n_cores
 from saev_store.core.arguments import check_count
-from saev_store.core.layout import IntArray, LayerKey
+from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Labels
 from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders._batches import BatchSource, batches
@@ -31,9 +28,8 @@ from saev_store.loaders._metrics import Metrics, Totals
 from saev_store.loaders._pickled import pickled
 from saev_store.loaders._reads import Reads, Scratch
 from saev_store.loaders._ring import Allocate
-from saev_store.loaders.cache import CachedTransport
 from saev_store.loaders.options import ReadOptions, rank_and_world
-from saev_store.order import Batching, Blocks
+from saev_store.order import Batching
 from saev_store.store.selection import Selection
 
 #: Reading threads by what the shards lie on; memory is bound by its bandwidth, everything else by waiting.
@@ -209,8 +205,6 @@ class Loader(ABC):
                 on_close=None if self._advice is None else self._advice.close,
             )
             try:
-                if len(self._transports) > 1:
-                    self._tell_caches()
                 reads = Reads(
                     self._reader,
                     totals,
@@ -235,20 +229,6 @@ class Loader(ABC):
                 iteration.close()
                 self._resume_at = first
                 raise
-
-    def _tell_caches(self) -> None:
-        """Tell caches what will be read, so that they know what to keep."""
-        layout, blocks = self._space.layout, Blocks(self._space)
-
-        def wanted(shard: IntArray, vector: IntArray) -> npt.NDArray[np.bool_]:
-            """Whether vectors of shards are among the chosen ones."""
-            in_shard, within = np.divmod(vector, np.int64(layout.vectors_per_example))
-            example = shard * layout.examples_per_shard + in_shard
-            return blocks.numbers_of(example, within // layout.tokens_per_example) >= 0
-
-        for transport in self._transports:
-            if isinstance(transport, CachedTransport):
-                transport.expect(wanted, layout)
 
     @abstractmethod
     def _divide(self) -> None:

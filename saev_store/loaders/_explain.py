@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from saev_store._runtime.threads import Flag
 from saev_store.core.indexing import Progression
 from saev_store.core.rows import RowSpace
 from saev_store.loaders._metrics import Totals
@@ -66,7 +66,7 @@ def epoch_cost(plan: Plan, reader: Reader, space: RowSpace, *, task_bytes: int, 
         waits: Whether the shards lie where a fault on a map waits.
     """
     count = PlanCount(reader)
-    reads = Reads(reader, Totals(space.row_nbytes), Flag(), task_bytes=task_bytes, waits=waits)
+    reads = Reads(reader, Totals(space.row_nbytes), threading.Event(), task_bytes=task_bytes, waits=waits)
     n_parts, n_found = plan.n_parts, 0
     some = np.unique(np.linspace(0, n_parts - 1, min(n_parts, _N_PLANNED)).round().astype(int)).tolist()
     for number in some:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,17 +19,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from saev_store._runtime.threads import (
-    ABANDONED,
-    Flag,
-    ForkSafeLock,
-    raise_hidden_interrupt,
-    start_thread,
-    without_variables,
-)
+from saev_store._runtime.abandoned import ABANDONED
 from saev_store.errors import ArgumentError, DeadlineError, ForkError
 from saev_store.loaders._metrics import Totals
-from saev_store.transport.base import STOP
 
 #: One batch: `act` (n, d_model) float32, or (n, layers, d_model), `example_idx` and `token_idx` (n,) int64, where they apply
 #: `layer` (n,) int64 and `token_labels` (n,) uint8 and token arrays by name, (n,) of their dtype.
@@ -73,7 +66,7 @@ class Iteration:
     def __init__(
         self, n_threads: int, depth: int, totals: Totals, *, helps: bool, on_close: Callable[[], object] | None = None
     ) -> None:
-        self.stop, self.totals, self.pid = Flag(), totals, os.getpid()
+        self.stop, self.totals, self.pid = threading.Event(), totals, os.getpid()
         self._n_threads, self._depth, self._helps, self._on_close = n_threads, depth, helps, on_close
         self._tasks: SimpleQueue[tuple[Callable[[], None], str, Group] | None] = SimpleQueue()
         # Guards all that follows. Held itself: `with` of a condition has methods in Python, see `Flag`.
@@ -102,14 +95,13 @@ class Iteration:
 
     def _start(self, thread: threading.Thread) -> None:
         """Start a thread that `close` ends."""
-        start_thread(thread, where="n_threads")
+        thread.start()
         self._threads.append(thread)
 
     # -- in the thread that makes batches ------------------------------------------------------------------------------
 
     def _make(self, batches: Callable[[], Iterable[Batch]]) -> None:
         """Put batches into the queue until there are no more, an error, or the end of the iteration."""
-        STOP.set(self.stop)
         error: BaseException | None = None
         try:
             for batch in batches():
@@ -125,7 +117,7 @@ class Iteration:
         except StoppedError:
             pass
         except BaseException as raised:
-            error = without_variables(raised)
+            error = _without_variables(raised)
         del batches  # the error's traceback may keep this frame
         with self._mutex:
             self._is_complete, self._error = True, error
@@ -186,7 +178,6 @@ class Iteration:
 
     def _work(self, number: int) -> None:
         """Carry out tasks until told to end."""
-        STOP.set(self.stop)
         while (item := self._tasks.get()) is not None:
             self._carry_out(number, *item)
             # Nothing may keep the memory of the last task alive while waiting for the next.
@@ -202,7 +193,7 @@ class Iteration:
             try:
                 task()
             except BaseException as raised:
-                error = without_variables(raised)
+                error = _without_variables(raised)
             self._busy.pop(number, None)
         del task  # an error's traceback may keep this frame
         with self._mutex:
@@ -320,7 +311,7 @@ class BatchIterator(Iterator[Batch]):
         self._iteration, self._n_left, self._timeout_s, self._progress = iteration, n_batches, timeout_s, progress
         self._advance, self._has_ended = advance, False
         #: Who takes a batch. Others that wait for theirs find the end of the epoch then, not a closed iteration.
-        self._turn = ForkSafeLock()
+        self._turn = threading.Lock()
         ABANDONED.add(iteration)
         self._finalizer = weakref.finalize(self, ABANDONED.enqueue, iteration)
         self._finalizer.atexit = False  # everything is closed then
@@ -329,7 +320,7 @@ class BatchIterator(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        with self._turn.mutex:
+        with self._turn:
             return self._next()
 
     def _next(self) -> Batch:
@@ -347,9 +338,8 @@ class BatchIterator(Iterator[Batch]):
             raise _closed()
         try:
             batch = iteration.get(self._timeout_s, self._progress)
-        except BaseException as error:
+        except BaseException:
             self.close()
-            raise_hidden_interrupt(error)
             raise
         totals = iteration.totals
         totals.waited_s += time.perf_counter() - started
@@ -370,6 +360,15 @@ class BatchIterator(Iterator[Batch]):
         """End the iteration's threads."""
         self._finalizer.detach()
         self._iteration.close()
+
+
+def _without_variables(error: BaseException) -> BaseException:
+    """The error, whose traceback has the lines, but none of their variables: these may hold gigabytes."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__
+    return error
 
 
 def _closed() -> ArgumentError:

@@ -11,7 +11,7 @@ from typing import Literal
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import SaevStoreError
 from saev_store.transport import Transport
-from saev_store.transport.local.files import DESCRIPTORS
+from saev_store.transport.files import DESCRIPTORS
 
 #: `memory`: a dict or tmpfs; `cached`: a disk whose pages are in memory now; `flash`, `disk`: a local device, by whether
 #: it spins; `parallel`: a network or parallel file system; `remote`: behind a client, such as an object store.

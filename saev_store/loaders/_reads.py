@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.threads import Flag
 from saev_store.core.dtypes import converted
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.plan import requested
@@ -127,7 +127,7 @@ class Reads:
         self,
         reader: Reader,
         totals: Totals,
-        stop: Flag,
+        stop: threading.Event,
         *,
         task_bytes: int,
         advice: Advice | None = None,
@@ -136,7 +136,7 @@ class Reads:
     ) -> None:
         self._reader, self._layout, self._transport = reader, reader.layout, reader.transport
         self._totals, self._stop, self._advice = totals, stop, advice
-        self._reads_into = self._transport.reads_into
+        self._reads_into = self._transport.is_local
         self._one_by_one = waits and self._reads_into
         max_gap_bytes, max_request_bytes = self._transport.cost.max_gap_bytes, self._transport.cost.max_request_bytes
         # Where the source is memory, only a token's worth of a gap pays.
@@ -371,7 +371,7 @@ class ScatteredReads:
         self._reads = Reads(
             rows.reader,
             Totals(rows.space.row_nbytes),
-            Flag(),
+            threading.Event(),
             task_bytes=_TASK_BYTES.get(medium.kind, 1 << 20),
             advice=self._advice,
             waits=True,

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
-from saev_store._runtime.threads import ForkSafeLock
 from saev_store.core.rows import Labels
 from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders._base import Loader
@@ -36,10 +36,10 @@ class PairBatches(Iterator[Batch]):
     def __init__(self, a: BatchIterator, b: BatchIterator) -> None:
         self._a, self._b = a, b
         #: Who takes a batch: of both stores the same one.
-        self._turn = ForkSafeLock()
+        self._turn = threading.Lock()
 
     def __next__(self) -> Batch:
-        with self._turn.mutex:
+        with self._turn:
             try:
                 batch, other = next(self._a), next(self._b)
             except BaseException:

@@ -17,7 +17,6 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import cast
 
-from saev_store._runtime.threads import Flag, start_thread
 from saev_store.core.arguments import check_number
 from saev_store.core.layout import LayerKey, shard_name
 from saev_store.core.rows import Layers, Tokens, are_several
@@ -31,13 +30,12 @@ from saev_store.errors import (
     WriterConflictError,
     brief,
 )
-from saev_store.loaders.cache import CachedTransport
 from saev_store.names import METADATA_NAME
 from saev_store.store.identity import recording_identity
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
 from saev_store.transport.checks import os_errors
-from saev_store.transport.local.write import ASIDE_PREFIX
+from saev_store.transport.durable import ASIDE_PREFIX
 from saev_store.writer.folder import TEMPORARY, Folder
 
 #: How often the document changes.
@@ -66,7 +64,7 @@ class Lease:
         self._attempt = secrets.token_hex(8)
         self._seen: bytes | None = None
         self._n_same = self._n_beats = 0
-        self._ended = Flag()
+        self._ended = threading.Event()
         self._beating: threading.Thread | None = None
 
     def __enter__(self) -> bool:
@@ -83,12 +81,12 @@ class Lease:
                 return False
         if not self.is_ours():  # another process was as quick, where creating is not atomic
             return False
-        self._ended = Flag()
+        self._ended = threading.Event()
         self._beating = threading.Thread(
             target=_beat, args=(weakref.ref(self), self._ended), name="saev-lease", daemon=True
         )
         try:
-            start_thread(self._beating, where=self._folder.where(self._path))
+            self._beating.start()
         except TransportError:
             self._beating = None
             self._folder.delete(self._path)
@@ -143,7 +141,7 @@ _REMOVING = b"removing"
 _FROM = b" from "
 
 
-def _beat(found: weakref.ref[Lease], ended: Flag) -> None:
+def _beat(found: weakref.ref[Lease], ended: threading.Event) -> None:
     """Renew a lease until it ends, is lost, or is held by nobody: an interrupt may come before its end."""
     while not ended.wait(BEAT_S):
         lease = found()
@@ -323,7 +321,7 @@ def stage_in_background(
             future.set_exception(error)
 
     future.set_running_or_notify_cancel()
-    start_thread(threading.Thread(target=work, name="saev-stage", daemon=True), where="stage_in_background")
+    threading.Thread(target=work, name="saev-stage", daemon=True).start()
     return future
 
 
@@ -334,11 +332,9 @@ def open_for_training(
     layer: Layers,
     tokens: Tokens,
     use_tmpdir: bool,
-    cache_dir: str | None,
-    cache_bytes: int,
     damaged_ok: bool = False,
 ) -> ShardStore:
-    """The store: a copy in $TMPDIR, or behind a cache, where that was asked for.
+    """The store, or a copy of it in $TMPDIR.
 
     Args:
         url: The store.
@@ -346,22 +342,11 @@ def open_for_training(
         layer: What will be trained on; nothing else is copied.
         tokens: Likewise.
         use_tmpdir: Copy to $TMPDIR where that is set.
-        cache_dir: Keep what is read in this folder.
-        cache_bytes: How much of it.
         damaged_ok: Open also where shards are missing or short. A damaged store is not copied.
     """
     if use_tmpdir and os.environ.get("TMPDIR"):
         return ShardStore.open(stage(url, "$TMPDIR", layers=layer, tokens=tokens, storage_options=storage_options))
-    store = ShardStore.open(url, storage_options, damaged_ok=damaged_ok)
-    if cache_dir is None:
-        return store
-    key = store.metadata.raw
-    return ShardStore.open(
-        CachedTransport(
-            store.transport, _folder_of(cache_dir, name="cache_dir", kind="a folder of this machine"), cache_bytes, key
-        ),
-        damaged_ok=damaged_ok,
-    )
+    return ShardStore.open(url, storage_options, damaged_ok=damaged_ok)
 
 
 def _folder_of(given: object, *, name: str, kind: str = "a folder or an address") -> str:

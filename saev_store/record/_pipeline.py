@@ -9,8 +9,6 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from saev_store._runtime.threads import start_thread
-
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -175,7 +173,7 @@ class Pipeline(Generic[S, T]):
 
     def _run(self, after: Callable[[], object]) -> None:
         for thread in (self._reading, self._writing):
-            start_thread(thread, where="record")
+            thread.start()
         error = None
         try:
             error = self._compute_all(after)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from saev_store._runtime.optional import need
-from saev_store._runtime.threads import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +110,6 @@ def hub_refusal(timeout_s: float) -> str:
             answer.append("")
 
     asking = threading.Thread(target=ask, daemon=True)
-    start_thread(asking, where="demo")
+    asking.start()
     asking.join(timeout_s)
     return answer[0] if answer else f"the hub did not answer within {timeout_s:g} s"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
-from saev_store._runtime.threads import Flag, raise_hidden_interrupt, start_thread
 from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, brief
 
 if TYPE_CHECKING:
@@ -102,14 +101,9 @@ def serve(app: Starlette, listening: socket.socket) -> None:
 
 def _server_of(app: Starlette) -> uvicorn.Server:
     """A server that answers requests when it is run."""
-    try:
-        config = uvicorn.Config(
-            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
-        )
-    except RuntimeError as error:  # it configures logging, which has locks
-        raise_hidden_interrupt(error)
-        raise
-    return uvicorn.Server(config)
+    return uvicorn.Server(
+        uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+    )
 
 
 def _shorten(record: logging.LogRecord) -> None:
@@ -133,7 +127,7 @@ def serve_in_thread(app: Starlette, listening: socket.socket) -> Callable[[], No
     """
     server = _server_of(app)
 
-    has_begun, ended = False, Flag()
+    has_begun, ended = False, threading.Event()
 
     def run() -> None:
         nonlocal has_begun
@@ -154,7 +148,7 @@ def serve_in_thread(app: Starlette, listening: socket.socket) -> Callable[[], No
         listening.close()
 
     try:
-        start_thread(thread, where="serve")
+        thread.start()
     except BaseException:  # Ctrl-C too: nobody gets what would stop it
         stop()
         raise

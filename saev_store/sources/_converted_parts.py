@@ -16,13 +16,12 @@ from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
     NotFoundError,
-    ReadOnlyError,
     StoreExistsError,
     TransportError,
 )
 from saev_store.sources.address import full_url
-from saev_store.transport import Moves, Transport, Writes
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport import Transport
+from saev_store.transport.durable import TEMP_PREFIX
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -58,10 +57,8 @@ class Place(NamedTuple):
     folder: str
 
     @property
-    def writes(self) -> Writes:
+    def writes(self) -> Transport:
         """The storage, which can be written."""
-        if not isinstance(self.transport, Writes):
-            raise ReadOnlyError(f"nothing can be written through {self.transport.name}", where=self.transport.url)
         return self.transport
 
     def part_path(self, receipt: Receipt) -> str:
@@ -131,7 +128,7 @@ def begun(place: Place, conversion: Mapping[str, object]) -> Generator[None]:
                 ) from None
         yield
         place.writes.delete(place.folder)
-        if isinstance(place.transport, Moves):
+        if place.transport.moves:
             place.writes.delete(lock)
 
 

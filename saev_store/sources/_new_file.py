@@ -13,9 +13,9 @@ from typing import BinaryIO, Self
 from saev_store.errors import NotFoundError, ReadOnlyError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.sources._files import CHUNK_BYTES
 from saev_store.sources.address import full_url
-from saev_store.transport import Buffer, MmapTransport, Moves, PreadTransport, Transport, Writes
+from saev_store.transport import Buffer, LocalTransport, Transport
 from saev_store.transport.checks import check_path, os_errors, temporary_folder
-from saev_store.transport.local.write import TEMP_PREFIX, make_folders, rename_exclusive
+from saev_store.transport.durable import TEMP_PREFIX, make_folders, rename_exclusive
 
 
 class NewFile:
@@ -44,12 +44,10 @@ class NewFile:
         self.path, self._where, self._overwrite = path, full_url(transport, path), overwrite
         self._process = os.getpid()
         check_path(path)
-        if not isinstance(transport, Writes):
-            raise ReadOnlyError(f"nothing can be written through {transport.name}", where=self._where)
         if not overwrite:
             refuse_existing(transport, path)
         self.transport = transport
-        self._local = transport if isinstance(transport, MmapTransport | PreadTransport) else None
+        self._local = transport if isinstance(transport, LocalTransport) else None
         folder, slash, _ = path.rpartition("/")
         self._hidden = f"{folder}{slash}{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
         self._identity: os.stat_result | None = None
@@ -123,7 +121,7 @@ class NewFile:
     def _publish(self, file: BinaryIO) -> None:
         """Give the complete file its name, and take the hidden one away."""
         transport = self.transport
-        if not isinstance(transport, Moves):  # an object appears when its upload is complete
+        if not transport.moves:  # an object appears when its upload is complete
             if not self._overwrite:
                 refuse_existing(transport, self.path)
             self._upload(file, self.path)

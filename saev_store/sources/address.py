@@ -85,8 +85,8 @@ def locate(
 def full_url(transport: Transport, path: str) -> str:
     """A file's address, safe to show.
 
-    >>> from saev_store.transport import MemoryTransport
-    >>> full_url(MemoryTransport(label="x"), "a.idx")
+    >>> from saev_store.transport import open_transport
+    >>> full_url(open_transport("memory://x"), "a.idx")
     'memory://x/a.idx'
     """
     return address_below(transport.url, path)

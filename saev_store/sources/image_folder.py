@@ -17,7 +17,7 @@ from saev_store.sources._files import ALGORITHM, digest_files
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.address import Url, full_url
 from saev_store.sources.pixels import FORMATS, decode_rgb
-from saev_store.transport import Engine, Entry, Lists, Transport, open_transport
+from saev_store.transport import Engine, Entry, Transport, open_transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -164,10 +164,6 @@ class ImageFolder(Source[np.ndarray]):
 
 def _images_in(transport: Transport, folder: str = "", depth: int = 0) -> Iterator[Entry]:
     """The images of a folder and of those below it."""
-    if not isinstance(transport, Lists):
-        raise ArgumentError(
-            f"{transport.name} cannot list files", where=transport.url, remedy="Use a folder or a bucket."
-        )
     if depth > _MAX_DEPTH:
         raise DocumentError(
             f"folders are nested more than {_MAX_DEPTH} deep: does a link lead to a folder above it?",

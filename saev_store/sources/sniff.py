@@ -18,7 +18,7 @@ from saev_store.errors import (
     brief,
 )
 from saev_store.sources.address import Url, full_url, locate
-from saev_store.transport import Engine, Entry, Lists, Transport
+from saev_store.transport import Engine, Entry, Transport
 
 if TYPE_CHECKING:
     from saev_store.sources._source import Source
@@ -252,8 +252,6 @@ def _format_of(transport: Transport, path: str) -> str | None:
 
 def _listed(transport: Transport, path: str) -> Sequence[Entry]:
     """What a folder holds; nothing where there is none, or where the storage does not list."""
-    if not isinstance(transport, Lists):
-        return []
     try:
         return transport.list(path)
     except NotFoundError:

@@ -35,7 +35,6 @@ from saev_store.stats._result import Stats
 from saev_store.store.identity import RecordingIdentity, recording_identity
 from saev_store.store.opening import OpenedStore
 from saev_store.store.token_arrays import MASK
-from saev_store.transport import Writes
 from saev_store.validation import Promised, local_folder, promised_digests
 
 if TYPE_CHECKING:
@@ -215,8 +214,6 @@ def _kept(store: ShardStore, wanted: Sample | None, *, or_more: bool = False) ->
 def _keep(store: ShardStore, stats: Stats, sample: Sample | None, recording: RecordingIdentity) -> None:
     """Keep statistics beside the store, if that can be written; a sample never replaces those of all examples."""
     transport = store.transport
-    if not isinstance(transport, Writes):
-        return
     if sample is not None:
         with suppress(SaevStoreError):
             kept = _read_kept(store)

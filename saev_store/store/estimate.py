@@ -19,7 +19,6 @@ from saev_store.core.plan import Part, Runs
 from saev_store.errors import ArgumentError
 from saev_store.store.reader import Reader
 from saev_store.transport import Transport
-from saev_store.transport.fetch import request_sizes
 
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
 
@@ -169,7 +168,8 @@ class PlanCount:
                     self.requests += len(step.first)
                     self.bytes_read += len(step.first) * step.n_vectors * layout.vector_nbytes
                 else:
-                    self._add_ranges(request_sizes(cost, step.spans(layout, cost)))
+                    spans = step.spans(layout, cost)
+                    self._add_ranges(spans.ends - spans.starts)
 
     def add_size(self, shard_idx: int) -> None:
         """Count the request for the size of a shard, unless it is known."""
@@ -193,6 +193,6 @@ class PlanCount:
         return estimate(price, requests=self.requests, bytes_read=self.bytes_read, bytes_wanted=bytes_wanted)
 
     def _add_ranges(self, nbytes: IntArray) -> None:
-        piece = int(min(self._reader.transport.cost.piece_bytes, 1 << 62))
+        piece = int(min(self._reader.transport.cost.max_request_bytes, 1 << 62))
         self.requests += int((-(-nbytes // piece)).sum())
         self.bytes_read += int(nbytes.sum())

@@ -35,7 +35,7 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.errors import AccessError, NotFoundError
-from saev_store.transport import MemoryTransport, Transport
+from saev_store.transport import Transport
 from saev_store.transport.checks import os_errors
 
 IdentityKind = Literal["digests", "versions", "contents", "sizes"]
@@ -99,8 +99,6 @@ def recording_identity(
         AccessError, TransportError: a file cannot be looked at, or `digests.json` not read.
     """
     names = [shard_name(idx) for idx in range(layout.n_shards)] if files is None else list(files)
-    if isinstance(transport, MemoryTransport):
-        return _identity("contents", layout, [[name, _content(transport, name)] for name in names])
     by_digests = _by_digests(transport, layout, names) if prefer == "digests" else None
     if by_digests is not None:
         return by_digests
@@ -146,13 +144,6 @@ def _by_digests(transport: Transport, layout: Layout, names: Sequence[str]) -> R
     return _identity("digests", layout, [promised.block_bytes, [[name, promised.files[name]] for name in names]])
 
 
-def _content(transport: Transport, name: str) -> str:
-    try:
-        return hashlib.blake2b(transport.read(name), digest_size=_DIGEST_BYTES).hexdigest()
-    except NotFoundError:
-        return ""
-
-
 def _facts(transport: Transport, name: str) -> tuple[int, str | None, str]:
     """Size and version of a file, and a digest of some of its bytes where it has no version.
 
@@ -168,18 +159,7 @@ def _facts(transport: Transport, name: str) -> tuple[int, str | None, str]:
                 # A backup comes back with the old time of its content, but not with the old time of its entry.
                 return status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}", ""
             size = transport.size(name)
-            if not size or transport.version(name) is not None:
-                return size, transport.version(name) or None, ""
-            transport.get_ranges(name, starts=[0], ends=[1])  # the version comes with the first range
-            if (version := transport.version(name)) is not None:
-                return size, version, ""
-            # Where there is none, what is there tells most recordings apart.
-            starts = [0, max(0, size // 2 - _SAMPLE_BYTES // 2), max(0, size - _SAMPLE_BYTES)]
-            ends = [min(size, at + _SAMPLE_BYTES) for at in starts]
-            sample = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-            for piece in transport.get_ranges(name, starts=starts, ends=ends):
-                sample.update(piece)
-            return size, None, sample.hexdigest()
+            return size, (transport.version(name) or None) if size else None, ""
     except NotFoundError:
         return -1, "missing", ""
     except AccessError:

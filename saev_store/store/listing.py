@@ -12,11 +12,11 @@ from typing import Literal, cast, overload
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import layer_name
 from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_json, parse_metadata, parse_shards
-from saev_store.errors import NotFoundError, SaevStoreError, TransportError, counted
+from saev_store.errors import NotFoundError, SaevStoreError, counted
 from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME, one_line, printable
 from saev_store.store.card import human_bytes
-from saev_store.transport import Lists, Transport
-from saev_store.transport.local.write import ASIDE_PREFIX
+from saev_store.transport import Transport
+from saev_store.transport.durable import ASIDE_PREFIX
 
 #: Folders that are looked at side by side.
 _N_THREADS = 16
@@ -96,8 +96,6 @@ def list_stores(root: Transport) -> StoreList:
         NotFoundError: there is no such root.
         TransportError: it cannot be listed.
     """
-    if not isinstance(root, Lists):
-        raise TransportError(f"the transport {root.name!r} cannot list a folder", where=root.url)
     names: list[str] = sorted(
         entry.name for entry in root.list() if entry.is_dir and not entry.name.startswith(ASIDE_PREFIX)
     )

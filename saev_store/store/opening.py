@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
-
 from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import numpy_dtype
-from saev_store.core.layout import DIMS, Layout, shard_name
+from saev_store.core.layout import DIMS, Layout
 from saev_store.core.rows import Labels
 from saev_store.core.token_arrays import LABELS
 from saev_store.documents import (
@@ -43,7 +41,7 @@ from saev_store.problems import Problem
 from saev_store.store.card import card_html, card_rows, card_text
 from saev_store.store.identity import recorded_files, recording_identity
 from saev_store.store.token_arrays import TokenArrays
-from saev_store.transport import Engine, LocalTransport, MemoryTransport, Transport, open_transport
+from saev_store.transport import Engine, LocalTransport, Transport, open_transport
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -230,13 +228,8 @@ def open_store(
         SaevStoreWarning: the folder has another name than its content implies.
     """
     damaged_ok = check_flag(damaged_ok, name="damaged_ok")
-    if isinstance(url, Transport):
-        transport = url
-    else:
-        transport = open_transport(url, storage_options, engine="auto" if engine == "memory" else engine)
+    transport = url if isinstance(url, Transport) else open_transport(url, storage_options, engine=engine)
     opened = open_documents(transport, damaged_ok=damaged_ok)
-    if engine == "memory":
-        opened = open_in_memory(opened)
     for problem in opened.problems:
         if problem.kind == "hash_mismatch":
             warnings.warn(f"{transport.url}: {problem.message}", SaevStoreWarning, stacklevel=outside())
@@ -251,7 +244,7 @@ def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
     """
     from saev_store.validation import check_dirname, check_survey, survey_store
 
-    if isinstance(transport, LocalTransport) and transport.opened.files:
+    if isinstance(transport, LocalTransport) and transport.expects:
         transport = transport.at("")  # it reads for another store
     name = folder_name(transport.url)
     try:
@@ -304,25 +297,6 @@ def _expect(transport: LocalTransport, seen: Survey, raw: bytes) -> None:
         if found.size is not None and found.modified_ns is not None and name.endswith(".bin")
     }
     transport.expect(files)
-
-
-def open_in_memory(opened: Opened) -> Opened:
-    """The same store with all its files held in memory, read once, now.
-
-    Raises:
-        CorruptShardError: a file ends before its last example; damaged stores are not loaded.
-    """
-    source, layout = opened.transport, opened.metadata.layout
-    files: dict[str, bytes | bytearray | memoryview] = {METADATA_NAME: opened.metadata.raw}
-    files[SHARDS_NAME] = source.read(SHARDS_NAME, max_bytes=SHARDS_MAX_NBYTES)
-    for shard_idx in range(layout.n_shards):
-        name = shard_name(shard_idx)
-        (files[name],) = source.get_ranges(name, starts=[0], ends=[layout.used_nbytes(shard_idx)])
-    arrays = TokenArrays(source, opened.metadata, opened.has_labels)
-    for name, values in arrays.items():
-        files[arrays.declared(name).file_name] = values.view(np.uint8).data.cast("B")
-    transport = MemoryTransport(files, label=source.url)
-    return replace(opened, transport=transport, sizes_checked=True, has_labels=LABELS.name in arrays)
 
 
 def as_metadata(metadata: object) -> Metadata:

@@ -6,22 +6,21 @@ indexed; elsewhere ranges are fetched. `saev_store.core.plan` decides, this modu
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.threads import n_threads, share
+from saev_store._runtime.threads import in_threads, n_threads
 from saev_store.core.dtypes import FLOAT32, convert, converted, numpy_dtype
 from saev_store.core.indexing import Axis, Block, Key, Progression, length, parse_key
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, Step, pieces
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.transport import Transport
-from saev_store.transport.fetch import IN_FLIGHT_BYTES, fetch_ranges, map_check
+from saev_store.transport.base import FileReads
 
 FloatArray = npt.NDArray[np.float32]
 #: Numbers of any dtype that a store may hold or a reader may ask for.
@@ -34,6 +33,12 @@ _WIDE = 1 << 20
 SCRATCH_BYTES = 512 << 10
 #: Rows worth a thread, and how much of them a thread takes at a time.
 THREAD_BYTES = 4 << 20
+#: Maps that are kept; the system allows about 65,000 in a process.
+_MAX_MAPS = 8192
+#: Bytes that are requested, and not yet handed out, at a time.
+_HELD_BYTES = 256 << 20
+#: Requests for the sizes of shards that are under way at a time.
+_N_SIZES = 16
 
 
 class Reader:
@@ -63,13 +68,13 @@ class Reader:
         self.transport = transport
         self.layout = layout
         self.dtype = numpy_dtype(layout.dtype)
-        self._planner = Planner(layout, transport.cost, transport.reads_into)
+        self._planner = Planner(layout, transport.cost, True)
         self._readable = dict(readable or {})
         self._checks_sizes = check_sizes
         self._checked: set[int] = set()
         self._damaged_ok = damaged_ok
         self._maps: dict[int, tuple[NumberArray, str]] = {}
-        self._check_mapped = map_check(transport)
+        self._check_mapped = transport.check_mapped
 
     def __getstate__(self) -> dict[str, object]:
         # A map is pickled as all bytes of its file.
@@ -102,24 +107,27 @@ class Reader:
             TransportError: it cannot be read.
         """
         scratch: NumberArray | None = None
+        reads: list[tuple[Runs, FileReads]] = []
         for part in plan:
             if part.rows is None:
-                self._run(part.steps, out)
+                self._run(part.steps, out, reads)
                 continue
             n_rows = part.rows.stop - part.rows.start
             if part.columns is None:
-                self._run(part.steps, out.reshape(-1, self.layout.d_model)[part.rows])
+                self._run(part.steps, out.reshape(-1, self.layout.d_model)[part.rows], reads)
                 continue
             if scratch is None or len(scratch) < n_rows:
                 scratch = np.empty((n_rows, self.layout.d_model), dtype=out.dtype)
-            rows = scratch[:n_rows]
-            self._run(part.steps, rows)
+            rows, into_scratch = scratch[:n_rows], list[tuple[Runs, FileReads]]()
+            self._run(part.steps, rows, into_scratch)
+            self._read_all(into_scratch)
             width = 1 if part.is_pointwise else length(part.columns)
             target = out.reshape(-1, width)[part.rows]
             if part.is_pointwise:
                 target[:, 0] = rows[np.arange(n_rows), _index(part.columns)]
             else:
                 target[...] = rows[:, _index(part.columns)]
+        self._read_all(reads)
 
     def read_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray, out: NumberArray) -> None:
         """Fill `out` (n, d_model), C order, with n vectors given by position, in any order, repeats allowed."""
@@ -134,12 +142,14 @@ class Reader:
             self._check_mapped(name, mapped.nbytes)
             return mapped[in_shard, layer_idx, token].astype(FLOAT32)
         self.check(shard_idx, in_shard)
-        if self._planner.is_mapped:
-            return self._mapped(shard_idx)[in_shard, layer_idx, token].astype(FLOAT32)
+        if self._planner.is_mapped and (shard := self._mapped(shard_idx)) is not None:
+            return shard[in_shard, layer_idx, token].astype(FLOAT32)
         layout = self.layout
         start = ((in_shard * layout.n_layers + layer_idx) * layout.tokens_per_example + token) * layout.vector_nbytes
         try:
-            (buffer,) = fetch_ranges(self.transport, shard_name(shard_idx), [start], [start + layout.vector_nbytes])
+            (buffer,) = self.transport.get_ranges(
+                shard_name(shard_idx), starts=[start], ends=[start + layout.vector_nbytes]
+            )
         except NotFoundError:
             self.check_size(shard_idx)
             raise
@@ -158,7 +168,8 @@ class Reader:
             return None
         axes[0] = found[0].examples
         self.check(found[0].shard_idx, axes[0].highest)
-        return self._mapped(found[0].shard_idx)[tuple(map(_as_slice, axes))].reshape(block.shape)
+        shard = self._mapped(found[0].shard_idx)
+        return None if shard is None else shard[tuple(map(_as_slice, axes))].reshape(block.shape)
 
     # -- shards --------------------------------------------------------------------------------------------------------
 
@@ -176,8 +187,12 @@ class Reader:
         Raises:
             CorruptShardError: they are, or the file is missing or short.
         """
-        if self._checks_sizes and shard_idx not in self._checked:
+        if self.is_unchecked(shard_idx):
             self.check_size(shard_idx)
+        self._check_lost(shard_idx, highest)
+
+    def _check_lost(self, shard_idx: int, highest: int) -> None:
+        """Refuse examples of a shard that are known to be lost."""
         readable = self._readable.get(shard_idx)
         if readable is not None and highest >= readable:
             start, end = self.layout.example_range(shard_idx)
@@ -238,8 +253,11 @@ class Reader:
     def _n_readable(self, shard_idx: int) -> int:
         return self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
 
-    def _mapped(self, shard_idx: int) -> NumberArray:
-        """A shard as a read-only array (readable examples, layer, token, d_model), its file compared in size now."""
+    def _mapped(self, shard_idx: int) -> NumberArray | None:
+        """A shard as a read-only array (readable examples, layer, token, d_model), its file compared in size now.
+
+        None if the system has no address space, or no room, for one more map.
+        """
         found = self._maps.get(shard_idx)
         if found is not None:
             mapped, name = found
@@ -247,10 +265,14 @@ class Reader:
             return mapped
         layout, name, n = self.layout, shard_name(shard_idx), self._n_readable(shard_idx)
         try:
-            (buffer,) = self.transport.get_ranges(name, starts=[0], ends=[n * layout.example_nbytes])
+            buffer = self.transport.map_prefix(name, n * layout.example_nbytes)
         except NotFoundError as error:
             self.check_size(shard_idx)
             raise MissingShardError("the shard is missing", where=f"{self.transport.url}/{name}") from error
+        if buffer is None:
+            return None
+        if len(self._maps) >= _MAX_MAPS:
+            self._maps = {}
         mapped = np.frombuffer(buffer, dtype=self.dtype).reshape(n, *layout.shape[1:])
         mapped.flags.writeable = False
         self._maps[shard_idx] = (mapped, name)
@@ -258,31 +280,84 @@ class Reader:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, steps: Sequence[Step], out: NumberArray) -> None:
+    def _run(self, steps: Sequence[Step], out: NumberArray, reads: list[tuple[Runs, FileReads]]) -> None:
+        """Execute steps; what is read straight into `out` is added to `reads` instead."""
         gathers = [step for step in steps if isinstance(step, MappedRows)]
         if gathers:
             self._gather_all(gathers, out)
         for step in steps:
             if isinstance(step, MappedRows):
                 continue
-            self.check(step.shard_idx, step.highest)
             if isinstance(step, MappedBox):
-                examples, layers, tokens, columns = map(_index, step.axes)
-                convert(self._mapped(step.shard_idx)[examples, layers, tokens][..., columns], out[step.place])
+                self.check(step.shard_idx, step.highest)
+                self._copy_box(step, out)
+            elif out.dtype == self.dtype:
+                reads.append((step, self._direct_reads(step, out)))
             else:
-                self._read(step, out.reshape(-1, self.layout.d_model))
+                self.check(step.shard_idx, step.highest)
+                self._fetch(step, out)
+
+    def _read_all(self, reads: Sequence[tuple[Runs, FileReads]]) -> None:
+        """Read straight into arrays, from all shards side by side."""
+        shards = sorted({step.shard_idx for step, _ in reads})
+        in_threads(self.check_size, [shard_idx for shard_idx in shards if self.is_unchecked(shard_idx)], _N_SIZES)
+        for step, _ in reads:
+            self._check_lost(step.shard_idx, step.highest)
+        try:
+            self.transport.readinto_files([read for _, read in reads])
+        except NotFoundError:
+            in_threads(self.check_size, shards, _N_SIZES)
+            raise
+
+    def _direct_reads(self, step: Runs, out: NumberArray) -> FileReads:
+        """The runs of a shard, each of which fills one piece of the output."""
+        v, n = self.layout.vector_nbytes, step.n_vectors
+        memory = out.reshape(-1).view(np.uint8).data
+        order = np.argsort(step.first, kind="stable")
+        first, place = step.first[order], step.place[order]
+        # Runs that follow each other in the file and in the output are one.
+        new = np.flatnonzero((np.diff(first) != n) | (np.diff(place) != n)) + 1
+        bounds = [0, *new.tolist(), len(first)] if len(first) else []
+        starts = [int(first[lo]) * v for lo, _ in pairwise(bounds)]
+        buffers = [memory[int(place[lo]) * v : (int(place[hi - 1]) + n) * v] for lo, hi in pairwise(bounds)]
+        return shard_name(step.shard_idx), starts, buffers
+
+    def _copy_box(self, step: MappedBox, out: NumberArray) -> None:
+        """Copy a strided box out of a map."""
+        examples, layers, tokens, columns = map(_index, step.axes)
+        shard = self._mapped(step.shard_idx)
+        if shard is not None:
+            convert(shard[examples, layers, tokens][..., columns], out[step.place])
+            return
+        at = [axis.positions() for axis in step.axes[:3]]
+        vector = (at[0][:, None, None] * self.layout.n_layers + at[1][:, None]) * self.layout.tokens_per_example + at[2]
+        rows = self._unmapped_rows(step.shard_idx, vector.ravel()).reshape(*vector.shape, -1)
+        convert(rows[..., columns], out[step.place])
+
+    def _unmapped_rows(self, shard_idx: int, vector: IntArray) -> NumberArray:
+        """Vectors of a shard that cannot be mapped, by their numbers in it."""
+        rows = np.empty((len(vector), self.layout.d_model), self.dtype)
+        memory, v = rows.reshape(-1).view(np.uint8).data, self.layout.vector_nbytes
+        buffers = [memory[at : at + v] for at in range(0, len(vector) * v, v)]
+        self.transport.readinto(shard_name(shard_idx), starts=(vector * v).tolist(), buffers=buffers)
+        return rows
 
     def _gather_all(self, steps: Sequence[MappedRows], out: NumberArray) -> None:
         """Copy rows out of maps, with several threads where that is worth it."""
         n = n_threads(out.nbytes, part_bytes=THREAD_BYTES)
         most = len(out) if n == 1 else max(1, THREAD_BYTES // self.layout.vector_nbytes)
-        parts = deque((step, slice(at, at + most)) for step in steps for at in range(0, len(step.vector), most))
-        share(lambda part: self._gather(*part, out), parts, n)
+        parts = [(step, slice(at, at + most)) for step in steps for at in range(0, len(step.vector), most)]
+        in_threads(lambda part: self._gather(*part, out), parts, n)
 
     def _gather(self, step: MappedRows, some: slice, out: NumberArray) -> None:
         """Copy rows out of a map."""
         self.check(step.shard_idx, step.highest)
-        source, vector = self._mapped(step.shard_idx).reshape(-1, self.layout.d_model), step.vector[some]
+        shard, vector = self._mapped(step.shard_idx), step.vector[some]
+        if shard is None:
+            rows = converted(self._unmapped_rows(step.shard_idx, vector), out.dtype)
+            out[some if step.place is None else step.place[some]] = rows
+            return
+        source = shard.reshape(-1, self.layout.d_model)
         # mode="clip" because take() would otherwise buffer its output; the positions have been checked.
         if step.place is None and out.dtype == self.dtype:
             np.take(source, vector, axis=0, out=out[some], mode="clip")
@@ -297,22 +372,18 @@ class Reader:
             else:
                 out[step.place[some][start : start + n]] = converted(part, out.dtype)
 
-    def _read(self, step: Runs, rows: NumberArray) -> None:
-        """Read runs into the rows that they fill, straight or through memory of about `IN_FLIGHT_BYTES`."""
-        name, n = shard_name(step.shard_idx), step.n_vectors
+    def _fetch(self, step: Runs, out: NumberArray) -> None:
+        """Read runs and convert them to their rows of the output; about `_HELD_BYTES` are held at a time."""
+        rows, n = out.reshape(-1, self.layout.d_model), step.n_vectors
         nbytes = n * self.layout.vector_nbytes
+        at_once = max(1, _HELD_BYTES // nbytes)
         try:
-            if self._planner.is_mapped and rows.dtype == self.dtype:
-                buffers = [rows[at : at + n].reshape(-1).view(np.uint8).data for at in step.place.tolist()]
-                self.transport.readinto(name, starts=(step.first * self.layout.vector_nbytes).tolist(), buffers=buffers)
-                return
-            at_once = max(1, IN_FLIGHT_BYTES // nbytes)
             for done in range(0, len(step.first), at_once):
-                starts, place = (
-                    step.first[done : done + at_once] * self.layout.vector_nbytes,
-                    step.place[done : done + at_once],
+                place = step.place[done : done + at_once]
+                starts = step.first[done : done + at_once] * self.layout.vector_nbytes
+                found = self.transport.get_ranges(
+                    shard_name(step.shard_idx), starts=starts.tolist(), ends=(starts + nbytes).tolist()
                 )
-                found = fetch_ranges(self.transport, name, starts.tolist(), (starts + nbytes).tolist())
                 if n == 1:
                     joined = np.frombuffer(b"".join(found), dtype=self.dtype).reshape(-1, self.layout.d_model)
                     rows[place] = converted(joined, rows.dtype)

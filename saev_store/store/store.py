@@ -21,7 +21,7 @@ from saev_store.store.reader import FloatArray, NumberArray, Reader
 from saev_store.store.selection import Selection, chosen_rows, prepared
 from saev_store.store.text import TextReading
 from saev_store.store.viewing import Viewing
-from saev_store.transport import Engine, MmapTransport, Transport, open_transport
+from saev_store.transport import Engine, LocalTransport, Transport, open_transport
 
 if TYPE_CHECKING:
     import dask.array
@@ -426,7 +426,7 @@ class ShardStore(TextReading, Importing, Viewing):
 
     def unmapped(self) -> ShardStore:
         """The same store, whose local files are read instead of mapped: a file that is cut while it is read gives an error."""
-        if not isinstance(self.transport, MmapTransport):
+        if not isinstance(self.transport, LocalTransport) or not self.transport.use_mmap:
             return self
         return ShardStore(replace(self._opened, transport=self.transport.unmapped()))
 

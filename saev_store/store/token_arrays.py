@@ -21,7 +21,6 @@ from saev_store.errors import (
     TokenArrayNotFoundError,
     brief,
 )
-from saev_store.transport.fetch import map_check
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -126,7 +125,7 @@ class TokenArrays(Mapping[str, TokenValues]):
         """
         values = self._read.get(name)
         if values is not None:
-            map_check(self._transport)(f"{name}.bin", values.nbytes)
+            self._transport.check_mapped(f"{name}.bin", values.nbytes)
             self._check_version(name)
             return values
         array, is_declared = self.declared(name), self.is_declared

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from saev_store._runtime.threads import ForkSafeLock
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, brief
 from saev_store.loaders import BatchIterator, Loader, PairBatches, PairLoader, ReadOptions
@@ -300,7 +300,7 @@ class _Batches(Iterator[ExampleBatch]):
         #: Whether it is over: after its last batch, or by an error.
         self._has_ended = self._has_failed = False
         #: Who takes a batch: threads may share this, and each batch goes to one of them.
-        self._turn = ForkSafeLock()
+        self._turn = threading.Lock()
         self.start(batches, at)
 
     def start(self, batches: BatchIterator | PairBatches, at: tuple[int, int]) -> None:
@@ -314,7 +314,7 @@ class _Batches(Iterator[ExampleBatch]):
         return self
 
     def __next__(self) -> ExampleBatch:
-        with self._turn.mutex:
+        with self._turn:
             if self._has_failed:
                 raise ArgumentError(
                     "this iterator was closed by an error, of which its caller was told",

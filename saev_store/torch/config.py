@@ -184,8 +184,6 @@ class _LoaderConfig(_OldNames):
     log_every_s: Seconds = 30.0
     use_tmpdir: Flag = False
     storage_options: dict[str, object] | None = None
-    cache_dir: str | None = None
-    cache_bytes: Count = 64 << 30
     device: str = "cpu"
     where: Conditions | None = None
     remove_bos: Flag = False
@@ -213,8 +211,6 @@ class OrderedConfig(_LoaderConfig, ReadOptions):
         debug: Log measures every `log_every_s` seconds.
         log_every_s: Seconds between two logs.
         use_tmpdir: With $TMPDIR set, first copy the layers that are wanted there, once per machine.
-        cache_dir: Keep what was read of a remote store in this folder.
-        cache_bytes: How much of it.
         device: Where batches are wanted, such as `"cuda"`.
     """
 

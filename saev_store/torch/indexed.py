@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
 from typing import cast
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate  # pyright: ignore[reportUnknownVariableType]  # of any lists
 
-from saev_store._runtime.threads import Task, Workers, n_cores
+from saev_store._runtime.threads import n_cores
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import LayerKey
 from saev_store.documents import Metadata
@@ -71,7 +72,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         self._several = self.rows.space.rows_per_token > 1
         self._n_batches = 0
         self._look_at_medium()
-        self._pool: tuple[int, Workers] | None = None
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
         self._buffers: BufferPool | None = None
         self._scattered: ScatteredReads | None = None
 
@@ -180,8 +181,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
         try:
             self.rows.rows(picked[: bounds[1]], out=act[: bounds[1]])
         finally:
-            for task in tasks:
-                task.wait()
+            wait(tasks)
         for task in tasks:
             task.result()
 
@@ -191,17 +191,16 @@ class IndexedDataset(Dataset[ExampleBatch]):
             self._scattered = ScatteredReads(self.rows, self._medium)
         vectors = act.reshape(-1, self.d_model)
         tasks = self._begun(self._scattered.tasks(picked, vectors))
-        for task in tasks:
-            task.wait()
+        wait(tasks)
         for task in tasks:
             task.result()
 
-    def _begun(self, calls: Iterable[Callable[[], object]]) -> list[Task[object]]:
+    def _begun(self, calls: Iterable[Callable[[], object]]) -> list[Future[object]]:
         """Calls that threads of this process make."""
         pool = self._pool  # another thread may close it
         if pool is None or pool[0] != os.getpid():  # threads do not survive a fork
-            pool = self._pool = (os.getpid(), Workers(max(1, self._n_threads - 1), name="saev-indexed"))
-        return [pool[1].begin(call) for call in calls]
+            pool = self._pool = (os.getpid(), ThreadPoolExecutor(max(1, self._n_threads - 1), "saev-indexed"))
+        return [pool[1].submit(call) for call in calls]
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[IndexedConfig]]:
         return IndexedDataset, (self.cfg,)
@@ -222,7 +221,7 @@ class IndexedDataset(Dataset[ExampleBatch]):
     def close(self) -> None:
         """End the gathering threads and release files; the dataset can be used again."""
         if self._pool is not None and self._pool[0] == os.getpid():
-            self._pool[1].close(wait=True)
+            self._pool[1].shutdown()
         if self._scattered is not None:
             self._scattered.close()
         self._pool = self._buffers = self._scattered = None

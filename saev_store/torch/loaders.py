@@ -65,8 +65,6 @@ class TorchLoader(EpochLoader[Config, Loader]):
             layer=cfg.layer,
             tokens=cfg.tokens,
             use_tmpdir=cfg.use_tmpdir,
-            cache_dir=cfg.cache_dir,
-            cache_bytes=cfg.cache_bytes,
             damaged_ok=cfg.damaged_ok,
         )
         super().__init__(cfg, self._make(), copies, normalizer_of(cfg.normalize, {"act": self._rows}, cfg.dtype))

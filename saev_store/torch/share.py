@@ -13,7 +13,6 @@ from typing import Self, cast
 
 import torch
 
-from saev_store._runtime.threads import raise_hidden_interrupt
 from saev_store.core.arguments import check_count, check_number
 from saev_store.errors import ArgumentError, DeadlineError, SaevStoreError
 from saev_store.torch._consumer import Consumer
@@ -100,9 +99,6 @@ class SharedLoader:
                     if (batch := self._waited(consumer, patience, turn)) is not None:
                         return batch
                 self._read()
-            except RuntimeError as error:
-                raise_hidden_interrupt(error)  # one that came while the condition was waited for
-                raise
             finally:
                 if self._reading is turn:
                     self._reading = None

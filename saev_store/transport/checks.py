@@ -1,4 +1,4 @@
-"""What all back ends share: checks of paths, ranges and buffers, errors of the operating system, counts of requests."""
+"""Checks of paths, ranges and buffers, requests for ranges, and the errors of the operating system."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Generator, Sequence
-from typing import TypeAlias, cast
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from saev_store._runtime.threads import ForkSafeLock
+from saev_store.core.coalesce import coalesce
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -25,10 +25,8 @@ from saev_store.errors import (
     UnsafeContentError,
     brief,
 )
-from saev_store.transport.base import Buffer, Counters, Transport
 
-#: A place in a file, and the pieces of memory (bytes, none empty) that are filled from there in order.
-Run: TypeAlias = tuple[int, list[memoryview]]
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: What to do, by the number of the error.
 _REMEDIES = {
@@ -144,83 +142,61 @@ def byte_views(buffers: Sequence[memoryview], *, writable: bool) -> list[memoryv
     return views
 
 
-def joined_runs(where: str, starts: Sequence[int], buffers: Sequence[memoryview]) -> list[Run]:
-    """Which memory to fill from which place of a file; what follows in the file is joined, empty buffers are left out.
+class Request(NamedTuple):
+    """One request for a range of a file, and the memory that is filled from it.
+
+    Attributes:
+        start: First byte of the file.
+        end: One past the last byte.
+        pieces: First byte and memory (bytes, writable) of each part that is wanted, by ascending first byte.
+    """
+
+    start: int
+    end: int
+    pieces: Sequence[tuple[int, memoryview]]
+
+    def fill(self, data: Buffer) -> None:
+        """Copy the bytes of the range to where they are wanted."""
+        source = np.frombuffer(data, np.uint8)
+        for start, view in self.pieces:
+            at = start - self.start
+            np.frombuffer(view, np.uint8)[:] = source[at : at + len(view)]
+
+
+def requests_of(
+    where: str, starts: Sequence[int], buffers: Sequence[memoryview], *, max_gap_bytes: float, max_request_bytes: float
+) -> list[Request]:
+    """Cut and merge reads into requests.
+
+    Args:
+        where: The file's name, for messages.
+        starts: First byte of each read, in any order.
+        buffers: The memory that each fills; empty ones are left out.
+        max_gap_bytes: Largest gap between two reads that share a request.
+        max_request_bytes: Longest request.
 
     Raises:
         ArgumentError: the lengths differ, a start is negative, or a buffer cannot be filled.
 
-    >>> runs = joined_runs("a.bin", [5, 7, 40], [memoryview(bytearray(n)) for n in (2, 3, 1)])
-    >>> [(start, [len(view) for view in views]) for start, views in runs]
-    [(5, [2, 3]), (40, [1])]
+    >>> buffers = [memoryview(bytearray(n)) for n in (2, 3, 9)]
+    >>> [request[:2] for request in requests_of("a.bin", [5, 8, 40], buffers, max_gap_bytes=1, max_request_bytes=6)]
+    [(5, 11), (40, 46), (46, 49)]
     """
     if len(starts) != len(buffers):
         raise ArgumentError(f"{len(starts)} starts but {len(buffers)} buffers: each range needs both", where=where)
-    runs: list[Run] = []
-    end = -1
+    pieces: list[tuple[int, memoryview]] = []
     for start, buffer in zip(starts, buffers, strict=True):
         if start < 0:
-            raise ArgumentError(f"the range {start}:{start + buffer.nbytes} is negative or backwards", where=where)
-        views = byte_views((buffer,), writable=True)
-        if views and start == end:
-            runs[-1][1].extend(views)
-        elif views:
-            runs.append((start, views))
-        end = start + buffer.nbytes if views else end
-    return runs
-
-
-def run_end(run: Run) -> int:
-    """The byte of the file after a run's last."""
-    return run[0] + sum(view.nbytes for view in run[1])
-
-
-def cut_runs(runs: Sequence[Run], part_bytes: int) -> list[list[Run]]:
-    """The same runs cut and bundled into parts of `part_bytes`, the last one shorter."""
-    parts: list[list[Run]] = []
-    room = 0
-    for start, views in runs:
-        position, fresh = start, True
-        for view in views:
-            done = 0
-            while done < view.nbytes:
-                if room == 0:
-                    parts.append([])
-                    room, fresh = part_bytes, True
-                if fresh:
-                    parts[-1].append((position, []))
-                    fresh = False
-                piece = view[done : done + room]
-                parts[-1][-1][1].append(piece)
-                done += piece.nbytes
-                room -= piece.nbytes
-                position += piece.nbytes
-    return parts
-
-
-def readinto_by_ranges(
-    transport: Transport, path: str, starts: Sequence[int], buffers: Sequence[memoryview], *, where: str
-) -> None:
-    """`Transport.readinto` by `get_ranges` and a copy."""
-    runs = joined_runs(where, starts, buffers)
-    found = transport.get_ranges(path, starts=[start for start, _ in runs], ends=[run_end(run) for run in runs])
-    for source, (_, targets) in zip(found, runs, strict=True):
-        copy_into(targets, [source])
-
-
-def copy_into(targets: Sequence[memoryview], parts: Sequence[Buffer]) -> int:
-    """Copy parts one after the other into consecutive pieces of memory; the number of bytes."""
-    number = at = n_bytes = 0
-    for part in parts:
-        source, taken = np.frombuffer(part, np.uint8), 0  # NumPy releases the interpreter's lock while it copies
-        while taken < len(source):
-            target = np.frombuffer(targets[number], np.uint8)[at : at + len(source) - taken]
-            np.copyto(target, source[taken : taken + len(target)])
-            taken, at = taken + len(target), at + len(target)
-            if at == len(targets[number]):
-                number, at = number + 1, 0
-        n_bytes += len(source)
-    return n_bytes
+            raise ArgumentError(f"the range {start}:{start + buffer.nbytes} is negative", where=where)
+        for view in byte_views((buffer,), writable=True):
+            step = int(min(max_request_bytes, len(view)))
+            pieces.extend((start + at, view[at : at + step]) for at in range(0, len(view), step))
+    pieces.sort(key=lambda piece: piece[0])
+    low = np.array([start for start, _ in pieces], np.int64)
+    high = low + np.array([len(view) for _, view in pieces], np.int64)
+    spans = coalesce(low, high, max_gap_bytes=max_gap_bytes, max_request_bytes=max_request_bytes)
+    bounds = zip(spans.starts.tolist(), spans.ends.tolist(), pairwise(spans.first.tolist()), strict=True)
+    return [Request(start, end, pieces[first:last]) for start, end, (first, last) in bounds]
 
 
 def too_short(where: str, *, size: int, needed: int) -> CorruptShardError:
@@ -277,36 +253,3 @@ def os_errors(where: str, doing: str) -> Generator[None]:
         raise
     except OSError as error:
         raise from_os_error(error, where=where, doing=doing) from error
-
-
-class RequestCounter:
-    """Counts of one client, shared by all transports below it; thread-safe. A pickle starts again from zero."""
-
-    def __init__(self) -> None:
-        self._lock = ForkSafeLock()
-        self._operations: Counter[str] = Counter()
-        self._requests = self._read = self._written = 0
-
-    def __reduce__(self) -> tuple[type[RequestCounter], tuple[()]]:
-        return RequestCounter, ()
-
-    def add(
-        self, operation: str, *, read: int = 0, written: int = 0, requests: int = 1, calls: int | None = None
-    ) -> None:
-        """Count requests of one kind and their bytes; `operations` counts `calls` instead of `requests` where given."""
-        with self._lock.mutex:
-            self._requests += requests
-            self._operations[operation] += requests if calls is None else calls
-            self._read += read
-            self._written += written
-
-    def add_ranges(self, starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Count one request for each range that is not empty."""
-        lengths = [end - start for start, end in zip(starts, ends, strict=True) if end > start]
-        self.add("get_ranges", read=sum(lengths), requests=len(lengths))
-
-    @property
-    def counters(self) -> Counters:
-        """A snapshot."""
-        with self._lock.mutex:
-            return Counters(self._requests, self._read, self._written, dict(self._operations))

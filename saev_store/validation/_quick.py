@@ -17,7 +17,7 @@ from saev_store.documents import Metadata, ShardsIndex, match_hash, rewriting
 from saev_store.errors import NotFoundError, SaevStoreError
 from saev_store.names import WORK_FOLDER
 from saev_store.problems import Problem, Severity
-from saev_store.transport import Entry, Lists, Transport
+from saev_store.transport import Entry, Transport
 
 _SHARD_NAME = re.compile(r"^acts(\d{6,})\.bin$")
 #: Concurrent size requests where the transport cannot list.
@@ -60,8 +60,8 @@ class Survey:
 def local_folder(transport: Transport) -> str | None:
     """The folder behind a transport if it is a local one, else None.
 
-    >>> from saev_store.transport import MemoryTransport
-    >>> local_folder(MemoryTransport({})) is None
+    >>> from saev_store.transport import open_transport
+    >>> local_folder(open_transport("memory://x")) is None
     True
     """
     url = transport.url.removeprefix("file://")
@@ -88,7 +88,7 @@ def survey(transport: Transport, names: Iterable[str]) -> Survey:
             return Survey({name: _look(path, os.path.islink(path)) for name, path in paths.items()}, complete=False)
         except OSError:
             pass
-    elif isinstance(transport, Lists):
+    else:
         try:
             entries = transport.list()
         except SaevStoreError:

@@ -17,7 +17,6 @@ from saev_store.documents import parse_metadata
 from saev_store.errors import (
     AccessError,
     NotFoundError,
-    ReadOnlyError,
     SaevStoreError,
     SaevStoreWarning,
     StoreExistsError,
@@ -26,8 +25,8 @@ from saev_store.errors import (
     outside,
 )
 from saev_store.names import CLAIM_PATH, DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER, folder_name
-from saev_store.transport import CleansUploads, Entry, Lists, Transport, UnfinishedUpload, Writes, open_transport
-from saev_store.transport.local.write import ASIDE_PREFIX, lock_holder
+from saev_store.transport import Entry, Transport, UnfinishedUpload, open_transport
+from saev_store.transport.durable import ASIDE_PREFIX, lock_holder
 from saev_store.writer._locks import lock_names, take_locks
 from saev_store.writer._publish import remove_hidden
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder, check_no_foreigner, read_claim
@@ -66,7 +65,7 @@ def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
     """The unfinished stores below a root, by name; empty where the back end cannot list."""
     found: list[Unfinished] = []
     try:
-        entries = root_transport.list() if isinstance(root_transport, Lists) else ()
+        entries = root_transport.list()
     except SaevStoreError:  # no such folder yet
         return ()
     for entry in entries:
@@ -194,8 +193,6 @@ def clean_leftovers(
     """
     dry_run = check_flag(dry_run, name="dry_run")
     root_transport = root if isinstance(root, Transport) else open_transport(root)
-    if not isinstance(root_transport, Lists):
-        raise ReadOnlyError(f"the engine {root_transport.name!r} cannot list files", where=root_transport.url)
     now_s = time.time()
     top = Folder(root_transport, "")
     uploads = _uploads(root_transport)
@@ -218,7 +215,7 @@ def clean_leftovers(
     for upload in uploads or ():
         leftover = Leftover(upload.path, "upload", None, None if upload.begun_s is None else now_s - upload.begun_s)
         kept_because = _too_young(leftover, older_than_s)
-        if not kept_because and not dry_run and isinstance(root_transport, CleansUploads):
+        if not kept_because and not dry_run:
             root_transport.abort_upload(upload)
         found.append(replace(leftover, kept_because=kept_because))
     return Cleaned(tuple(found), uploads_listed=uploads is not None)
@@ -297,7 +294,7 @@ def _remove(folder: Folder, leftover: Leftover) -> str:
 
 def _in_use(folder: Folder, leftover: Leftover) -> str:
     """The reason for which `_remove` would leave a leftover where it is. Changes nothing, not even the times of files."""
-    if leftover.kind == "temporary file" or not isinstance(folder.transport, Writes):
+    if leftover.kind == "temporary file":
         return ""
     root = folder.transport.local_path
     for what in lock_names(folder):
@@ -325,8 +322,6 @@ def _uploads(transport: Transport) -> Sequence[UnfinishedUpload] | None:
     """The unfinished uploads of our shards; None where they cannot be listed."""
     if transport.is_local:
         return ()
-    if not isinstance(transport, CleansUploads):
-        return None
     try:
         listed = transport.list_uploads()
     except AccessError:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.threads import ABANDONED, start_thread
+from saev_store._runtime.abandoned import ABANDONED
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import CorruptShardError, ForkError, SaevStoreError, TransportError
@@ -253,7 +253,7 @@ class ShardFile:
         if self._plan.looks_at == self.shard_idx:
             checks.append(self._plan.check_unpublished)
         folder.together(*checks)
-        sink.commit(check_size=False)  # publication and resuming compare it
+        sink.commit()
         self._sink = None
         return self.receipt(self.digester.nbytes, self.digester.digests(), complete=True)
 
@@ -334,11 +334,7 @@ class Background:
         self._check()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="saev-store-writer", daemon=True)
-            try:
-                start_thread(self._thread, where=self._where)
-            except TransportError:
-                self._thread = None
-                raise
+            self._thread.start()
         self._jobs.put((job, None))
 
     def drain(self) -> None:

@@ -12,28 +12,27 @@ import json
 import os
 import secrets
 import socket
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import Task, ahead, share
+from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import (
     AccessError,
     IncompleteStoreError,
     NotFoundError,
-    ReadOnlyError,
     SaevStoreError,
     StoreExistsError,
     TransportError,
     WriterConflictError,
 )
 from saev_store.names import CLAIM_PATH, LABELS_NAME, SHARDS_NAME, WORK_FOLDER
-from saev_store.transport import Buffer, Entry, Lists, Moves, Sink, Transport, Writes
+from saev_store.transport import Buffer, Entry, Sink, Transport
 from saev_store.writer._digests import MAX_DOCUMENT_BYTES, FileDigests, block_ranges, digest
 
 if TYPE_CHECKING:
@@ -88,18 +87,12 @@ class Folder:
     def __init__(self, transport: Transport, name: str) -> None:
         self.transport, self.name = transport, name
         self.url = f"{transport.url}/{name}" if name else transport.url
-        self.is_far = not isinstance(transport, Moves)
+        self.is_far = not transport.moves
         self._prefix = f"{name}/" if name else ""
 
     @property
-    def writes(self) -> Writes:
-        """The transport's write half; `ReadOnlyError` if it has none."""
-        if not isinstance(self.transport, Writes):
-            raise ReadOnlyError(
-                f"the engine {self.transport.name!r} only reads",
-                where=self.transport.url,
-                remedy="Write to a local folder, or to a bucket through fsspec.",
-            )
+    def writes(self) -> Transport:
+        """The transport."""
         return self.transport
 
     def path(self, path: str) -> str:
@@ -187,9 +180,9 @@ class Folder:
         """
         if self.transport.is_local or not self.is_far:
             return [call() for call in calls]
-        tasks = [Task(call) for call in calls]
-        share(lambda task: task.run(), deque(tasks), len(tasks))
-        return [task.result() for task in tasks]
+        with ThreadPoolExecutor(max(1, len(calls))) as pool:
+            futures = [pool.submit(call) for call in calls]
+        return [future.result() for future in futures]
 
     def digests(self, path: str, ranges: Sequence[tuple[int, int]]) -> Generator[str]:
         """The digest of each of some ranges of a file, in order."""
@@ -221,7 +214,7 @@ class Folder:
 
     def move(self, path: str, to: str) -> None:
         """Move a file, replacing what is there. Only on a disk: does nothing if `is_far`."""
-        if isinstance(self.transport, Moves):
+        if self.transport.moves:
             self.transport.move(self.path(path), self.path(to))
 
     def lock(self, what: str) -> AbstractContextManager[object]:
@@ -237,8 +230,6 @@ class Folder:
 
     def entries(self, path: str = "") -> Sequence[Entry] | None:
         """What is directly in the folder, or in one below it; None where the back end cannot list or may not."""
-        if not isinstance(self.transport, Lists):
-            return None
         try:
             return self.transport.list(f"{self._prefix}{path}".rstrip("/"))
         except NotFoundError:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.abandoned import ABANDONED
 from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import ABANDONED
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
 from saev_store.names import printable

@@ -17,16 +17,15 @@ import numpy as np
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
-from saev_store._runtime.threads import after_fork_in_child, raise_hidden_interrupt
+from saev_store._runtime.threads import after_fork_in_child
 from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.core.dtypes import FLOAT32, ReadDtype, numpy_dtype, read_dtype
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, brief
 from saev_store.names import printable
 from saev_store.store.identity import recorded_files, recording_identity
 from saev_store.store.token_arrays import check_values, find_token_array
-from saev_store.transport import Awaits, Transport
 from saev_store.transport import Buffer as Bytes
-from saev_store.transport.fetch import fetch_ranges
+from saev_store.transport import Transport
 from saev_store.validation import local_folder
 from saev_store.zarr._keys import Chunks, TensorKeys, chunk_shape
 from saev_store.zarr._parts import Parts, bounds, convert, nbytes_of, parts_of
@@ -130,7 +129,6 @@ class ZarrView(Store):
         #: Those whose sizes were compared.
         self._whole: set[str] = set()
         self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
-        self._awaits = transport if isinstance(transport, Awaits) else None
 
     @property
     def keys(self) -> TensorKeys:
@@ -262,7 +260,7 @@ class ZarrView(Store):
         if array is not None and (self._is_mapped or parts.path not in self._whole):
             self._check_size(array)
         try:
-            return fetch_ranges(self._transport, parts.path, parts.starts, parts.ends)
+            return self._transport.get_ranges(parts.path, starts=parts.starts, ends=parts.ends)
         except NotFoundError as error:
             raise self._lost(parts) from error
 
@@ -273,17 +271,12 @@ class ZarrView(Store):
         start, end = parts.starts[0], parts.ends[0]
         is_request = len(parts.starts) == 1 and end - start <= self._transport.cost.max_request_bytes
         is_compared = parts.path in self._whole or parts.path not in self._token_files
-        if self._awaits is not None and is_request and is_compared:
+        if not self._transport.is_local and is_request and is_compared:
             try:
-                return [await self._awaits.get_range_async(parts.path, start=start, end=end)]
+                return [await self._transport.get_range_async(parts.path, start=start, end=end)]
             except NotFoundError as error:
                 raise self._lost(parts) from error
-        try:
-            fetching = asyncio.get_running_loop().run_in_executor(_pool(), self._fetch, parts)
-        except RuntimeError as error:  # no more threads
-            raise_hidden_interrupt(error)
-            return self._fetch(parts)
-        return await fetching
+        return await asyncio.get_running_loop().run_in_executor(_pool(), self._fetch, parts)
 
     def _check_size(self, array: TokenArray) -> None:
         """Compare the size of a token array's file; one that is missing is told by reading it."""

@@ -348,26 +348,3 @@ def test_an_address_is_one_line(
     assert opened == ([] if as_json else [page])
     assert main(["view", store.url, "--open", *(["--json"] if as_json else [])]) == 0
     assert opened[-1] == "http://here/0"
-
-
-@pytest.mark.parametrize(("n_errors", "n_warnings"), [(0, 1), (2, 1)])
-def test_a_server_of_a_damaged_store_says_how_many_chunks_may_be_lost(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    store: ShardStore,
-    n_errors: int,
-    n_warnings: int,
-) -> None:
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    for number in range(n_errors):
-        (Path(store.url) / f"acts{number:06d}.bin").unlink()
-    (Path(store.url) / "acts9.bin").touch()
-    monkeypatch.setattr("saev_store.serve.application", lambda *_, **__: None)
-    monkeypatch.setattr("saev_store.serve.listen", lambda *_: (None, "http://here/"))
-    monkeypatch.setattr("saev_store.serve.serve", lambda *_: None)
-    severities = [problem.severity for problem in ShardStore.open(store.url, damaged_ok=True).problems]
-    assert (severities.count("error"), len(severities)) == (n_errors, n_errors + n_warnings)
-    assert main(["serve", store.url]) == 0
-    said = "warning: 2 problems: requests for lost chunks are answered with status 410\n"
-    assert capsys.readouterr().err == (said if n_errors else "")

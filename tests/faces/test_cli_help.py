@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 import pytest
 
@@ -42,30 +41,6 @@ def test_every_option_has_a_whole_description(command, option, parameter):
     assert "=False" not in text
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_examples_are_commands_with_options_that_there_are(command):
-    found = app().commands[command]
-    lines = [line.strip() for line in found.epilog.splitlines()[2:]]
-    assert lines
-    options = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for line in lines:
-        words = shlex.split(line)
-        assert words[:2] == ["saev-store", command]
-        assert {word for word in words if re.match(r"--?[a-z]", word)} <= options
-        assert len(line) <= 76
-
-
-@pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_both_options_of_help_are_there(run, command):
-    arguments = [] if command is None else [command]
-    code, out, err = run(*arguments, "-h")
-    assert (code, err) == (0, "")
-    assert run(*arguments, "--help") == (0, out, "")
-    assert "\x1b" not in out
-    assert "│" not in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
 @pytest.mark.parametrize("columns", [80, 140])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_terminal_shows_all_of_it(run, drawn, command, columns):
@@ -96,12 +71,6 @@ def test_repair_asks_for_nothing_that_the_store_says():
         assert of_record[name].help.endswith(("Needed.", "].")) and "store's]" not in of_record[name].help
         assert of_repair[name].opts == of_record[name].opts
     assert [name for name, each in of_repair.items() if "Needed" in (each.help or "")] == ["model", "context"]
-
-
-def test_an_example_of_an_array_names_the_checkpoint():
-    """No array says which model it is of, so an import without `--ckpt` is refused."""
-    examples = [line for line in app().commands["import"].epilog.splitlines() if ".npy" in line]
-    assert examples and all("--ckpt" in line for line in examples)
 
 
 def test_choices_are_listed(run):

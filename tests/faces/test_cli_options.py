@@ -16,7 +16,7 @@ from saev_store.cli._common import check_destination
 from saev_store.cli._run import app
 from saev_store.errors import ArgumentError
 from saev_store.sources import open_source
-from saev_store.transport import MmapTransport
+from saev_store.transport import LocalTransport as MmapTransport
 
 STORAGE = ("--storage-options", '{"deep": {"a": [1]}}', "-o", "anon=true", "-o", "name=x=y")
 STORAGE_FOUND = {"deep": {"a": [1]}, "anon": True, "name": "x=y"}

@@ -335,13 +335,6 @@ def test_a_remedy_of_its_own_stays():
         assert (found.value.message, found.value.remedy) == ("it is gone", said)
 
 
-@pytest.mark.parametrize("family", ["", "  "])
-def test_an_import_without_a_family_is_refused(run, tmp_path, family):
-    code, _, err = run("import", tmp_path, "--to", tmp_path / "to", "--family", family)
-    assert code == 2
-    assert err == f"error: --family: it is {family!r}; it must be a name. Name the family of models, such as gpt2.\n"
-
-
 def test_ctrl_c_during_the_imports_of_the_module_is_one_line():
     code = (
         "import runpy, signal, sys\n"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from plain_stores import plain_store
 from tiny_models import tiny_language
@@ -156,35 +154,6 @@ def test_what_continues_an_unfinished_recording(run, folder: Path, begun: Path) 
     assert run(*flags(folder, begun.parent))[0] == 0
 
 
-def test_the_way_to_throw_an_unfinished_store_away_works_at_once(run, tmp_path: Path) -> None:
-    """Without an age `clean` keeps what is younger than a day."""
-    acts = np.ones((4, 2, 3, 8), np.float32)
-    acts[3, 0, 0, 0] = np.nan
-    np.save(tmp_path / "a.npy", acts)
-    options = [
-        "--to",
-        tmp_path / "to",
-        "--family",
-        "gpt2",
-        "--ckpt",
-        "tiny",
-        "--layers",
-        "1,2",
-        "--max-tokens-per-shard",
-        "6",
-    ]
-    assert run("import", tmp_path / "a.npy", *options)[0] == 2
-    np.save(tmp_path / "a.npy", acts := np.zeros_like(acts))
-    code, _, err = run("import", tmp_path / "a.npy", *options)
-    assert code == 1
-    (command,) = re.findall("`saev-store ([^`]*)` of its folder", err)
-    (folder,) = (tmp_path / "to").iterdir()
-    assert run(*command.split(), folder)[0] == 0
-    code, url, _ = run("import", tmp_path / "a.npy", *options)
-    assert code == 0
-    assert np.array_equal(ShardStore.open(url.strip())[...], acts)
-
-
 def test_a_folder_of_stores_is_told_how_to_list_them(run, tmp_path: Path) -> None:
     plain_store(tmp_path / "root")
     for command in ("info", "repair"):
@@ -294,65 +263,3 @@ def test_a_dry_run_is_that_of_its_part(run, folder: Path, tmp_path: Path, monkey
 
 
 # -- other commands ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["copy", "STORE", ""], 2, "DST: it is empty; it must be a folder, or a URL of one"),
-        (["copy", "STORE", "s3:/lab"], 2, "DST: 's3:/lab' is no URL: two slashes follow the colon. Write s3://…."),
-        (["copy", "STORE", "FILE"], 2, "DST: 'FILE' is a file; it must be a folder"),
-        (["copy", "STORE", "OUT", "--dst-option", "anon=1"], 2, "--dst-storage-options: local files take no options"),
-        (["copy", "STORE", "OUT", "--dst-option", "anon"], 2, "--dst-option: 'anon' is not KEY=VALUE. Write for example --dst-"),
-        (["copy", "", "OUT"], 2, "SRC: '' is not an address"),
-        (["ls", ""], 2, "ROOT: '' is not an address"),
-        (["prepare", "", "--split", "1"], 2, "PATH: '' is not an address"),
-        (["prepare", "ROOT"], 2, "--split: it is not said how to split it. Pass --split 8,1,1 or --split-parts …."),
-        (["import", "ARRAY", "--to", ""], 2, "--to: it is empty"),
-        (["import", "ARRAY", "--to", "s3:/lab"], 2, "--to: 's3:/lab' is no URL"),
-        (["import", "ARRAY", "--to", "FILE"], 2, "--to: 'FILE' is a file; it must be a folder"),
-        (["import", "ARRAY", "--to", "OUT", "--bos-token", "3"], 2, "--bos-token: it says nothing about an array"),
-        (["import", "ARRAY", "--to", "OUT", "--dst-option", "anon=1"], 2, "--dst-storage-options: local files take no options"),
-        (["convert", "ARRAY", "OUT", "--dst-option", "anon=1"], 2, "--dst-storage-options: local files take no options"),
-        (["export", "STORE", "OUT", "--out-storage-options", '{"anon": 1}'], 2, "--out-storage-options: local files take no options"),
-        (["export", "STORE", "OUT", "--out-storage-options", "[1]"], 2, "--out-storage-options: '[1]' is JSON, but not an object. Pass '{"),
-        (["export", "STORE", "OUT", "--out-storage-options", "{"], 2, "--out-storage-options: '{' is not JSON ("),
-        (["export", "STORE", ""], 2, "OUT: it is empty; it must be a file, or a URL of one"),
-        (["export", "STORE", "gs:/lab/x.json"], 2, "OUT: 'gs:/lab/x.json' is no URL"),
-        (["export", "STORE", "ROOT"], 2, "OUT: 'ROOT' is a folder; it must be a file"),
-        (["export", "STORE", "ROOT", "--format", "tensorstore"], 2, "OUT: 'ROOT' is a folder; it must be a file"),
-        (["export", "STORE", "PIPE"], 2, "OUT: 'PIPE' is no regular file. Name a file."),
-        (["export", "STORE", "PIPE", "--format", "tensorstore"], 2, "OUT: 'PIPE' is no regular file"),
-        (["export", "STORE", "ROOT/none/x", "--format", "tensorstore"], 1, "ROOT/none/x: could not write: No such file or"),
-        (["convert", "ARRAY", "s3:/lab/x.idx"], 2, "DST: 's3:/lab/x.idx' is no URL"),
-        (["serve", "STORE", "--host", "256.0.0.1"], 2, "--host: cannot listen on '256.0.0.1': "),
-        (["serve", "STORE", "--host", "192.0.2.1"], 2, "--host: 192.0.2.1 is no address of this machine. Name an address of this machine, such as 127.0.0.1 or 0.0.0.0.\n"),
-        (["copy", "STORE", "OUT", "--on-overflow", "warn"], 2, "--on-overflow: a copy in the dtype of its source has no numbers that overflow. Pass --dtype …, or leave it out."),
-        (["validate", "STORE", "--scheduler", "tcp://127.0.0.1:1"], 2, "--scheduler: there is a client, but nothing for its workers to read. Pass --deep."),
-        (["info", "file://"], 2, "URL: '' is not a path: it is empty or holds a NUL"),
-        (["head", "STORE", "--layer", "9"], 2, "--layer: layer 9 was not recorded; the store holds the layers [2, 5, 11]. Labels match literally (-2 is a label of its own).\n"),
-        (["record"], 2, "--model, --to, --layers: model is missing; to is missing; layers is missing. Give options, or a TOML file"),
-    ],
-)  # fmt: skip
-def test_bad_input_of_other_commands(
-    run, tmp_path: Path, monkeypatch, arguments: list[str], code: int, said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where a folder 's3:' would be made
-    store = plain_store(tmp_path / "root")
-    (tmp_path / "file").write_text("x")
-    os.mkfifo(tmp_path / "pipe")
-    np.save(tmp_path / "acts.npy", np.zeros((4, 3, 2), np.float32))
-    before = sorted(tmp_path.rglob("*"))
-    places = {"STORE": store.path, "ROOT": tmp_path / "root", "ARRAY": tmp_path / "acts.npy"}
-    places |= {"FILE": tmp_path / "file", "PIPE": tmp_path / "pipe"}
-    names = places | {"OUT": tmp_path / "out"}
-    given = [str(names.get(word, word)).replace("ROOT/", f"{places['ROOT']}/") for word in arguments]
-    if arguments[0] == "import":
-        given += ["--family", "gpt2", "--ckpt", "x", "--layers", "1"]
-    found, out, err = run(*given)
-    for name in ("FILE", "ROOT", "PIPE"):
-        said = said.replace(name, str(places[name])) if not said.startswith("ROOT:") else said
-    assert (found, out) == (code, "")
-    assert err.startswith(f"error: {said}"), err
-    assert not PYTHON.search(err)
-    assert sorted(tmp_path.rglob("*")) == before

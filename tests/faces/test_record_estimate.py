@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
-from cloud_servers import Proxy
 from servers import s3_bucket  # noqa: F401  # a fixture
 from tiny_models import VOCABULARY, tiny_language, tiny_vision
 
@@ -21,7 +18,6 @@ from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.errors import ArgumentError
 from saev_store.record import ImageBatches, Images, RecordingEstimate, Texts, _estimate, estimate_recording, record
-from saev_store.transport.obstore import _sink
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -70,25 +66,6 @@ def test_bytes_and_shards_are_those_of_the_finished_store(tmp_path: Path, kind: 
     assert again.there_nbytes == sum(path.stat().st_blocks * 512 for path in Path(store.url).iterdir())
     assert (found.there_nbytes, again.needed_nbytes) == (0, 0)
     assert found.needed_nbytes == store.nbytes + 2 * sum(arrays.values())
-
-
-@pytest.mark.parametrize("kind", ["images", "labelled", "window"])
-def test_requests_are_those_that_a_server_gets(
-    s3_bucket: NamedTuple, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """With parts so small that most shards have several; moto allows that."""
-    pytest.importorskip("obstore")
-    monkeypatch.setattr(_sink, "PART_BYTES", 8192)
-    model, url = model_for(kind), f"{s3_bucket.url}/shards"
-    with Proxy(s3_bucket.options["endpoint_url"]) as proxy:
-        options = OPTIONS | {"storage_options": s3_bucket.options | {"endpoint_url": proxy.url}}
-        found = estimate_recording(model, SOURCES[kind](), url, **options)
-        assert {method for method, *_ in proxy.log} <= {"GET", "HEAD"}
-        proxy.log.clear()
-        record(model, SOURCES[kind](), url, progress=False, **options)
-        counts = Counter(method for method, path, *_ in proxy.log if "delete" not in path)
-    assert found.free_nbytes is found.fits is None
-    assert found.n_requests == counts["PUT"] + counts["POST"]
 
 
 def test_only_the_batches_of_the_first_examples_run(tmp_path: Path) -> None:

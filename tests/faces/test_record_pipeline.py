@@ -15,7 +15,6 @@ from typing import ClassVar
 import pytest
 from waiting import soon
 
-from saev_store.errors import TransportError
 from saev_store.record import _pipeline
 from saev_store.record._pipeline import N_ALIVE, N_COMPUTED, N_WITH_VECTORS, Lane, LaneClosedError, Pipeline
 
@@ -252,23 +251,6 @@ def test_a_callback_that_raises() -> None:
 
     with pytest.raises(Fault):
         Pipeline(numbers, computed, into([])).run(after)
-
-
-def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, begun = threading.Thread.start, list[str]()
-
-    for refused in (1, 2):
-
-        def refuse(thread: threading.Thread, refused: int = refused) -> None:
-            begun.append(thread.name)
-            if len(begun) == refused:
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        begun.clear()
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(TransportError, match=r"no more threads \(can't start new thread\)"):
-            Pipeline(numbers, computed, into([])).run()
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, ResumeError, SaevStoreWarning
@@ -25,7 +26,6 @@ from saev_store.record._recheck import KeptExamples
 from saev_store.record._report import NOTHING_RECORDED, RecordingReport, human_seconds
 from saev_store.sources import MapStyle
 from saev_store.sources.framing import Framing
-from saev_store.transport import MemoryTransport
 from saev_store.writer import create_store
 
 torch = pytest.importorskip("torch")

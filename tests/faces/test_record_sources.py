@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -329,33 +328,6 @@ def test_the_remedy_of_an_image_that_does_not_decode_is_its_own() -> None:
     images._pictures._image = fails
     with refused("bad", "x", "Convert it.", DocumentError):
         list(images.batches(0, 1))
-
-
-def test_samples_of_a_data_set_are_decoded_by_one_thread_and_files_by_several(tmp_path: Path) -> None:
-    threads: set[str] = set()
-
-    class Noted:
-        def __len__(self) -> int:
-            return 20
-
-        def __getitem__(self, sample: int) -> object:
-            threads.add(threading.current_thread().name)
-            return Image.new("RGB", (4, 4))
-
-    Images(Noted(), 2, processor=Making(1), on_bad_image="skip")
-    assert threads == {threading.current_thread().name}
-    for number in range(4):
-        Image.new("RGB", (4, 4)).save(tmp_path / f"{number}.png")
-    threads.clear()
-
-    class Folder(ImageFolder):
-        def __getitem__(self, sample: int) -> object:
-            threads.add(threading.current_thread().name)
-            return super().__getitem__(sample)
-
-    Images(Folder(tmp_path), 2, processor=Making(1), on_bad_image="skip")
-    assert threads
-    assert all(name.startswith("saev-store-ahead") for name in threads)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,12 @@ from saev_store.errors import (
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from api import MemoryTransport
 from starlette.applications import Starlette
 
 from saev_store.serve import _application, application, listen
 from saev_store.serve._application import UnsatisfiableError, parse_range
-from saev_store.transport import MemoryTransport, ReadCost
+from saev_store.transport import ReadCost
 from saev_store.zarr import ZarrView
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)

@@ -297,17 +297,6 @@ def test_where_a_warning_is_an_error_no_socket_is_left(monkeypatch: pytest.Monke
     assert [listening.fileno() for listening in made] == [-1]
 
 
-def test_a_server_that_gets_no_thread_leaves_no_socket(app: Starlette, monkeypatch: pytest.MonkeyPatch):
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    listening, _ = listen("127.0.0.1", 0)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(TransportError, match=r"gives no more threads \(can't start new thread\)") as caught:
-        serve_in_thread(app, listening)
-    assert (caught.value.where, listening.fileno()) == ("serve", -1)
-
-
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt(), OSError("no more files")])
 def test_a_server_leaves_the_log_and_no_socket_behind(
     app: Starlette, monkeypatch: pytest.MonkeyPatch, end: BaseException | None

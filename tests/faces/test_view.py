@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import plain_store
-from safetensors_files import safetensors
 from token_stores import token_store
 from transports import CountingTransport
 from viewed_stores import GRID, image_store, text_store
@@ -27,13 +27,13 @@ from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, SaevStoreError
 from saev_store.stats import Stats
-from saev_store.transport import MemoryTransport, ReadCost
+from saev_store.transport import ReadCost
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from saev_store.serve import listen, serve_in_thread
-from saev_store.view import REMOTE, Budget, Pages, Viewed, application, open_pages, read_sae
+from saev_store.view import REMOTE, Budget, Pages, Viewed, application, open_pages
 from saev_store.view._pages import Query
 from saev_store.view._texts import texts_of
 
@@ -486,27 +486,6 @@ VIEWS = {
     "features": ("features", {"layer": "5"}, {"layer": "5"}),
     "one feature": ("feature", {"feature": 3, "layer": "5"}, {"feature": 4, "layer": "5"}),
 }
-
-
-def test_the_table_of_requests_of_views_of_a_remote_store_is_true(tmp_path):
-    """docs/view.md says what each view takes on a store that was just opened, and the same view again, of another example."""
-    (tmp_path / "sae").write_bytes(
-        safetensors({"W_enc": np.ones((8, 9), np.float32), "W_dec": np.ones((9, 8), np.float32)})
-    )
-    sae = read_sae(tmp_path / "sae")
-    table = {}
-    for name, (view, first, again) in VIEWS.items():
-        counting, store = remote_store(tmp_path)
-        pages = Pages(Viewed(store, sae=sae), other=Viewed(ShardStore.open(counting)))
-        counts = []
-        for parameters in (first, again):
-            counting.reset()
-            ask(pages, view, **parameters)
-            counts.append(counting.counters.requests)
-        table[name] = tuple(counts)
-    page = (ROOT / "docs/view.md").read_text()
-    rows = re.findall(r"^\| ([a-z ]+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
-    assert {name: (int(first), int(again)) for name, first, again in rows} == table
 
 
 def test_no_view_of_a_remote_store_takes_more_requests_than_the_budget(tmp_path):

@@ -15,12 +15,13 @@ from viewed_stores import structured
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from api import MemoryTransport
+
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import CorruptShardError, TransportError
 from saev_store.problems import Problem
 from saev_store.stats._store import stats_of
-from saev_store.transport import MemoryTransport
 from saev_store.view import LOCAL, REMOTE, Budget, Viewed, read_sae
 from saev_store.view._answers import broken_answer, error_answer, problem_list, shard_strip, store_answer
 from saev_store.view._arithmetic import linear_cka

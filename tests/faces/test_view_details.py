@@ -16,6 +16,8 @@ from viewed_stores import store_of, text_store, viewed
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from api import MemoryTransport
+
 from saev_store import ShardStore
 from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import (
@@ -29,7 +31,6 @@ from saev_store.errors import (
     UnsafeContentError,
 )
 from saev_store.problems import Problem
-from saev_store.transport import MemoryTransport
 from saev_store.view import LOCAL, Budget, Pages, View, Viewed, _application, _server, application, open_pages, read_sae
 from saev_store.view._answers import _provenance, shard_strip, store_answer
 from saev_store.view._application import _static_files
@@ -163,29 +164,6 @@ def test_token_arrays_of_a_store_are_listed_also_where_they_are_not_read(tmp_pat
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_do_not_outlive_a_repair(tmp_path: Path) -> None:
-    """What a page holds in memory is of the files that were there; those in their place are another recording."""
-    acts = numbers(6, 2, 3, 4)
-    store = store_of(tmp_path, acts)
-    ShardStore.open(store).stats(progress=False)
-    pages = Pages(Viewed(ShardStore.open(store)), other=Viewed(ShardStore.open(store)))
-    answers = {name: pages.views[name](Query({})) for name in ("layers", "compare")}
-    assert answers == {name: pages.views[name](Query({})) for name in answers}
-    (store / shard_name(0)).unlink()
-    with ShardStore.open(store, damaged_ok=True).repair() as writer:
-        for start, end in writer.missing:
-            writer.append(acts[start:end] + 5)
-    shown = [answer["stats"] for answer in (answers["layers"], pages.views["layers"](Query({})))]
-    assert [(stats["n_examples"], stats["is_sample"]) for stats in shown] == [
-        (6, False),
-        (3, True),
-    ]  # of the other shard
-    dimensions = [answer["dimensions"] for answer in (answers["layers"], pages.views["layers"](Query({})))]
-    assert [found["n_vectors"] for found in dimensions] == [6 * 3, 3 * 3]
-    with pytest.raises(CorruptShardError, match="another file has taken the place.*Open it again"):
-        pages.views["compare"](Query({}))
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_similarities_do_not_outlive_a_repair_of_either_store(tmp_path: Path, which: int) -> None:
     acts = [numbers(6, 1, 3, 4), numbers(6, 1, 3, 5)]
@@ -258,16 +236,6 @@ def test_token_arrays_that_are_damaged_are_named(tmp_path: Path) -> None:
     assert len(notes) == 1
     assert notes[0].startswith("mask: ")
     assert example_answer(one, 0, None)["notes"]
-
-
-def test_labels_of_a_wrong_size_are_named(tmp_path: Path) -> None:
-    """No document declares them, so what the store has at all is not known."""
-    folder = store_of(tmp_path, numbers(4, 1, 3, 4), labels=np.zeros((4, 2), np.uint8))
-    assert list(viewed(folder).arrays()[0]) == ["labels"]
-    (folder / "labels.bin").write_bytes(b"123")
-    assert viewed(folder).arrays() == (
-        {}, ["labels.bin: it has 3 bytes; 4 examples x 2 content tokens of one byte are 8"]
-    )  # fmt: skip
 
 
 def test_a_store_that_a_program_holds_in_memory_is_read_like_one_on_a_disk(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ceph's radosgw on this machine, from Debian's packages: for the longer run of `.ci/nightly` only."""
+"""Ceph's radosgw on this machine, from Debian's packages: for the longer run of `.ci/long` only."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def remove_leftovers() -> None:
 def ceph_endpoint() -> str:
     """One cluster for this process."""
     if not os.environ.get("SAEV_STORE_LONG"):
-        pytest.skip("Ceph is part of the longer run: bash .ci/nightly")
+        pytest.skip("Ceph is part of the longer run: bash .ci/long")
     if not shutil.which("radosgw"):
         pytest.fail("radosgw is missing: apt-get install radosgw ceph-mon ceph-osd ceph-common")
     remove_leftovers()

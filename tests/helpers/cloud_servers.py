@@ -99,6 +99,10 @@ class Fault:
     slow_headers_s: float = 0.0
     #: The server's `ETag` is another one each time.
     new_etag: bool = False
+    #: Only requests with this header (in lower case).
+    header: str = ""
+    #: The request is held back until this returns True.
+    hold: Callable[[], bool] | None = None
 
 
 @dataclass
@@ -112,6 +116,7 @@ class Proxy:
         change_answer: Rewrites the headers of an answer in place: whole lines by lower-case name.
         latency_s: Added to every answer.
         log: (method, path, Range header or "", whether a fault was met) per request.
+        busy, most_busy: Requests that have come and are not answered; the most at once.
         open_now: Connections from clients that are open.
     """
 
@@ -123,6 +128,8 @@ class Proxy:
     seed: int = 0
     log: list[tuple[str, str, str, bool]] = field(default_factory=list)
     open_now: int = 0
+    busy: int = 0
+    most_busy: int = 0
     url: str = ""
 
     def __enter__(self) -> Self:
@@ -174,12 +181,18 @@ class Proxy:
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while await self._request(reader, writer):
-                pass
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.busy += 1
+                self.most_busy = max(self.most_busy, self.busy)
+                try:
+                    if not await self._request(head, reader, writer):
+                        return
+                finally:
+                    self.busy -= 1
 
-    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _request(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Serve one request; False closes the connection."""
-        head = await reader.readuntil(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")[:-2]
         method, path, _ = first.split(" ", 2)
         names = {line.partition(":")[0].lower(): line.partition(":")[2].strip() for line in lines}
@@ -187,12 +200,16 @@ class Proxy:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             del names["expect"]
         body = await _body(reader, names)
-        fault = self._pick(method, path)
+        fault = self._pick(method, path, names)
         self.log.append((method, path, names.get("range", ""), fault is not None))
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
         if fault is None:
             fault = Fault()
+        while fault.hold is not None and not fault.hold():
+            if writer.transport.is_closing() or reader.at_eof():  # the client has gone
+                return False
+            await asyncio.sleep(0.005)
         if fault.lose_request:
             return _reset(writer)
         if fault.status is not None:
@@ -292,12 +309,13 @@ class Proxy:
         await writer.drain()
         return True
 
-    def _pick(self, method: str, path: str) -> Fault | None:
+    def _pick(self, method: str, path: str, names: dict[str, str]) -> Fault | None:
         for fault in self.faults:
             if (
                 fault.times != 0
                 and fault.method in {"", method}
                 and re.search(fault.path, path)
+                and (not fault.header or fault.header in names)
                 and self._random.random() < fault.probability
             ):
                 fault.times -= 1
@@ -457,7 +475,7 @@ def speak_gcs(path: str, names: dict[str, str]) -> str:
     names["authorization"] = "AWS4-HMAC-SHA256 Credential=k/20260101/us-east-1/s3/aws4_request, Signature=0"
     if names.pop("x-goog-if-generation-match", None) == "0":
         names["if-none-match"] = "*"
-    for name in [name for name in names if name.startswith("x-goog-meta-")]:
+    for name in [name for name in names if name.startswith(("x-goog-meta-", "x-goog-copy-source"))]:
         names[name.replace("goog", "amz", 1)] = names.pop(name)
     name, question, query = path.partition("?")
     return quote(unquote(name)) + question + query  # it quotes slashes too

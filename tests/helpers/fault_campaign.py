@@ -296,14 +296,14 @@ def through(upstream: str, bucket: Bucket, engine: str, what: Kind, seed: int) -
         }[what.endpoint]
         options = {**bucket.options, endpoint_option(bucket): endpoint}
         if engine == "fsspec":
-            from saev_store.transport.fsspec._transport import FsspecTransport
+            from saev_store.transport.fsspec import FsspecTransport
 
             options |= {"skip_instance_cache": True}
             if bucket.url.startswith("s3"):
                 options |= {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1}}
             yield proxy, FsspecTransport(bucket.url, options, timeout_s=TIMEOUT_S)
         else:
-            from saev_store.transport.obstore._transport import ObstoreTransport
+            from saev_store.transport.obstore import ObstoreTransport
 
             transport = ObstoreTransport(bucket.url, options, timeout_s=TIMEOUT_S)
             try:

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+from api import MemoryTransport
+
 from saev_store.errors import NotFoundError, StoreExistsError, TransportError
-from saev_store.transport import Counters, Entry, MemoryTransport, ReadCost
+from saev_store.transport import Counters, Entry, ReadCost
 
 
 @dataclass(frozen=True)

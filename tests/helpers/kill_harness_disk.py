@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, StoreExistsError, WriterConflictError
-from saev_store.transport import FREE, Counters, Entry
+from saev_store.transport import Counters, Entry
+from saev_store.transport.local import FREE
 
 SECTOR = 16
 
@@ -58,6 +59,11 @@ class Disk:
     counters = Counters()
     name = "disk"
     is_local, local_path, reads_into = False, None, False
+
+    @property
+    def moves(self) -> bool:
+        """True, unless a test takes it away."""
+        return getattr(self, "move", None) is not None
 
     def __init__(self, *, posix: bool = True, dies_before: int | None = None) -> None:
         self.posix = posix

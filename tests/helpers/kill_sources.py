@@ -29,7 +29,7 @@ from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_dataset, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport.durable import TEMP_PREFIX
 
 
 class Kind(Protocol):

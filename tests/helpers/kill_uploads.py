@@ -34,12 +34,12 @@ from kill_harness_oracle import Case, case
 with contextlib.suppress(ImportError):
     import gcsfs  # noqa: F401 (the same)
 
-import saev_store.transport.fsspec._transport
-import saev_store.transport.obstore._transport  # noqa: F401 (warms the children)
+import saev_store.transport.fsspec
+import saev_store.transport.obstore  # noqa: F401 (warms the children)
 from saev_store.errors import IncompleteStoreError, NotFoundError
 from saev_store.store import ShardStore
+from saev_store.transport import obstore as _sink
 from saev_store.transport import open_transport
-from saev_store.transport.obstore import _sink
 from saev_store.writer import clean_leftovers, create_store
 
 BLOCK_BYTES = 16 << 10
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    _sink.PART_BYTES = 4 * BLOCK_BYTES  # many parts, quick ones
+    _sink.REQUEST_BYTES = 4 * BLOCK_BYTES  # many parts, quick ones
     url, options = args.bucket, args.options
     rng = np.random.default_rng(args.seed)
     begun_s, n_kills, n_stores = time.monotonic(), 0, 0

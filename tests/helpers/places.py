@@ -1,6 +1,6 @@
 """The suites of stores, writers, Zarr views and loaders over a bucket: `pytest --place swift+obstore tests/store/test_store.py …`.
 
-`bash .ci/nightly places` takes the suites to all places.
+`.ci/run` takes the quickest suites to one place on each server, `bash .ci/long places` takes all of them to all places.
 
 What a test does with a folder on disk it then does with a bucket: every transport of a local folder below pytest's temporary
 folder (or of a sample) becomes one of the bucket, files that a test puts or damages on disk are sent before the next
@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 from cloud_servers import new_gcs_json_bucket, new_gcs_xml_bucket, new_swift_bucket
 from servers import Bucket, new_moto_bucket
+from transports import Wrapper
 
 from saev_store.transport import Buffer, Entry, Sink, Transport, open_transport
 from saev_store.transport import open as _open
-from saev_store.transport.limit import Wrapper
 
 PLACES = {
     "moto+obstore": (new_moto_bucket, "obstore"),

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from transports import Wrapper
+
 from saev_store.errors import SaevStoreError, StoreExistsError, TransportError
 from saev_store.transport import Buffer, Transport
-from saev_store.transport.limit import Wrapper
 
 T = TypeVar("T")
 

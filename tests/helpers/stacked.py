@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
+from api import MemoryTransport
 from hypothesis import strategies as st
 
 from saev_store.core.dtypes import numpy_dtype
@@ -13,7 +14,6 @@ from saev_store.core.layout import Layout
 from saev_store.core.rows import RowSpace, row_space
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import MemoryTransport
 
 IGNORED = [0, 3]
 DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("<f2")}

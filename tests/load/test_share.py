@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 from row_stores import row_store
 
 from saev_store._next.torch import Consumer, SharedLoader, StoreLoader

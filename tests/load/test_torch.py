@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 from token_stores import token_store
 from torch.utils.data import DataLoader
 

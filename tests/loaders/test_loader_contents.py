@@ -9,6 +9,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
+from api import MemoryTransport
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from saev_store.core.rows import row_space
 from saev_store.loaders import ShuffledLoader
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import MemoryTransport
 
 LAYERS = (3, 7)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,23 +9,20 @@ import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
 
-from saev_store import SaevStoreWarning, ShardStore
+from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError, DeadlineError, WriterConflictError
 from saev_store.loaders import (
-    CachedTransport,
     Explanation,
     OrderedLoader,
     ShuffledLoader,
     _iteration,
     _metrics,
-    open_for_training,
     stage,
 )
 from saev_store.order import Blocks, Mixing, ShuffledOrder
 from saev_store.store.estimate import Estimate
-from saev_store.transport import PreadTransport
 from saev_store.writer import copying
 
 NAME = "acts000000.bin"
@@ -87,25 +83,6 @@ def test_a_state_tells_which_labels_were_ignored(tmp_path):
         two.load_state_dict(one.state_dict())
 
 
-def test_stores_with_other_keys_share_a_cache_folder_and_nothing_else(plain, tmp_path):
-    far = PreadTransport(plain.path)
-    one, two = (CachedTransport(far, tmp_path / "cache", 1 << 20, key) for key in (b"one", b"two"))
-    one.get_ranges(NAME, starts=[0], ends=[64])
-    assert (one.kept_bytes, two.kept_bytes) == (80, 0)
-
-
-def test_a_damaged_extent_gives_its_room_back(plain, tmp_path):
-    """In a budget of one extent it is read anew and kept again."""
-    near = CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 80)
-    near.get_ranges(NAME, starts=[0], ends=[64])
-    (path,) = (tmp_path / "cache").rglob("acts*")
-    path.write_bytes(bytes(80))
-    for hits in (0, 1):
-        (found,) = near.get_ranges(NAME, starts=[0], ends=[64])
-        assert bytes(found) == plain.shard(0).read_bytes()[:64]
-        assert (near.hits, near.kept_bytes) == (hits, 80)
-
-
 def test_waiting_for_another_process_that_copies_ends(plain, tmp_path, monkeypatch):
     tries = []
 
@@ -118,54 +95,6 @@ def test_waiting_for_another_process_that_copies_ends(plain, tmp_path, monkeypat
     with pytest.raises(DeadlineError, match="another process has been copying the store for 0.6 s"):
         stage(plain.path, tmp_path / "near", layers=5, timeout_s=0.6)
     assert len(tries) >= 2
-
-
-def test_a_cache_folder_may_name_environment_variables(plain, tmp_path, monkeypatch):
-    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
-    options = {"layer": 5, "tokens": "content", "use_tmpdir": False, "cache_bytes": 6416}
-    store = open_for_training(str(plain.path), None, cache_dir="$SCRATCH/cache", **options)
-    near = store.transport
-    assert isinstance(near, CachedTransport)
-    near.get_ranges(NAME, starts=[0, 6400], ends=[6400, 12800])
-    assert near.kept_bytes == 6416
-    assert len(os.listdir(tmp_path / "scratch/cache")) == 1
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"),
-    [
-        ("", "cache_dir is '', which is empty; it must be a folder of this machine"),
-        ("$NOTHING", "cache_dir is '$NOTHING', which is empty; it must be a folder of this machine"),
-        ("$NOTHING/x", "cache_dir is '$NOTHING/x', which is empty; it must be a folder of this machine"),
-        ("s3://bucket/cache", "cache_dir is 's3://bucket/cache'; it must be a folder of this machine"),
-        ("a\0b", r"cache_dir is 'a\x00b'; it must be a folder of this machine"),
-    ],
-)
-def test_what_is_no_cache_folder(plain, tmp_path, monkeypatch, folder, message):
-    monkeypatch.setenv("NOTHING", "")
-    monkeypatch.chdir(tmp_path)
-    options = {"layer": 5, "tokens": "content", "use_tmpdir": False, "cache_bytes": 6416}
-    with pytest.raises(ArgumentError) as refused:
-        open_for_training(str(plain.path), None, cache_dir=folder, **options)
-    assert refused.value.where == "cache_dir"
-    assert refused.value.message == message
-    assert list(tmp_path.iterdir()) == [tmp_path / "far"]  # the store
-
-
-def test_another_store_at_the_same_address_has_extents_of_its_own(plain, tmp_path):
-    """Also where its files have the same times, so that no version tells them apart."""
-    options = {"layer": 5, "tokens": "content", "use_tmpdir": False, "cache_dir": str(tmp_path / "cache")}
-    other = plain_store(tmp_path / "other", n=24, tokens=7, per_shard=5, d_model=640, seed=1)
-    place = tmp_path / "place"
-    for store in (plain, other, plain):
-        place.unlink(missing_ok=True)
-        place.symlink_to(store.path)
-        os.utime(store.shard(0), ns=(1, 1))
-        with pytest.warns(SaevStoreWarning, match="place"):
-            opened = open_for_training(str(place), None, cache_bytes=1 << 20, **options)
-        for _ in range(2):
-            np.testing.assert_array_equal(opened[0], store.acts[0])
-    assert len(os.listdir(tmp_path / "cache")) == 2
 
 
 @pytest.mark.parametrize(("n_arrivals", "n_waits"), [(0, 4), (1, 5), (3, 7), (10, 14)])

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from plain_stores import Plain, plain_store
-from transports import CountingTransport
+from transports import CountingTransport, Wrapper
 from waiting import HANG_S
 
 from saev_store import SaevStoreWarning, ShardStore
-from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError
+from saev_store.errors import ArgumentError
 from saev_store.loaders import (
     NO_LABEL,
-    CachedTransport,
     OrderedLoader,
     ShuffledLoader,
-    _ledger,
-    open_for_training,
     stage,
-    stage_in_background,
     staging,
 )
-from saev_store.loaders._ledger import Ledger
 from saev_store.loaders.staging import Lease
-from saev_store.transport import MemoryTransport, PreadTransport, ReadCost
-from saev_store.transport.limit import Wrapper
 from saev_store.writer import copying
 
 NAME = "acts000000.bin"
@@ -325,87 +318,6 @@ def test_closing_gives_back_all_memory(plain, kind):
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def test_closing_a_cache_closes_what_it_is_around(tmp_path):
-    closed = []
-
-    class Far(MemoryTransport):
-        def close(self) -> None:
-            closed.append(1)
-
-    CachedTransport(Far({NAME: b"a"}), tmp_path, 100).close()
-    assert closed == [1]
-
-
-def test_a_cache_is_of_one_folder_and_costs_what_is_behind_it(tmp_path):
-    far = MemoryTransport({"x/a": b"one", "a": b"two"})
-    far.cost = ReadCost(123, 456)
-    near = CachedTransport(far, tmp_path, 100)
-    assert near.at("") is near
-    assert near.at("x").read("a") == b"one"
-    assert not isinstance(near.at("x"), CachedTransport)
-    assert near.cost == ReadCost(123, 456)
-    assert (near.is_local, near.local_path, near.url) == (False, None, far.url)
-
-
-@pytest.mark.parametrize("step", ["reserve", "place"])
-def test_what_could_not_be_kept_takes_no_room(tmp_path, monkeypatch, step):
-    """A disk that is full stops nobody, and neither bytes nor files are left behind."""
-    near = CachedTransport(MemoryTransport({NAME: b"a" * 64}), tmp_path, 1000)
-    do = getattr(Ledger, step)
-
-    def fails(*given: object) -> None:
-        if step == "reserve":
-            do(*given)
-        raise OSError(28, "injected")
-
-    with monkeypatch.context() as changed:
-        changed.setattr(Ledger, step, fails)
-        (found,) = near.get_ranges(NAME, starts=[0], ends=[64])
-    assert bytes(found) == b"a" * 64
-    assert near.kept_bytes == 0
-    assert [name for _, _, names in os.walk(tmp_path) for name in names] == [".bytes"]
-    near.get_ranges(NAME, starts=[0], ends=[64])
-    assert near.kept_bytes == 80
-
-
-def test_a_lock_that_was_waited_for_in_vain_is_not_waited_for_again(tmp_path, monkeypatch):
-    """Until it could be taken once more; then the next one who has it is waited for as long as the first."""
-    monkeypatch.setattr(_ledger, "_LOCK_WAIT_S", 0.05)
-    waits: list[float] = []
-    monkeypatch.setattr(_ledger.time, "sleep", waits.append)
-    clock = iter(range(10**6))
-    monkeypatch.setattr(_ledger.time, "monotonic", lambda: next(clock) / 100)
-    ledger = Ledger(str(tmp_path / ".bytes"))
-    for _ in range(2):
-        with open(tmp_path / ".bytes", "a") as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
-            with pytest.raises(DeadlineError):
-                ledger.get()
-            assert waits
-            waits.clear()
-            with pytest.raises(DeadlineError):
-                ledger.get()
-            assert not waits
-        assert ledger.get() == 0
-
-
-def test_an_extent_of_another_selection_makes_room_and_a_wanted_one_stays(tmp_path):
-    """Each by itself, and also the first vectors of a shard."""
-    plain = plain_store(tmp_path / "far", n=6, layers=(2, 5), tokens=3, cls=False, d_model=64, per_shard=6)
-    extent = 3 * 64 * 4
-    store = ShardStore.open(CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 6 * (extent + 16)))
-    near = store.transport
-    options = {"batch_size": 3, "n_threads": 1, "read_bytes": extent}
-    for layer in (2, 5, 2):
-        loader = OrderedLoader(store.sel(layer=layer), **options)
-        for hits in (0, 6):
-            before = near.hits
-            for batch in loader:
-                del batch
-            assert near.hits - before == hits
-        assert near.kept_bytes == 6 * (extent + 16)
-
-
 # -- staging -----------------------------------------------------------------------------------------------------------
 
 
@@ -506,37 +418,6 @@ def test_only_who_has_the_lease_replaces_a_copy_on_a_disk(plain, tmp_path, monke
         near = stage(plain.path, tmp_path / "near", layers=5)
         assert len(entered) == n_leases
     assert ShardStore.open(near)[:].tobytes() == (2 * plain.acts[:, [1]]).tobytes()
-
-
-def test_what_is_trained_on_is_all_that_is_copied_to_tmpdir(plain, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    for use, tokens, shape in (
-        (True, "content", (24, 1, 7, 16)),
-        (True, "all", (24, 1, 8, 16)),
-        (False, "all", (24, 3, 8, 16)),
-    ):
-        found = open_for_training(
-            str(plain.path), None, layer=5, tokens=tokens, use_tmpdir=use, cache_dir=None, cache_bytes=1
-        )  # fmt: skip
-        assert found.shape == shape
-    near = stage_in_background(plain.path, "$TMPDIR/deeper", layers=[2, 11], tokens="content").result(60)
-    assert near.startswith(str(tmp_path / "scratch/deeper"))
-    assert ShardStore.open(near).shape == (24, 2, 7, 16)
-    assert stage(plain.path, "$TMPDIR/deeper", layers=[2, 11], tokens="content") == near
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_damaged_store_opens_for_training_where_that_is_allowed(plain, tmp_path, cached):
-    os.truncate(plain.shard(1), plain.example_nbytes)
-    options = {"layer": 5, "tokens": "all", "use_tmpdir": False, "cache_bytes": 1 << 20}
-    folder = str(tmp_path / "cache") if cached else None
-    with pytest.raises(CorruptShardError):
-        open_for_training(str(plain.path), None, cache_dir=folder, **options)
-    store = open_for_training(str(plain.path), None, cache_dir=folder, damaged_ok=True, **options)
-    for example in (0, 5, 10):
-        assert store[example].tobytes() == plain.acts[example].tobytes()
-    with pytest.raises(CorruptShardError, match="example 6 was lost"):
-        store[6]
 
 
 # -- transports around others ------------------------------------------------------------------------------------------

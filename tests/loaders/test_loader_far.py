@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 
@@ -13,12 +11,12 @@ import pytest
 from cloud_servers import Fault, Proxy
 from dense_stores import PlainStore, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401 (the second is a fixture)
-from waiting import HANG_S, soon
+from waiting import soon
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import DeadlineError, TransportError
-from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders import ShuffledLoader
 from saev_store.transport import open_transport
 
 pytest.importorskip("obstore")
@@ -73,17 +71,6 @@ def test_the_batches_are_those_of_a_disk(url, plain, s3_bucket, tmp_path, select
                 assert ours.keys() == theirs.keys()
                 assert all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
     assert soon(lambda: not loader_threads())
-
-
-def test_counters_agree_with_the_loaders_metrics(url, plain, s3_bucket):
-    store = opened(url, s3_bucket.options)
-    with ShuffledLoader(store.sel(layer=3), **OPTIONS) as loader:
-        for _ in range(2):
-            before = store.transport.counters
-            assert check(iter(loader), plain) == LAYOUT.n_examples * 41
-            after, metrics = store.transport.counters, loader.metrics()
-    assert after.bytes_read - before.bytes_read == metrics.bytes_read >= LAYOUT.n_examples * 41 * 512
-    assert after.operations["get_ranges"] - before.operations["get_ranges"] == metrics.n_requests
 
 
 MIXTURES = {
@@ -153,40 +140,5 @@ def test_a_time_out_names_what_is_being_read(url, plain, s3_bucket):
             next(iter(loader))
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
-def test_a_slow_line_is_not_taken_for_a_dead_one(url, plain, s3_bucket, engine):
-    """A request takes longer than the loader waits, and more comes of it all the time."""
-    if engine == "fsspec":
-        pytest.importorskip("s3fs")
-    with Proxy(s3_bucket.options["endpoint_url"]) as proxy:
-        options = {**s3_bucket.options, "endpoint_url": proxy.url}
-        store = ShardStore.open(url, options, engine=engine)
-        examples = store.sel(examples=range(32))
-        proxy.faults[:] = [Fault(method="GET", path="acts", bytes_per_s=300_000, times=-1)]
-        with OrderedLoader(examples, batch_size=4096, n_threads=1, read_bytes=1 << 20, batch_timeout_s=1.0) as loader:
-            assert sum(len(batch["act"]) for batch in loader) == 32 * 41 * 2
-            metrics = loader.metrics()
-        assert metrics.n_requests == 2  # each longer than a second
-        assert metrics.bytes_read == 32 * 41 * 2 * 512
-
-
 def rows_in_a_child(loader: ShuffledLoader, queue: object) -> None:
     queue.put(sum(len(batch["act"]) for batch in loader))
-
-
-def test_a_forked_child_reads_through_fsspec(url, plain, s3_bucket):
-    pytest.importorskip("s3fs")
-    store = opened(url, s3_bucket.options)
-    with ShuffledLoader(store.sel(layer=3), **OPTIONS) as loader:
-        assert check(iter(loader), plain) == LAYOUT.n_examples * 41
-        with warnings.catch_warnings():
-            # Python warns of any fork with threads; what becomes of it is what is tested.
-            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            context = multiprocessing.get_context("fork")
-            queue = context.Queue()
-            process = context.Process(target=rows_in_a_child, args=(loader, queue))
-            process.start()
-            assert queue.get(timeout=HANG_S) == LAYOUT.n_examples * 41
-            process.join(HANG_S)
-        assert process.exitcode == 0
-        assert check(iter(loader), plain) == LAYOUT.n_examples * 41

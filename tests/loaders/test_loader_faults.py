@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import itertools
@@ -17,8 +16,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from api import PreadTransport
 from plain_stores import Plain, plain_store
 from range_server import serving
+from transports import Wrapper
 from waiting import HANG_S, soon
 
 from saev_store import ShardStore
@@ -36,10 +37,9 @@ from saev_store.loaders import OrderedLoader, ShuffledLoader, _reads
 from saev_store.loaders._iteration import Group, Iteration, StoppedError
 from saev_store.loaders._metrics import Totals
 from saev_store.order import Partition
-from saev_store.transport import Counters, PreadTransport, _remote
-from saev_store.transport.limit import Wrapper
-from saev_store.transport.local.files import DESCRIPTORS
-from saev_store.transport.obstore._client import IN_FLIGHT
+from saev_store.transport import Counters
+from saev_store.transport._obstore_client import IN_FLIGHT
+from saev_store.transport.files import DESCRIPTORS
 
 
 @pytest.fixture
@@ -340,50 +340,6 @@ def test_a_server_that_fails_now_and_then(plain):
 
 
 @pytest.mark.parametrize("cls", [OrderedLoader, ShuffledLoader])
-def test_a_server_that_starts_anew_before_a_shard_is_first_read(plain, cls):
-    """The size of a shard is requested then, and nobody answers."""
-    pytest.importorskip("aiohttp")
-    with serving(plain.path) as (url, handler):
-        handler.protocol_version = "HTTP/1.0"  # no connection outlives its answer
-        store = ShardStore.open(url, engine="fsspec")
-    port = int(url.rpartition(":")[2].partition("/")[0])
-    loader = cls(store.sel(layer=5, tokens="content"), batch_size=8, n_threads=3)
-    with contextlib.ExitStack() as stack:
-        begins = threading.Timer(0.5, lambda: stack.enter_context(serving(plain.path, port=port)))
-        begins.start()
-        check(plain, loader)
-        begins.join()
-    assert loader.metrics().n_retries > 0
-
-
-@pytest.mark.parametrize("engine", ["fsspec", "obstore"])
-@pytest.mark.parametrize("cls", [OrderedLoader, ShuffledLoader])
-@pytest.mark.parametrize("leaves", ["closed", "dropped"])
-def test_requests_under_way_end_with_the_iteration(plain, cls, engine, leaves, monkeypatch):
-    """They would share the line with whatever is read next, until they end by their time-outs."""
-    real, cancelled = _remote._stopped, []
-    monkeypatch.setattr(_remote, "_stopped", lambda: cancelled.append(True) or real())
-    pytest.importorskip("aiohttp" if engine == "fsspec" else "obstore")
-    with serving(plain.path) as (url, handler):
-        store = ShardStore.open(url, engine=engine)
-        loader = cls(store.sel(layer=5, tokens="content"), batch_size=8, n_threads=3)
-        check(plain, loader)  # sizes of all shards are known now
-        handler.faults = "stalled"
-        batches = iter(loader)
-        assert soon(lambda: handler.n_stalled)
-        if leaves == "closed":
-            loader.close()
-        else:
-            del batches
-        assert soon(lambda: handler.n_left == handler.n_stalled)
-        assert soon(lambda: our_threads() == [])
-        assert cancelled
-        n_stalled, handler.faults = handler.n_stalled, ""
-        assert check(plain, loader) is None
-        assert handler.n_stalled == n_stalled
-
-
-@pytest.mark.parametrize("cls", [OrderedLoader, ShuffledLoader])
 def test_a_far_shard_that_is_deleted_mid_epoch(plain, cls):
     """Batches made of other shards are right; then comes an error that names the file."""
     pytest.importorskip("aiohttp")
@@ -531,26 +487,6 @@ def test_an_iterator_does_not_survive_fork(plain):
     assert len(list(iterator)) == len(loader) - 1
 
 
-def test_every_error_is_ours(plain):
-    """Whatever a transport raises on purpose arrives unchanged; a bug in one arrives as itself."""
-
-    class Broken(Wrapper):
-        error: BaseException = ValueError("a bug")
-
-        def _around(self, operation, nbytes, call):
-            if operation == "readinto":
-                raise self.error
-            return call()
-
-    transport = Broken(PreadTransport(plain.path))
-    loader = ShuffledLoader(ShardStore.open(transport).sel(layer=5), batch_size=8)
-    with pytest.raises(ValueError, match="a bug"):
-        next(iter(loader))
-    type(transport).error = SaevStoreError("on purpose")
-    with pytest.raises(SaevStoreError, match="on purpose"):
-        next(iter(loader))
-
-
 @every_kind
 def test_the_system_is_told_and_told_otherwise(plain, kind, monkeypatch):
     """Read-ahead is off while a layer is picked out, and on again afterwards; nothing is forgotten of a small store."""
@@ -566,50 +502,7 @@ def test_the_system_is_told_and_told_otherwise(plain, kind, monkeypatch):
     assert [fd for fd, what in said if what == os.POSIX_FADV_DONTNEED]
 
 
-def test_blocks_far_apart_are_asked_for_together(plain):
-    """One after the other, each would wait for a network in turn."""
-
-    class Recording(Wrapper):
-        def _around(self, operation, nbytes, call):
-            seen.append((operation, nbytes))
-            return call()
-
-    seen = []
-    plain = plain_store(plain.path.parent / "one", n=24, tokens=7, per_shard=24, d_model=640, layers=(5,))
-    store = ShardStore.open(Recording(PreadTransport(plain.path)))
-    rows = store.sel(layer=5)
-    with ShuffledLoader(
-        rows, batch_size=8, n_threads=1, examples_per_block=2, window_blocks=2, n_partitions=4
-    ) as loader:
-        assert sum(len(batch["act"]) for batch in loader) == len(rows)
-        reads = [nbytes for operation, nbytes in seen if operation == "readinto"]
-        assert len(reads) < loader.metrics().n_requests
-        assert sum(reads) == len(rows) * 640 * 4
-
-
 # -- threads that are refused, loaders that are closed by others -------------------------------------------------------
-
-
-@every_kind
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_system_without_threads_is_a_named_error_and_the_loader_goes_on_later(plain, kind, at, monkeypatch):
-    loader, start = make(plain, kind), threading.Thread.start
-    expected = np.concatenate([batch["act"].copy() for batch in loader][at:])
-    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "batch": at})
-
-    def refused(thread):
-        if thread.name.startswith("saev-batches"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(TransportError, match="gives no more threads"):
-            iter(loader)
-    assert (loader.epoch, loader.next_batch) == (0, at)
-    np.testing.assert_array_equal(np.concatenate([batch["act"].copy() for batch in loader]), expected)
-    loader.close()
-    assert our_threads() == []
 
 
 @every_kind

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from plain_stores import plain_store
 from waiting import HANG_S
 
@@ -14,7 +15,6 @@ from saev_store import ShardStore
 from saev_store.errors import NotFoundError, TransportError
 from saev_store.loaders import stage, staging
 from saev_store.loaders.staging import Lease
-from saev_store.transport import MemoryTransport
 from saev_store.writer import copying
 
 PATH = "lease.json"
@@ -33,20 +33,6 @@ def test_one_at_a_time():
     with second as theirs, first as ours:
         assert (ours, theirs) == (False, True)
     assert place.list() == []
-
-
-def test_without_a_thread_nothing_is_held(monkeypatch):
-    def refused(self):
-        raise RuntimeError("can't start new thread")
-
-    place = MemoryTransport()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(TransportError, match="no more threads"), Lease(place, PATH):
-            pass
-    assert place.list() == []
-    with Lease(place, PATH) as ours:
-        assert ours
 
 
 def test_who_shows_no_sign_of_life_is_succeeded(monkeypatch):

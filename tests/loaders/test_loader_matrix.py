@@ -11,14 +11,15 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from api import MemoryTransport, PreadTransport
 from plain_stores import Plain, plain_store
 from range_server import serving
-from transports import CountingTransport
+from transports import CountingTransport, Wrapper
 
 from saev_store import ShardStore
-from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader
-from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
-from saev_store.transport.limit import Wrapper
+from saev_store.loaders import ShuffledLoader
+from saev_store.transport import LocalTransport as MmapTransport
+from saev_store.transport import ReadCost, Transport, open_transport
 
 LAYERS = (5, 11)
 
@@ -86,7 +87,6 @@ TRANSPORTS: dict[str, Callable[[Plain, ExitStack, object], Transport]] = {
     "small requests": lambda plain, stack, tmp_path: Fetched(in_memory(plain)),
     "ranges only": lambda plain, stack, tmp_path: RangesOnly(in_memory(plain)),
     "counted": lambda plain, stack, tmp_path: CountingTransport(PreadTransport(plain.path)),
-    "cached": lambda plain, stack, tmp_path: CachedTransport(in_memory(plain), tmp_path / "cache", 1 << 20),
     "fsspec, memory": in_fsspec_memory,
     "fsspec, http": over_http("fsspec"),
     "obstore, http": over_http("obstore"),
@@ -111,49 +111,3 @@ def truth(plain: Plain) -> dict[str, np.ndarray]:
 def whole(loader) -> dict[str, np.ndarray]:
     batches = list(loader)
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_how_it_is_read_never_shows(name: str, plain: Plain, truth: dict[str, np.ndarray], tmp_path) -> None:
-    layer = np.array([(2, 5, 11).index(label) for label in truth["layer"].tolist()])
-    np.testing.assert_array_equal(truth["act"], plain.acts[truth["example_idx"], layer, truth["token_idx"] + 1])
-    with ExitStack() as stack:
-        store = ShardStore.open(TRANSPORTS[name](plain, stack, tmp_path))
-        rows = store.sel(layer=list(LAYERS), tokens="content")
-        for options in itertools.islice(
-            settings(), 1, None, 3 if "http" in name else 1
-        ):  # a request each is dear there
-            with ShuffledLoader(rows, batch_size=24, window_blocks=5, seed=3, n_partitions=4, **options) as loader:
-                found = whole(loader)
-            for key, expected in truth.items():
-                np.testing.assert_array_equal(found[key], expected, err_msg=f"{key} with {options}")
-            with OrderedLoader(rows, batch_size=24, **options) as loader:
-                found = whole(loader)
-            np.testing.assert_array_equal(found["act"], plain.acts[:, 1:, 1:].reshape(-1, 16))
-        store.close()
-
-
-@pytest.mark.parametrize("tokens", ["all", "special"])
-def test_other_tokens(tokens: str, plain: Plain) -> None:
-    found = []
-    for transport in (MmapTransport(plain.path), PreadTransport(plain.path), Fetched(in_memory(plain))):
-        rows = ShardStore.open(transport).sel(layer=5, tokens=tokens)
-        with ShuffledLoader(rows, batch_size=24, window_blocks=5, n_partitions=4, read_bytes=700) as loader:
-            found.append(whole(loader))
-    for one in found:
-        np.testing.assert_array_equal(one["act"], found[0]["act"])
-        np.testing.assert_array_equal(one["act"], plain.acts[one["example_idx"], 1, one["token_idx"] + 1])
-        assert len(set(zip(one["example_idx"].tolist(), one["token_idx"].tolist(), strict=True))) == len(rows)
-
-
-@pytest.mark.parametrize("tokens", ["content", "special"])
-@pytest.mark.parametrize("medium", ["flash", "disk", "parallel", "cached", "memory", "remote"])
-def test_whatever_the_shards_are_taken_for(medium: str, tokens: str, plain: Plain) -> None:
-    """Scattered vectors are gathered from a map, merged, or read one by one; they are the same vectors."""
-    for transport in (MmapTransport(plain.path), PreadTransport(plain.path), RangesOnly(in_memory(plain))):
-        rows = ShardStore.open(transport).sel(layer=5, tokens=tokens)
-        for kind, more in ((OrderedLoader, {}), (ShuffledLoader, {}), (ShuffledLoader, {"window_blocks": 4})):  # fmt: skip
-            with kind(rows, batch_size=24, medium=medium, **more) as loader:
-                found = whole(loader)
-            np.testing.assert_array_equal(found["act"], plain.acts[found["example_idx"], 1, found["token_idx"] + 1])
-            assert len(set(zip(found["example_idx"].tolist(), found["token_idx"].tolist(), strict=True))) == len(rows)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+from api import MemoryTransport
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.loaders._base import Loader
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import MemoryTransport
 
 IGNORED = [0, 3]
 

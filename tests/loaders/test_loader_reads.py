@@ -7,24 +7,22 @@ from collections import deque
 
 import numpy as np
 import pytest
+from api import MemoryTransport, PreadTransport
 from plain_stores import Plain, plain_store
-from transports import CountingTransport
+from transports import CountingTransport, Wrapper
 from waiting import soon
 
 from saev_store import ShardStore
-from saev_store._runtime.threads import Flag
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
-from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, MissingShardError, TransportError
+from saev_store.errors import ArgumentError, CorruptShardError, MissingShardError, TransportError
 from saev_store.loaders import OrderedLoader, ShuffledLoader, _medium, _reads, batch_entropy
 from saev_store.loaders._iteration import Iteration
 from saev_store.loaders._metrics import Totals
-from saev_store.loaders._reads import Positions, Reads, Runs, cut, runs_of_planes
+from saev_store.loaders._reads import Positions, Runs, cut, runs_of_planes
 from saev_store.loaders.options import ReadOptions, ShuffleOptions, rank_and_world
 from saev_store.loaders.ordered import runs_of_rows
-from saev_store.store.reader import Reader
-from saev_store.transport import MemoryTransport, PreadTransport, ReadCost
-from saev_store.transport.limit import Wrapper
+from saev_store.transport import ReadCost
 
 LAYOUT = Layout(9, (3, 7, 11), 4, True, 8, 3)
 
@@ -120,28 +118,6 @@ class Far(MemoryTransport):
         self.cost = ReadCost(gap, 1 << 20)
 
 
-@pytest.mark.parametrize(
-    ("begins", "origins", "gap", "first"),
-    [
-        ((0, 5, 10), (0, 0, 0), 0, [0, 3]),
-        ((0, 6, 11), (0, 0, 0), 0, [0, 1, 3]),
-        ((0, 6, 11), (0, 0, 0), 31, [0, 1, 3]),
-        ((0, 6, 11), (0, 0, 0), 32, [0, 3]),
-        ((0, 6, 11), (0, 0, 0), 33, [0, 3]),
-        ((0, 5, 10), (0, 1, 1), 99, [0, 1, 3]),
-        ((0, 4, 10), (0, 0, 0), 99, [0, 1, 3]),  # a vector that is wanted twice is read twice
-        ((0, 0, 10), (0, 0, 0), 999, [0, 1, 3]),
-    ],
-)
-def test_which_runs_share_a_request(begins, origins, gap, first):
-    """Runs of five vectors of 32 bytes."""
-    reads = Reads(Reader(Far({}, gap), LAYOUT), Totals(32), Flag(), task_bytes=1 << 20)
-    runs = Runs(column(0, 0, 0), column(*begins), column(0, 5, 10), column(5, 5, 5), column(*origins))
-    starts, ends, found = reads.requests(runs, into_target=False)
-    assert (starts, ends) == ([32 * begin for begin in begins], [32 * (begin + 5) for begin in begins])
-    assert found == first
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 3, 1000])
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
 def test_however_many_requests_are_made_at_once(at_once: int, kind: type, plain: Plain, monkeypatch):
@@ -213,67 +189,6 @@ def test_a_read_is_tried_for_a_time(n_failures: int, is_late: bool, plain: Plain
         with pytest.raises(TransportError, match="busy"):
             list(loader)
     assert loader.metrics().n_retries == (min(n_failures, 1) if is_late else n_failures)
-
-
-def test_a_time_out_says_what_failed_last(plain: Plain, monkeypatch):
-    """A service that is away for longer than the loader waits for progress."""
-    files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
-    far = Failing(Far(files, 1 << 20), [TransportError("busy", where="x", transient=True)] * 1000)
-    with pytest.warns(match="renamed|no recipe"):
-        store = ShardStore.open(far)
-    _ = store[0]
-    far.armed = True
-    with pytest.raises(DeadlineError, match=r"nothing read within 0.3 s.*; what failed last: x: busy\."):
-        list(OrderedLoader(store.sel(layer=5), batch_size=100, n_threads=1, batch_timeout_s=0.3))
-
-
-class RecordedFlag(Flag):
-    """Records how long it is waited for, and does not wait; it is set during one of the waits."""
-
-    def __init__(self, set_in_wait: int | None) -> None:
-        super().__init__()
-        self.waits_s, self._set_in_wait = [], set_in_wait
-
-    def wait(self, timeout_s: float) -> bool:
-        self.waits_s.append(timeout_s)
-        if len(self.waits_s) == self._set_in_wait:
-            self.set()
-        return self.is_set()
-
-
-@pytest.mark.parametrize("set_in_wait", [None, 1, 2, 3])
-def test_a_failed_read_waits_longer_each_time_and_is_given_up_when_the_loader_is_closed(
-    set_in_wait: int | None, plain: Plain, monkeypatch
-):
-    files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
-    far = Failing(Far(files, 1 << 20), [TransportError("busy", where="x", transient=True)] * 99)
-    with pytest.warns(match="renamed|no recipe"):
-        reader = ShardStore.open(far).sel(layer=5).reader
-    reader.check_size(0)
-    far.armed = True
-    stop = RecordedFlag(set_in_wait)
-    monkeypatch.setattr(_reads, "_now_s", lambda: sum(stop.waits_s))
-    reads = Reads(reader, Totals(64), stop, task_bytes=1 << 20)
-    runs = Runs(column(0), column(0), column(0), column(8), column(0))
-    ((task, _),) = reads.tasks(runs, np.empty((8, 16), np.float32))
-    with pytest.raises(TransportError, match="busy"):
-        task()
-    # No further wait of three seconds ends within the ten.
-    assert stop.waits_s == pytest.approx([0.05, 0.2, 0.8, 3.0, 3.0][:set_in_wait])
-    assert len(far.errors) == 99 - (set_in_wait or 6)
-
-
-def test_what_will_not_pass_is_not_tried_again(plain: Plain):
-    files = {path.name: path.read_bytes() for path in plain.path.iterdir()}
-    far = Failing(Far(files, 1 << 20), [TransportError("forbidden", where="x")])
-    with pytest.warns(match="renamed|no recipe"):
-        store = ShardStore.open(far)
-    _ = store[0]
-    far.armed = True
-    loader = OrderedLoader(store.sel(layer=5, examples=[0]), batch_size=100, n_threads=1)
-    with pytest.raises(TransportError, match="forbidden"):
-        list(loader)
-    assert loader.metrics().n_retries == 0
 
 
 @pytest.mark.parametrize("small_run_bytes", [1, _reads.SMALL_RUN_BYTES])

@@ -7,23 +7,24 @@ import itertools
 import resource
 import threading
 import time
-import tracemalloc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store
 from token_stores import token_store
+from transports import Wrapper
 
 from saev_store import ShardStore
 from saev_store._runtime.threads import n_cores
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
-from saev_store.errors import ArgumentError, DeadlineError
+from saev_store.errors import ArgumentError
 from saev_store.loaders import (
     NO_LABEL,
     OrderedLoader,
@@ -39,8 +40,7 @@ from saev_store.loaders.quality import batch_entropy, shuffle_quality
 from saev_store.order import Blocks, Partition, ShuffledOrder
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import Counters, MemoryTransport, ReadCost
-from saev_store.transport.limit import Wrapper
+from saev_store.transport import Counters, ReadCost
 
 
 @pytest.fixture(scope="module")
@@ -318,38 +318,6 @@ def sorted_by_class(n: int, layer: int | str, counts: Sequence[int], **options: 
     ]
 
 
-@pytest.mark.parametrize(
-    ("n", "layer", "options"),
-    [
-        (3_000, 5, {}),  # a layer of 1.8 GB: the window holds all of it
-        (20_000, 5, {}),
-        (1_281_167, 5, {}),
-        (10_000_000, 5, {}),
-        (1_281_167, "all", {}),
-        (1_281_167, 5, {"world": 8, "rank": 3}),
-    ],
-)
-def test_the_default_window_mixes_any_class_sorted_store(n: int, layer: int | str, options: dict[str, int]):
-    """By arithmetic, with the default of everything: within 5 % of a full permutation for 77 and for 150 classes."""
-    for classes in sorted_by_class(n, layer, (77, 150), **options):
-        assert classes.found > 0.95 * classes.full
-        assert classes.found > 0.98 * classes.predicted
-
-
-@pytest.mark.parametrize(
-    ("options", "low", "high"),
-    [
-        ({}, 0.75, 0.85),  # no order of 3,567 whole blocks can do it: see docs/loaders.md
-        ({"window_bytes": 8 << 30}, 0.95, 1.0),
-    ],
-)
-def test_more_classes_take_more_memory(options: dict[str, int | str], low: float, high: float):
-    """A thousand classes: what is said beforehand is what comes out."""
-    (classes,) = sorted_by_class(1_281_167, 5, (1000,), **options)
-    assert low * classes.full < classes.found < high * classes.full
-    assert classes.found == pytest.approx(classes.predicted, rel=0.04)
-
-
 def test_the_entropy_of_a_batch():
     rng = np.random.default_rng(0)
     even = batch_entropy(np.repeat(np.arange(50), 3), 50)
@@ -391,35 +359,6 @@ class Synthetic:
         raise NotImplementedError
 
     read = close = size
-
-
-def test_ten_thousand_million_rows_cost_what_a_million_do():
-    """Order, memory and start do not depend on the size of the data."""
-    peaks, spent, n_requests = [], [], []
-    for n_examples in (5_100, 51_000_000):
-        layout = Layout(n_examples, (1, 2, 3), 196, True, 4, 3000)
-        rows = Selection(Reader(Synthetic(), layout), row_space(layout, layer=2, tokens="content"))
-        tracemalloc.start()
-        began = time.process_time()
-        loader = ShuffledLoader(rows, batch_size=4096, window_bytes=4 << 20, n_threads=4)
-        loader.load_state_dict({**loader.state_dict(), "batch": len(loader) // 2})
-        iterator = iter(loader)
-        for _ in range(4):
-            batch = next(iterator)
-            vector = batch["act"][:, 1].astype(int) * 4096 + batch["act"][:, 2].astype(int)
-            example = batch["act"][:, 0].astype(int) * 3000 + vector // (3 * 197)
-            np.testing.assert_array_equal(example, batch["example_idx"])
-            np.testing.assert_array_equal(vector % 197 - 1, batch["token_idx"])
-        n_requests.append(loader.metrics().n_requests)
-        loader.explain()
-        loader.close()
-        del iterator, batch
-        spent.append(time.process_time() - began)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.5 * peaks[0] + 4e6
-    assert 0 < n_requests[1] < 1.2 * n_requests[0] + 20  # a window's worth, wherever it is
-    assert spent[1] < 5 * spent[0] + 2  # not a judgement of speed: 10^10 of anything would be hours
 
 
 def test_only_rows_of_the_window_are_in_memory(tmp_path):
@@ -514,42 +453,6 @@ class Stalling(Wrapper):
         return super().get_ranges(path, starts=starts, ends=ends)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (OrderedLoader, {}),
-        (ShuffledLoader, {"window_blocks": 6, "n_partitions": 1}),
-        (ShuffledLoader, {"window_blocks": 4, "n_partitions": 2}),
-        (ShuffledLoader, {"window_blocks": 60, "n_partitions": 1}),
-        (ShuffledLoader, {"window_blocks": 12, "n_partitions": 1, "early_start": True}),
-        (ShuffledLoader, {"window_blocks": 60, "n_partitions": 2, "early_start": True}),
-        # The last block is short.
-        (ShuffledLoader, {"window_blocks": 60, "n_partitions": 1, "examples_per_block": 4}),
-        # The first batch ends with a tick of some partitions, of which nothing more is needed while others are waited for.
-        (ShuffledLoader, {"window_blocks": 1, "n_partitions": 2, "batch_size": 84}),
-        (ShuffledLoader, {"window_blocks": 1, "n_partitions": 2, "batch_size": 84, "early_start": True}),
-    ],
-)
-@pytest.mark.parametrize(("layer", "missing", "first"), [(5, 0, 0), ((5, 2), 0, 0), (5, 1, 0), (5, 0, 3), (5, 1, 3)])
-def test_the_plan_says_what_the_first_batch_waits_for(plain, monkeypatch, kind, options, layer, missing, first):
-    """One byte less, and there is no batch."""
-    monkeypatch.setattr(Stalling, "goes_on", threading.Event())
-    monkeypatch.setattr(Stalling, "left", 1 << 40)
-    rows = ShardStore.open(Stalling(in_memory(plain))).sel(layer=layer, tokens="content")
-    options = {"batch_size": 6, "n_threads": 1, "batch_timeout_s": 20 if missing == 0 else 0.1, **options}
-    loader = kind(rows, **options)
-    loader.load_state_dict({**loader.state_dict(), "batch": first % len(loader)})
-    monkeypatch.setattr(Stalling, "left", loader.explain().first_batch_bytes - missing)
-    with loader:
-        if missing:
-            with pytest.raises(DeadlineError):
-                next(iter(loader))
-        else:
-            n_left = len(rows) - first % len(loader) * options["batch_size"]
-            assert len(next(iter(loader))["act"]) == min(options["batch_size"], n_left)
-        Stalling.goes_on.set()
-
-
 class Waiting(Stalling):
     """Reads wait until they are told to go on; counts what was asked for."""
 
@@ -568,34 +471,6 @@ class Waiting(Stalling):
         with Waiting.lock:
             Waiting.asked += nbytes
         Stalling.goes_on.wait(60)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (OrderedLoader, {}),
-        (ShuffledLoader, {"window_blocks": 4, "n_partitions": 2}),
-        (ShuffledLoader, {"window_blocks": 12, "n_partitions": 1, "early_start": True}),
-    ],
-)
-@pytest.mark.parametrize("first", [0, 3])
-def test_nothing_is_read_before_the_first_batch_that_it_does_not_wait_for(plain, monkeypatch, kind, options, first):
-    """However many threads read: on a slow link the rest would arrive instead. Afterwards the threads have enough to do."""
-    monkeypatch.setattr(Stalling, "goes_on", threading.Event())
-    monkeypatch.setattr(Stalling, "left", 1 << 40)
-    rows = ShardStore.open(Waiting(in_memory(plain))).sel(layer=5, tokens="content")
-    loader = kind(rows, batch_size=6, n_threads=32, prefetch_batches=1, **options)
-    loader.load_state_dict({**loader.state_dict(), "batch": first})
-    first_batch_bytes = loader.explain().first_batch_bytes
-    monkeypatch.setattr(Waiting, "asked", 0)
-    with loader:
-        iterator = iter(loader)
-        asked = settled(lambda: Waiting.asked)
-        assert asked <= first_batch_bytes
-        Stalling.goes_on.set()
-        for _ in range(2):
-            next(iterator)
-        assert settled(lambda: Waiting.asked) > asked
 
 
 def settled(value) -> int:
@@ -737,18 +612,6 @@ def test_options_are_given_once(store):
     assert ShuffleArguments.__annotations__.keys() == {field.name for field in dataclasses.fields(ShuffleOptions)}
 
 
-def test_a_plan_can_be_read(store):
-    text = str(ShuffledLoader(store.sel(layer=5, tokens="content"), batch_size=16).explain())
-    for word in ("rows", "medium", "reads", "memory", "mixing", "partitions"):
-        assert word in text
-    remote = Selection(Reader(Synthetic(), Layout(10**6, (1,), 196, True, 4, 3000)), row_space(Layout(10**6, (1,), 196, True, 4, 3000), tokens="content"))  # fmt: skip
-    plan = ShuffledLoader(remote).explain()
-    assert plan.medium == "remote"
-    assert plan.n_requests == plan.cost.requests > 0
-    assert plan.examples_per_block > 1
-    assert "$" not in str(plan).partition("price")[0]
-
-
 def test_what_was_found_out_can_be_overruled(store):
     """Each choice that follows from the file system is shown, and can be made otherwise."""
     rows = store.sel(layer=5, tokens="content")
@@ -763,17 +626,6 @@ def test_what_was_found_out_can_be_overruled(store):
         assert kind(rows, medium="parallel", n_threads=3).explain().n_threads == 3
     assert OrderedLoader(rows, read_bytes=128).explain().extent_bytes == 128
     assert ShuffledLoader(rows, examples_per_block=3).explain().examples_per_block == 3
-
-
-@pytest.mark.parametrize(
-    ("medium", "expected"), [("memory", 1), ("cached", 1), ("flash", 1), ("disk", 53), ("parallel", 53), ("remote", 53)]
-)
-def test_several_examples_are_a_block_where_requests_are_expensive(medium, expected):
-    """As many as make 4 MiB, in stores of one layer, whose examples lie side by side: one has 19 content tokens of 4096 bytes."""
-    layout = Layout(10**6, (1,), 19, True, 1024, 3000)
-    rows = Selection(Reader(Synthetic(), layout), row_space(layout, tokens="content"))
-    plan = ShuffledLoader(rows, medium=medium).explain()
-    assert (plan.medium, plan.examples_per_block) == (medium, expected)
 
 
 def test_pages_are_kept_where_that_was_chosen(store):
@@ -846,20 +698,6 @@ def test_a_far_store_is_read_further_ahead_and_that_is_told(store):
     assert near.window_bytes == far.window_bytes == least.window_bytes
     assert least.in_flight_bytes == 2
     assert 0 < far.in_flight_bytes - 2 * (8 << 20) <= 2 * far.window_bytes
-
-
-@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-@pytest.mark.parametrize("rows", [{"tokens": "content"}, {"tokens": "special"}, {"where": {"mask": True}}], ids=str)
-def test_metrics_count_what_the_transport_counts(tmp_path: Path, kind: type, rows: dict[str, object]):
-    """Also scattered rows, which share requests and bring what lies between them."""
-    path = token_store(tmp_path, n=60, content=16, per_shard=11).path
-    store = ShardStore.open(path, engine="fsspec")
-    with kind(store.sel(layer=5, **rows), batch_size=64) as loader:
-        before = store.transport.counters
-        assert sum(len(batch["act"]) for batch in loader) > 0
-        after, metrics = store.transport.counters, loader.metrics()
-    assert metrics.n_requests == after.operations["get_ranges"] - before.operations.get("get_ranges", 0)
-    assert metrics.bytes_read == after.bytes_read - before.bytes_read
 
 
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])

@@ -6,17 +6,15 @@ import errno
 import os
 import re
 import shutil
-import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from interrupting import interrupting_deletions
+from api import MemoryTransport
 from plain_stores import Plain, plain_store
 from token_stores import token_store
-from transports import CountingTransport
 
 from saev_store import ShardStore
 from saev_store.errors import (
@@ -27,9 +25,8 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
-from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, stage, stage_in_background, staging
-from saev_store.loaders.staging import open_for_training
-from saev_store.transport import MemoryTransport, PreadTransport, open_transport
+from saev_store.loaders import ShuffledLoader, stage, stage_in_background, staging
+from saev_store.transport import open_transport
 from saev_store.writer.copying import copy_store
 
 
@@ -163,99 +160,6 @@ def test_waiting_for_another_process_ends_at_the_deadline(plain, tmp_path, monke
     assert ShardStore.open(stage(plain.path, tmp_path / "near", timeout_s=0)).name == plain.path.name
 
 
-@pytest.mark.filterwarnings("ignore:.*the folder is named")
-def test_a_cache_of_files_without_versions_is_of_one_recording(tmp_path):
-    """Other metadata at the same address: what was kept of the earlier store is not read."""
-    fsspec = pytest.importorskip("fsspec")
-    memory = fsspec.filesystem("memory")
-    for seed in (0, 1):
-        plain = plain_store(tmp_path / str(seed), d_model=640, seed=seed)
-        for path in plain.path.iterdir():
-            memory.pipe(f"/{tmp_path.name}/store/{path.name}", path.read_bytes())
-        store = open_for_training(
-            f"memory://{tmp_path.name}/store",
-            None,
-            layer=5,
-            tokens="content",
-            use_tmpdir=False,
-            cache_dir=str(tmp_path / "cache"),
-            cache_bytes=1 << 30,
-        )
-        np.testing.assert_array_equal(store[:, 1], plain.acts[:, 1])
-
-
-def test_tmpdir(plain, tmp_path, monkeypatch):
-    options = {"layer": 5, "tokens": "content", "use_tmpdir": True, "cache_dir": None, "cache_bytes": 1}
-    monkeypatch.delenv("TMPDIR", raising=False)
-    assert open_for_training(str(plain.path), None, **options).url == ShardStore.open(plain.path).url
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    assert str(tmp_path / "scratch") in open_for_training(str(plain.path), None, **options).url
-
-
-def cached(plain: Plain, folder, max_bytes: int = 1 << 30):
-    far = CountingTransport(PreadTransport(plain.path))
-    near = CachedTransport(far, folder, max_bytes, b"key")
-    return far, near, ShardStore.open(near).sel(layer=5, tokens="content")
-
-
-@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-def test_a_second_epoch_reads_nothing_from_afar(plain, tmp_path, kind):
-    far, near, rows = cached(plain, tmp_path / "cache")
-    loader = kind(rows, batch_size=16, n_threads=3, **({"examples_per_block": 1} if kind is ShuffledLoader else {}))
-    one = acts(loader)
-    read = far.counters.bytes_read
-    assert near.hits == 0
-    loader.set_epoch(0)
-    np.testing.assert_array_equal(acts(loader), one)
-    assert far.counters.bytes_read == read
-    assert near.hits > 0
-    # Another process, later.
-    far, near, rows = cached(plain, tmp_path / "cache")
-    again = kind(rows, batch_size=16, n_threads=3, **({"examples_per_block": 1} if kind is ShuffledLoader else {}))
-    np.testing.assert_array_equal(acts(again), one)
-    assert far.counters.bytes_read < 5000  # the documents
-
-
-def test_a_damaged_cache_never_shows(plain, tmp_path):
-    _, _, rows = cached(plain, tmp_path / "cache")
-    one = acts(OrderedLoader(rows, batch_size=16))
-    for number, path in enumerate(sorted((tmp_path / "cache").rglob("acts*"))):
-        if number % 3 == 0:
-            os.truncate(path, path.stat().st_size // 2)
-        elif number % 3 == 1:
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
-    _, near, rows = cached(plain, tmp_path / "cache")
-    np.testing.assert_array_equal(acts(OrderedLoader(rows, batch_size=16)), one)
-    assert near.hits > 0
-    assert near.misses > 0
-
-
-def test_gaps_are_kept_as_they_are(plain, tmp_path):
-    """What one reader throws away of an extent is there for the next one who wants all of it."""
-    _, near, _ = cached(plain, tmp_path / "cache")
-    truth = plain.shard(0).read_bytes()[100:400]
-    first, last, junk = (memoryview(bytearray(100)) for _ in range(3))
-    near.readinto("acts000000.bin", starts=[100, 200, 300], buffers=[first, junk, last])
-    junk[:] = bytes(100)
-    (whole,) = near.get_ranges("acts000000.bin", starts=[100], ends=[400])
-    assert near.hits == 1
-    assert bytes(whole) == truth
-
-
-def test_the_budget_is_kept(plain, tmp_path):
-    budget = 200_000
-    _, near, rows = cached(plain, tmp_path / "cache", budget)
-    loader = ShuffledLoader(rows, batch_size=16, examples_per_block=1)
-    acts(loader)
-    acts(loader)
-    on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
-    assert 0 < on_disk <= near.kept_bytes <= budget
-    assert near.hits > 0
-    assert not list((tmp_path / "cache").rglob("*.tmp"))
-
-
 def most_hits(reads: list[str], capacity: int) -> int:
     """Hits of the best cache there can be: all reads are known, and what is read last of all goes, or is not kept."""
     kept: set[str] = set()
@@ -270,134 +174,6 @@ def most_hits(reads: list[str], capacity: int) -> int:
         if len(kept) > capacity:
             kept.remove(max(kept, key=lambda one: following[one][-1] if following[one] else len(reads)))
     return hits
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-def test_no_other_rule_has_more_hits(tmp_path, kind, share):
-    """Also when the folder is full of what another training read."""
-    plain = plain_store(tmp_path / "far", n=120, layers=(2, 5), tokens=7, per_shard=50, d_model=640)
-    extent, capacity = 7 * 640 * 4 + 16, int(120 * share)
-    reads: list[str] = []
-
-    class Noted(CachedTransport):
-        def get_ranges(self, path, *, starts, ends):
-            reads.extend(f"{path} {start}" for start in starts)
-            return super().get_ranges(path, starts=starts, ends=ends)
-
-    near = Noted(PreadTransport(plain.path), tmp_path / "cache", capacity * extent)
-    store = ShardStore.open(near)
-    more = {"window_blocks": 2, "n_partitions": 1, "examples_per_block": 1} if kind is ShuffledLoader else {}
-    for layer in (2, 5):
-        # One thread, and one block per read, so that what happened first is known.
-        loader = kind(
-            store.sel(layer=layer, tokens="content"), batch_size=7, n_threads=1, read_bytes=7 * 640 * 4, **more
-        )
-        reads.clear()
-        hits = near.hits
-        for _ in range(4):
-            acts(loader)
-            assert near.kept_bytes <= capacity * extent
-        assert len(reads) == 4 * 120
-        assert near.hits - hits == most_hits(reads, capacity) == 3 * capacity
-
-
-def test_several_processes_share_the_budget(plain, tmp_path):
-    """Each with a transport of its own, as ranks of one machine have."""
-    extent = 7 * 640 * 4 + 16
-    budget = 10 * extent
-    transports = [CachedTransport(PreadTransport(plain.path), tmp_path / "cache", budget, b"key") for _ in range(3)]
-    options = {"batch_size": 8, "n_partitions": 4, "examples_per_block": 1}
-    loaders = [
-        ShuffledLoader(ShardStore.open(near).sel(layer=5, tokens="content"), seed=seed, **options)
-        for seed, near in enumerate(transports)
-    ]
-    for _ in range(3):
-        for batches in zip(*loaders, strict=True):
-            del batches
-        on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
-        assert on_disk == transports[0].kept_bytes <= budget
-    assert sum(near.hits for near in transports) > 0
-    truth = np.sort(plain.acts[:, 1, 1:].reshape(-1, 640)[:, 0])
-    np.testing.assert_array_equal(np.sort(acts(loaders[0])[:, 0]), truth)
-
-
-def test_two_that_keep_the_same_extent_at_once_count_it_once(plain, tmp_path, monkeypatch):
-    first, second = (CachedTransport(PreadTransport(plain.path), tmp_path / "cache", 100_000, b"key") for _ in range(2))
-    reserved = first._reserved
-
-    def and_meanwhile(*arguments):
-        found = reserved(*arguments)
-        second.get_ranges("acts000000.bin", starts=[0], ends=[6400])
-        return found
-
-    monkeypatch.setattr(first, "_reserved", and_meanwhile)
-    first.get_ranges("acts000000.bin", starts=[0], ends=[6400])
-    on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
-    assert on_disk == first.kept_bytes == second.kept_bytes == 6416
-
-
-def test_one_that_comes_while_another_keeps_an_extent_counts_it(plain, tmp_path, monkeypatch):
-    """Whatever the first has done so far of keeping it, and of making room for it."""
-    arguments = (PreadTransport(plain.path), tmp_path / "cache", 6416, b"key")
-    first = CachedTransport(*arguments)
-    steps = ["remove", "reserve", "place"]
-    for step in steps:
-        do = getattr(first._ledger, step)
-
-        def and_then(*given, do=do):
-            CachedTransport(*arguments)
-            found = do(*given)
-            CachedTransport(*arguments)
-            return found
-
-        monkeypatch.setattr(first._ledger, step, and_then)
-    first.get_ranges("acts000000.bin", starts=[0], ends=[6400])
-    assert first.kept_bytes == 6416
-    first.get_ranges("acts000000.bin", starts=[6400], ends=[12_800])
-    on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("acts*"))
-    assert on_disk == first.kept_bytes == 6416
-    assert (first.hits, first.misses) == (0, 2)
-
-
-def test_a_folder_that_cannot_be_used_is_said(plain, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ArgumentError, match="cannot be used"):
-        cached(plain, tmp_path / "file")
-    assert threading.active_count() >= 1
-
-
-def test_all_that_says_what_to_stage_is_handed_on(plain, tmp_path, monkeypatch):
-    calls = []
-
-    def recorded(url, to, **options):
-        calls.append((url, to, options))
-        return str(plain.path)
-
-    monkeypatch.setattr(staging, "stage", recorded)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    given = {"tokens": "content", "storage_options": {"region": "here"}}
-    some = {"use_tmpdir": True, "cache_dir": None, "cache_bytes": 1}
-    staging.open_for_training("s3://b/s", {"region": "here"}, layer=5, tokens="content", **some).close()
-    assert staging.stage_in_background("s3://b/s", tmp_path, layers=(5, 2), **given).result() == str(plain.path)
-    assert calls == [
-        ("s3://b/s", "$TMPDIR", {"layers": 5, **given}),
-        ("s3://b/s", tmp_path, {"layers": (5, 2), **given}),
-    ]
-
-
-@pytest.mark.parametrize("layers", [5, "all"])
-@pytest.mark.parametrize("stops_at", [1, 2, 3])
-def test_a_stale_copy_whose_removal_was_interrupted_is_removed(plain, tmp_path, monkeypatch, layers, stops_at):
-    """Where folders cannot be renamed: its metadata goes first, and the rest file by file."""
-    to = f"memory://near-{layers}-{stops_at}"
-    assert len(ShardStore.open(stage(plain.path, to, layers=layers))) == 24
-    truth = record_anew(plain)
-    with pytest.raises(KeyboardInterrupt), interrupting_deletions(monkeypatch, stops_at) as deleted:
-        stage(plain.path, to, layers=layers)
-    assert deleted[0] == "metadata.json"
-    found = ShardStore.open(stage(plain.path, to, layers=layers))
-    np.testing.assert_array_equal(found[:], truth if layers == "all" else truth[:, [1]])
 
 
 @pytest.mark.parametrize("change", ["anew", "repaired"])

@@ -45,17 +45,6 @@ def check(batch: dict, made: TokenStore, names: tuple[str, ...] = ALL) -> None:
         assert np.array_equal(found, truth, equal_nan=truth.dtype.kind == "f")
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
-@pytest.mark.parametrize("tokens", ["all", "content"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_row_has_the_values_of_its_token(made, kind, tokens, engine):
-    batches = batches_of(made, kind, tokens=tokens, engine=engine)
-    for batch in batches:
-        check(batch, made)
-    n_special = 0 if tokens == "content" else len(made.acts)
-    assert sum(len(batch["act"]) for batch in batches) == 2 * (made.arrays["mask"].sum() + n_special)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_what_is_asked_for_comes_and_the_order_stays(made, kind):
     plain = batches_of(made, kind, token_arrays=())

@@ -160,28 +160,6 @@ def opened(stores, engine="pread", **sel) -> PairSelection:
     return both.sel(**{"layer_a": 5, "layer_b": (3, 0), **sel})
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_engine_with_labels(stores, kind, engine):
-    a, b = stores
-    for sel in ({}, {"ignore_labels": range(100)}, {"layer_a": "all", "layer_b": 3}):
-        rows = opened(stores, engine, **sel)
-        held = []
-        with kind(rows, batch_size=32, labels=a.labels) as loader:
-            for batch in loader:
-                example, token = batch["example_idx"], batch["token_idx"]
-                if "layer_a" in sel:
-                    truth = a.acts[example[:, None], [0, 1, 2], token[:, None] + 1], b.acts[example, 1, token]
-                else:
-                    truth = a.acts[example, 1, token + 1], b.acts[example[:, None], [1, 0], token[:, None]]
-                assert np.array_equal(batch["act_a"], truth[0])
-                assert np.array_equal(batch["act_b"], truth[1])
-                assert np.array_equal(batch["token_labels"], a.labels[example, token])
-                held += [(act, act.copy()) for act in (batch["act_a"], batch["act_b"])]
-        assert sum(len(act) for act, _ in held) == 2 * len(rows)
-        assert all(np.array_equal(act, copy) for act, copy in held), "a batch keeps its values"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pickled_loader_stands_where_the_loader_stands(stores, kind):
     with kind(opened(stores), batch_size=64, labels=stores[0].labels) as loader:

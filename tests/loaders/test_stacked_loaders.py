@@ -10,6 +10,7 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 import pytest
+from api import MemoryTransport
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store
@@ -19,13 +20,13 @@ from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.errors import ArgumentError
-from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, shuffle_quality
+from saev_store.loaders import OrderedLoader, ShuffledLoader, shuffle_quality
 from saev_store.loaders._ring import HostMemory
 from saev_store.loaders._shuffled_batches import vectors_of_rows
 from saev_store.order import Blocks
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import MemoryTransport, ReadCost
+from saev_store.transport import ReadCost
 
 KINDS = [OrderedLoader, ShuffledLoader]
 
@@ -182,26 +183,6 @@ def test_a_cache_knows_the_extents_of_all_stacked_layers(case: Stacked, group: i
             assert int(example[nth]) in held.tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_cache_kept_is_not_read_again(plain, kind, tmp_path):
-    far = Far({path.name: path.read_bytes() for path in plain.path.iterdir()})
-    with pytest.warns(match="renamed|no recipe"):
-        store = ShardStore.open(CachedTransport(far, tmp_path, 1 << 30))
-    rows = store.sel(layer=(11, 2), tokens="content", stack_layers=True)
-    epochs = []
-    for _ in range(2):
-        with kind(rows, batch_size=32) as loader:
-            epochs.append([batch["act"].copy() for batch in loader])
-            loader.set_epoch(0)
-        before = far.counters.bytes_read
-    with kind(rows, batch_size=32) as loader:
-        again = [batch["act"].copy() for batch in loader]
-    assert far.counters.bytes_read == before
-    for one in (*epochs, again):
-        assert sum(map(len, one)) == len(rows)
-        assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
-
-
 def golden(kind: type, **options) -> str:
     """Digest of the (example, token) of all rows of two epochs."""
     layout = Layout(31, (2, 5, 11), 6, True, 2, 7)
@@ -262,28 +243,6 @@ def test_states_of_stacked_rows_are_their_own(plain, kind):
     for loader in made.values():
         loader.load_state_dict(loader.state_dict())
         loader.close()
-
-
-@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_engine_with_labels(plain, kind, engine):
-    store = ShardStore.open(plain.path, engine=engine)
-    for tokens, layer in itertools.product(("content", "all", "special"), ((11, 2), "all", (5,))):
-        rows = store.sel(layer=layer, tokens=tokens, stack_layers=True)
-        at = [store.layers.index(label) for label in rows.layers]
-        held = []
-        with kind(rows, batch_size=32, labels=store.labels, n_threads=3) as loader:
-            assert (loader.d_model, loader.n_samples) == (16, len(rows))
-            for batch in loader:
-                assert "layer" not in batch
-                example, token = batch["example_idx"], batch["token_idx"]
-                assert np.array_equal(batch["act"], plain.acts[example[:, None], at, token[:, None] + 1])
-                if tokens != "special":
-                    known = np.where(token < 0, 255, plain.labels[example, np.maximum(token, 0)])
-                    assert np.array_equal(batch["token_labels"], known)
-                held.append((batch["act"], batch["act"].copy()))
-        assert sum(len(act) for act, _ in held) == len(rows)
-        assert all(np.array_equal(act, copy) for act, copy in held), "a batch keeps its values"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "stored", "float16"])
@@ -360,41 +319,6 @@ def test_places_of_vectors_are_not_limited_to_32_bits():
     examples = ([2**31 - 1, 5], [0, 2**30])
     assert found.tolist() == [row * 3 + layer for example in examples for layer in range(3) for row in example]
     assert vectors_of_rows(rows, 2, 1).tolist() == rows.tolist()
-
-
-@pytest.mark.parametrize("d_model", [16, 128])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", [(3, 7, 9), (9, 3, 7), (9, 3)])
-@pytest.mark.parametrize("tokens", ["content", "all"])
-def test_an_epoch_costs_what_the_loader_says(kind, layer, tokens, world, d_model):
-    """Exact also for vectors so small that they are gathered, where one partition is read at a time."""
-    layout = Layout(60, (3, 7, 9), 40, True, d_model, 17)
-    files = {f"acts{i:06d}.bin": bytes(17 * layout.example_nbytes) for i in range(4)}
-    reader = Reader(FarByOneVector(files), layout)
-    rows = Selection(reader, row_space(layout, layer=layer, tokens=tokens, stack_layers=True))
-    size = 40 if tokens == "content" else 82
-    # Gathered vectors share requests with those that are read at the same time: which these are, the consumer decides.
-    more = {"window_blocks": 4, "n_partitions": world if d_model == 16 else 2, "examples_per_block": 1}
-    with kind(rows, batch_size=size, world=world, rank=0, **more if kind is ShuffledLoader else {}) as loader:
-        before, expected = reader.transport.counters, loader.explain().cost
-        for _ in loader:
-            pass
-        after = reader.transport.counters
-    requests, nbytes = after.requests - before.requests, after.bytes_read - before.bytes_read
-    assert (expected.requests, expected.bytes_read) == (requests, nbytes)
-    assert expected.bytes_wanted == rows.nbytes // world
-    if kind is OrderedLoader:  # of some parts the whole is told, which are as long as the others
-        with pytest.MonkeyPatch.context() as patch, kind(rows, batch_size=1, world=world, rank=0) as loader:
-            patch.setattr("saev_store.loaders._explain._N_PLANNED", 10_000)
-            whole = loader.explain().cost
-            patch.setattr("saev_store.loaders._explain._N_PLANNED", 50)
-            some = loader.explain().cost
-            assert some.requests == pytest.approx(whole.requests, rel=0.2)
-            assert some.bytes_read == pytest.approx(whole.bytes_read, rel=0.2)
-    if world == 1 and kind is ShuffledLoader:
-        # One read of a block, or two where a layer between is not wanted; the partitions may share a block.
-        assert requests <= 61 * (1 if len(layer) == 3 else 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from plain_stores import plain_store
 from token_files import llmbatch_bytes
 
@@ -14,7 +15,6 @@ from saev_store import ShardStore, pair
 from saev_store.errors import SaevStoreError
 from saev_store.loaders import OrderedLoader, OrderedPairLoader, ShuffledLoader, ShuffledPairLoader
 from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader
-from saev_store.transport import MemoryTransport
 
 JUNK = [
     None, True, False, 0, 1, -1, 2**63, 2**200, 1.0, math.nan, math.inf, "", "0", "x" * 5000, "\udc80", b"1", [], [1], (), {}, {"a": 1},

@@ -219,26 +219,6 @@ def test_indexed_batches_are_gathered_by_threads(plain):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("saev-indexed")]
 
 
-def test_indexed_batches_while_another_thread_closes(plain):
-    dataset = IndexedDataset(IndexedConfig(shards=plain.path, layer="all", tokens="all"))
-    dataset._n_threads = 4
-    picked = np.random.default_rng(0).integers(0, len(dataset), 5000)
-    truth, wrong = torch.from_numpy(plain.acts.reshape(-1, 16)[picked]), []
-
-    def take() -> None:
-        wrong.extend(True for _ in range(20) if not torch.equal(dataset.batch(picked)["act"], truth))
-
-    threads = [threading.Thread(target=take) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        dataset.close()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    dataset.close()
-
-
 def test_indexed_batches_where_the_medium_wants_one_thread_from_a_batch_on(plain, monkeypatch):
     """The shards have come into memory, of a machine with one core, and the threads were closed meanwhile."""
     looks = iter([("flash", 4), ("cached", 1)])

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from clusters import begun, fail, n_processes, noting, receiving, two_workers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from saev_store.sources._records import RecordsOf
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.llmbatch import BatchFileReader
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.transport import MemoryTransport
 
 pytest.importorskip("distributed")
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from saev_store.cli import main
-from saev_store.errors import ArgumentError, DocumentError
-from saev_store.sources import open_source
+from saev_store.errors import ArgumentError
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.llmbatch import BatchFileReader, write_batch_file
@@ -122,15 +121,3 @@ def test_a_conversion_whose_parts_were_all_there_says_so(
     monkeypatch.setattr("saev_store.sources.convert.samples_to_documents", lambda *_, **__: 4)
     assert main(["convert", str(texts), str(tmp_path / "t.idx"), "--tokenizer", "bytes", "--no-progress"]) == 0
     assert capsys.readouterr().err == f"converted nothing: all of it was there, at {tmp_path}/t.idx\n"
-
-
-@pytest.mark.parametrize("name", ["f.idx", "f.batch", "f"])
-def test_a_pipe_is_no_folder(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(DocumentError) as caught:
-        open_source(tmp_path / name)
-    assert caught.value.message == "this is a named pipe, but a regular file is needed"
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "x").touch()
-    with pytest.raises(DocumentError, match="the folder holds no data set of a known format"):
-        open_source(tmp_path / "folder")

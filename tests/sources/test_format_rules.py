@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from api import MemoryTransport
 from energon_tars import METADATASET_HEAD as HEAD
 from energon_tars import tar_bytes
 
@@ -15,7 +16,6 @@ from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.metadataset import read_metadataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.mmididx import IndexedDataset
-from saev_store.transport import MemoryTransport
 
 # -- patterns and splits -------------------------------------------------------------------------------------------------
 

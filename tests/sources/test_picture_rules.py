@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from api import MemoryTransport
 from photographs import noise, png, write_energon, write_folder
 from token_files import llmbatch_bytes, mmididx_bytes
 
@@ -44,8 +45,8 @@ from saev_store.sources.pictures import open_images, picture_of, picture_px
 from saev_store.sources.places import Framed, Patches, ids_of
 from saev_store.sources.sniff import find_source
 from saev_store.sources.texts import text_of
-from saev_store.transport import Entry, MemoryTransport, open_transport
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport import Entry, open_transport
+from saev_store.transport.durable import TEMP_PREFIX
 
 BATCHES = llmbatch_bytes(np.zeros((1, 2, 3), np.uint32))
 

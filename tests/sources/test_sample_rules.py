@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from token_files import mmididx_bytes
 
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, TransportError
@@ -23,7 +24,7 @@ from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.mmididx import IndexedDataset
 from saev_store.sources.places import sample_of, token_place
 from saev_store.sources.texts import text_of
-from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport import open_transport
 
 KIB = 1 << 10
 

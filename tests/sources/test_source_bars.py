@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from api import MemoryTransport
 from energon_tars import sample_files, tar_bytes
 
 from saev_store.sources.energon import EnergonDataset, check
 from saev_store.sources.energon import prepare as prepare_module
-from saev_store.transport import MemoryTransport
 
 #: (what, total, unit, shown, sum of the steps)
 Bar = list[Any]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from energon_tars import METADATASET_HEAD as HEAD
 from energon_tars import sample_files, tar_bytes
 from token_files import llmbatch_bytes, mmididx_bytes
@@ -31,7 +32,6 @@ from saev_store.sources.energon.metadataset import open_metadataset, read_metada
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.llmbatch import BatchFileReader
 from saev_store.sources.mmididx import IndexedDataset, TokenSamples
-from saev_store.transport import MemoryTransport
 
 
 def refused(call: Callable[[], object]) -> SaevStoreError:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from token_files import mmididx_bytes
 
 from saev_store import ShardStore, new_metadata
@@ -18,7 +19,6 @@ from saev_store.sources._source import text_card
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.llmbatch import BatchFileReader
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.transport import MemoryTransport
 
 IMAGES = Path(__file__).parents[1] / "data" / "energon" / "captioning_ratio_split" / "dataset"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from api import MemoryTransport
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
@@ -35,7 +36,8 @@ from saev_store.sources.address import address_below, full_url, locate, split_ad
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, TokenSamples
-from saev_store.transport import MemoryTransport, Moves, Transport, Writes, open_transport
+from saev_store.transport import Transport, open_transport
+from saev_store.transport import Transport as Writes
 
 TOKENS = DATA / "mmididx" / "core_seed_example_3_4_2_int32"
 BATCHES = DATA / "llmbatch" / "padding_small"
@@ -328,19 +330,6 @@ class Bucket:
         for name in dir(Writes) + dir(Transport):
             if not name.startswith("_") and name != "move":
                 setattr(self, name, getattr(memory, name))
-
-
-def test_a_new_file_of_a_service_does_not_replace_what_came_meanwhile():
-    bucket = Bucket()
-    assert isinstance(bucket, Writes)
-    assert not isinstance(bucket, Moves)
-    with NewFile(bucket, "x") as file:
-        file.write(b"ours")
-        bucket.put("x", b"theirs")
-        with pytest.raises(StoreExistsError, match="a file of that name exists already") as refused:
-            file.commit()
-    assert refused.value.remedy == "Pass overwrite=True."
-    assert bucket.read("x") == b"theirs"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children here")

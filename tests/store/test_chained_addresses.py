@@ -122,12 +122,6 @@ def test_a_cache_in_front_of_a_server_that_lists_folders_without_sizes(plains, t
         server.server_close()
 
 
-@pytest.mark.parametrize("url", ["http://[::1]:8000/x", "http://[::1", "simplecache::http://[fe80::1]/x", "s3://[::1"])
-def test_addresses_that_fsspec_takes_for_a_chain_are_refused_with_a_remedy(url):
-    with pytest.raises(ArgumentError, match="two colons in the IPv6 address.*Write all its parts"):
-        ShardStore.open(url, engine="fsspec")
-
-
 def test_half_an_address_is_an_argument_error(plains, tmp_path):
     store = ShardStore.open(plains[0].path)
     with pytest.raises(ArgumentError, match="Invalid IPv6 URL") as caught:

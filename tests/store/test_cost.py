@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import tracemalloc
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from api import MemoryTransport, PreadTransport
 from dense_stores import plain_store
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import component, layouts
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
-from saev_store.errors import ArgumentError, CorruptShardError, SelectionError
+from saev_store.errors import ArgumentError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.store.estimate import PRICES, Price, estimate, price_of
-from saev_store.transport import MemoryTransport, MmapTransport, PreadTransport, ReadCost, Transport, open_transport
+from saev_store.transport import LocalTransport as MmapTransport
+from saev_store.transport import ReadCost, Transport, open_transport
 from saev_store.writer.copying import copy_store
 
 LAYOUT = Layout(
@@ -68,40 +65,6 @@ def check(store: ShardStore, key: object) -> None:
     assert expected.bytes_read == after.bytes_read - before.bytes_read
 
 
-@given(st.data())
-def test_an_estimate_is_what_is_counted_then(data: st.DataObject):
-    layout = data.draw(layouts())
-    cost = ReadCost(
-        data.draw(st.sampled_from([0, 100, 5000, 1 << 20])), data.draw(st.sampled_from([64, 4096, 1 << 24]))
-    )
-    stored = plain_store(layout, tail="cut")
-    store = opened(Far(stored.files, cost))
-    for _ in range(2):  # the second time, sizes of shards are known
-        key = tuple(data.draw(component(n)) for n in layout.shape[: data.draw(st.integers(0, 4))])
-        try:
-            store.estimate(key)
-        except SelectionError:  # lists of several lengths
-            with pytest.raises(SelectionError):
-                store[key]
-            continue
-        check(store, key)
-    rows = store.sel(layer=layout.layers[0])
-    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
-    expected, before = rows.estimate(chosen), store.transport.counters
-    rows.rows(chosen)
-    after = store.transport.counters
-    assert (expected.requests, expected.bytes_read) == (
-        after.requests - before.requests, after.bytes_read - before.bytes_read
-    )  # fmt: skip
-
-
-def test_the_size_of_a_shard_is_counted_once_however_often_it_is_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("saev_store.core.plan.PIECE_BYTES", 3 * LAYOUT.vector_nbytes)
-    stored = plain_store(LAYOUT, tail="cut")
-    for key in ([0, 20, 1, 21, 2, 22, 3], 0, 0), ([5, 5, 9, 2, 7], [0, 1, 2, 0, 1], [1, 2, 3, 4, 5]):
-        check(opened(Far(stored.files, ReadCost(0, 1 << 20))), key)
-
-
 def test_an_estimate_says_what_is_read_in_vain():
     stored = plain_store(LAYOUT, tail="cut")
     store = opened(Far(stored.files, ReadCost(1 << 20, 1 << 24)))
@@ -138,16 +101,6 @@ def test_what_is_left_of_a_damaged_shard_is_mapped(left: int, tmp_path: Path):
     check(store, np.s_[16 : 16 + left, 0, 1])
 
 
-def test_large_reads_of_mapped_files_are_direct(tmp_path: Path):
-    layout = Layout(
-        n_examples=8, layers=(3, 7), content_tokens_per_example=63, cls_token=True, d_model=1024, examples_per_shard=4
-    )
-    store = ShardStore.open(plain_store(layout).write(tmp_path))
-    for key in (np.s_[...], np.s_[:, 1], np.s_[1:3, 0], np.s_[:, :, 0]):
-        check(store, key)
-    assert store.transport.counters.operations["readinto"] == 2 + 8 + 2
-
-
 @pytest.mark.parametrize("engine", ["pread", "mmap", "fsspec"])
 def test_an_estimate_for_another_dtype_is_that_of_a_copy_in_it(tmp_path, engine):
     path = plain_store(LAYOUT).write(tmp_path)
@@ -161,57 +114,6 @@ def test_an_estimate_for_another_dtype_is_that_of_a_copy_in_it(tmp_path, engine)
             assert store.estimate(key, dtype=dtype) == expected
     with pytest.raises(ArgumentError, match="dtype is 'int8'"):
         store.estimate(dtype="int8")
-
-
-def test_nothing_is_read_for_an_estimate_and_no_memory_is_taken():
-    layout = Layout(
-        n_examples=10**7, layers=tuple(range(24)), content_tokens_per_example=196, cls_token=True, d_model=1024,
-        examples_per_shard=10**6,
-    )  # fmt: skip
-    store = opened(Far(documents(layout), ReadCost(1 << 16, 16 << 20, 8 << 20)))
-    before = store.transport.counters
-    found = store.estimate(np.s_[:100_000, 3])
-    assert found.bytes_wanted == found.bytes_read == 100_000 * 197 * 4096
-    assert found.requests == 100_000 + 1
-    assert found.transfer_dollars == pytest.approx(found.bytes_read / 1e9 * 0.09)
-    assert found.request_dollars == pytest.approx(100.001 * 0.0004)
-    assert "100,001 requests, 80,691.200 MB: $0.0400, and $7.2622" in str(found)
-    assert store.transport.counters == before
-
-
-@pytest.mark.parametrize("n_shards", [1, 4096])
-def test_what_documents_claim_is_compared_with_a_file_before_an_estimate_takes_memory(n_shards: int):
-    """One example in the file, 2^50 in the documents."""
-    layout = Layout(
-        n_examples=2**50, layers=(3, 7), content_tokens_per_example=4, cls_token=False, d_model=1,
-        examples_per_shard=2**50 // n_shards,
-    )  # fmt: skip
-    files = {**documents(layout), "acts000000.bin": bytes(layout.example_nbytes)}
-    store = opened(Far(files, ReadCost(1 << 16, 16 << 20, 8 << 20)))
-    calls = {
-        "all": store.estimate,
-        "a layer": lambda: store.estimate(np.s_[:, 1]),
-        "in steps": lambda: store.estimate(np.s_[::-2, 1, 3]),
-        "few examples, all of their vectors": lambda: store.estimate(np.s_[: 1 << 20, :, ::2]),
-        "in another dtype": lambda: store.estimate(dtype="bfloat16"),
-        "rows": store.sel(layer=3).estimate,
-        "stacked rows": store.sel(stack_layers=True).estimate,
-    }
-    tracemalloc.start()
-    try:
-        for name, call in calls.items():
-            with pytest.raises(CorruptShardError, match="acts000000.bin.*has 32 bytes and needs"):
-                call()
-                pytest.fail(name)
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    finally:
-        tracemalloc.stop()
-    assert store.estimate(np.s_[:3]).requests == store.sel().estimate([0, 2]).requests == 2
-
-
-def test_long_ranges_are_several_requests():
-    store = opened(Far(plain_store(LAYOUT, tail="cut").files, ReadCost(math.inf, 1 << 20, 10_000)))
-    assert store.estimate(np.s_[:16]).requests == 1 + -(-16 * 3 * 17 * 256 // 10_000)
 
 
 def test_a_shard_of_which_several_pieces_are_planned_is_mapped_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -257,31 +159,6 @@ def test_the_scheme_decides_the_price(url: str, scheme: str | None, storage_opti
 def test_every_spelling_of_a_scheme_has_its_price(url: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Far, "url", url)
     assert price_of(Far({}, ReadCost(0, 1 << 20))) == PRICES["s3"]
-
-
-@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-@pytest.mark.parametrize("layer", [7, "all"])
-@pytest.mark.parametrize("tokens", ["content", "special"])
-def test_an_epoch_costs_what_the_loader_says(kind: type, layer: object, tokens: str):
-    cost = ReadCost(300, 1 << 20)
-    store = opened(Far(plain_store(LAYOUT, tail="cut", labelled=True).files, cost))
-    rows = store.sel(layer=layer, tokens=tokens)
-    if kind is OrderedLoader:
-        loader = OrderedLoader(rows, batch_size=43)
-    else:
-        loader = ShuffledLoader(rows, batch_size=16, window_blocks=16)
-    with loader:
-        for _ in range(2):  # sizes of shards are looked at once
-            expected, before = loader.explain().cost, store.transport.counters
-            assert sum(len(batch["act"]) for batch in loader) == len(rows)
-            after = store.transport.counters
-            requests, nbytes = after.requests - before.requests, after.bytes_read - before.bytes_read
-            if tokens == "content":
-                assert (expected.requests, expected.bytes_read) == (requests, nbytes)
-            else:  # which rows share a request is settled while reading
-                assert expected.requests == pytest.approx(requests, rel=0.3)
-                assert expected.bytes_read == pytest.approx(nbytes, rel=0.3)
-            assert expected.bytes_wanted == rows.nbytes
 
 
 @pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
@@ -347,26 +224,6 @@ def test_what_is_placed_after_it_was_read_costs_what_it_costs(tmp_path: Path, dt
         list(loader)
         assert expected.requests == loader.metrics().n_requests
         assert expected.bytes_read == loader.metrics().bytes_read
-
-
-def test_of_a_long_epoch_some_is_planned():
-    layout = Layout(
-        n_examples=100_000,
-        layers=(3,),
-        content_tokens_per_example=16,
-        cls_token=True,
-        d_model=64,
-        examples_per_shard=1000,
-    )
-    store = opened(Far(documents(layout), ReadCost(0, 1 << 24, 8 << 20)))
-    for tokens, n in (("content", 16), ("all", 17)):
-        loader = OrderedLoader(store.sel(tokens=tokens), batch_size=2048)
-        found = loader.explain().cost
-        assert found.bytes_read == pytest.approx(100_000 * n * 256, rel=0.01)
-        shuffled = ShuffledLoader(store.sel(tokens=tokens), batch_size=2048, window_bytes=1 << 24, examples_per_block=1)
-        found = shuffled.explain().cost
-        assert found.bytes_read == pytest.approx(100_000 * n * 256, rel=0.05)
-        assert found.requests == pytest.approx(100_000, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import warnings
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from fuzzing import N_INPUTS, VALUES, mutate_bytes, mutate_structure
 from kill_harness_oracle import case
 
 from saev_store import ShardStore
 from saev_store.errors import SaevStoreError, SaevStoreWarning, SelectionError
 from saev_store.loaders import OrderedLoader
-from saev_store.transport import MemoryTransport
 
 N_BATCHES = 10
 CASES = [case(n=5, per_shard=2, content=3, d_model=2, protocol="3.0", seed=seed) for seed in range(4)]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import plain_store
 
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
-from saev_store.transport import MemoryTransport
 
 LAYOUT = Layout(3, (2, 5), 4, True, 8, 3)
 OPTIONS = {"anon": True}

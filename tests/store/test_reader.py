@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import PlainStore, plain_store
 from transports import CountingTransport
 from waiting import HANG_S
@@ -21,9 +22,8 @@ from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core import plan
 from saev_store.core.layout import Layout
 from saev_store.errors import CorruptShardError, DocumentError, MissingShardError
-from saev_store.store import reader
-from saev_store.store import selection as selected
-from saev_store.transport import MemoryTransport, MmapTransport, ReadCost, Transport, fetch
+from saev_store.transport import LocalTransport as MmapTransport
+from saev_store.transport import ReadCost, Transport
 
 LAYOUT = Layout(
     n_examples=9, layers=(3, 7, 11), content_tokens_per_example=4, cls_token=True, d_model=8, examples_per_shard=3
@@ -200,23 +200,6 @@ def test_a_view_of_what_was_lost_is_refused(plain: PlainStore, tmp_path: Path):
                 store.as_numpy(key, copy=copy)
 
 
-@pytest.mark.parametrize("cut", [-1, 0, 1])
-def test_of_a_far_shard_that_was_cut_whole_examples_can_be_read(cut: int, plain: PlainStore):
-    """An example that is there in part counts as lost, and is not requested."""
-    nbytes = 2 * LAYOUT.example_nbytes + cut
-    n_left = 1 if cut < 0 else 2
-    store = opened(
-        Far(plain.files | {"acts000001.bin": plain.files["acts000001.bin"][:nbytes]}, ReadCost(0, 1 << 20)),
-        damaged_ok=True,
-    )
-    for key in (np.s_[3 + n_left], np.s_[3 + n_left, 0, 0], np.s_[3:6]):
-        read = store.transport.counters.bytes_read
-        with pytest.raises(CorruptShardError, match=f"was lost with its shard.*only the first {n_left} can be read"):
-            store[key]
-        assert store.transport.counters.bytes_read == read
-    assert store[3 : 3 + n_left].tobytes() == plain.dense[3 : 3 + n_left].tobytes()
-
-
 # -- sizes at their bounds ---------------------------------------------------------------------------------------------
 
 KEYS = [
@@ -237,37 +220,6 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize("n_vectors", [1, 4, 5, 6, 14, 15, 16, 45])
-@pytest.mark.parametrize("engine", ["mmap", "pread", "far"])
-def test_small_pieces_read_what_large_ones_do(
-    n_vectors: int, engine: str, plain: PlainStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """All the sizes at which work is cut are shrunk to a few vectors: a layer has 5, an example 15, a shard 45."""
-    nbytes = n_vectors * LAYOUT.vector_nbytes
-    monkeypatch.setattr(plan, "PIECE_BYTES", nbytes)
-    monkeypatch.setattr(plan, "DIRECT_BYTES", nbytes)
-    monkeypatch.setattr(reader, "SCRATCH_BYTES", nbytes)
-    monkeypatch.setattr(reader, "THREAD_BYTES", nbytes)
-    monkeypatch.setattr(selected, "PIECE_BYTES", nbytes)
-    monkeypatch.setattr(fetch, "IN_FLIGHT_BYTES", nbytes)
-    if engine == "far":
-        store = opened(Far(plain.files, ReadCost(100, 3 * LAYOUT.vector_nbytes)))
-    else:
-        store = ShardStore.open(plain.write(tmp_path), engine=engine)
-    for key in KEYS:
-        expected = plain.dense[key]
-        found = store[key]
-        assert found.shape == expected.shape, key
-        assert found.tobytes() == expected.tobytes(), key
-    rows = store.sel(layer=[11, 3], tokens="content")
-    expected = plain.dense[:, [2, 0], 1:].reshape(-1, 8)
-    assert rows.rows(slice(None)).tobytes() == expected.tobytes()
-    assert rows.rows(slice(50, 3, -7)).tobytes() == expected[50:3:-7].tobytes()
-    assert rows.rows([3, 70, 3, 0]).tobytes() == expected[[3, 70, 3, 0]].tobytes()
-    assert rows.as_numpy(copy=True).tobytes() == expected.tobytes()
-    assert np.concatenate(list(rows)).tobytes() == expected.tobytes()
-
-
 DIRECT = {
     "whole shards": (np.s_[...], 3),
     "part of a shard": (np.s_[1:3], 1),
@@ -281,87 +233,7 @@ DIRECT = {
 NOT_DIRECT = [np.s_[:, ::2], np.s_[:, :2, 1:], np.s_[:, 1, ::2], np.s_[:, 1, :, :4], np.s_[[0, 1], 1], np.s_[:, ::-1]]
 
 
-@pytest.mark.parametrize("name", DIRECT)
-def test_large_runs_are_read_straight_into_the_result(
-    name: str, plain: PlainStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(plan, "DIRECT_BYTES", 3 * LAYOUT.vector_nbytes)
-    key, n_runs = DIRECT[name]
-    store = ShardStore.open(plain.write(tmp_path))
-    before = store.transport.counters
-    assert store[key].tobytes() == plain.dense[key].tobytes()
-    after = store.transport.counters
-    assert after.operations.get("get_ranges", 0) == before.operations.get("get_ranges", 0)
-    assert after.requests - before.requests == n_runs
-    assert after.bytes_read - before.bytes_read == plain.dense[key].nbytes
-
-
-def test_a_run_is_direct_from_the_bound_on(plain: PlainStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    store = ShardStore.open(plain.write(tmp_path))
-    for bound, direct in ((5 * 32 - 1, True), (5 * 32, True), (5 * 32 + 1, False)):
-        monkeypatch.setattr(plan, "DIRECT_BYTES", bound)
-        before = store.transport.counters.operations.get("readinto", 0)
-        assert store[:, 1].tobytes() == plain.dense[:, 1].tobytes()
-        assert (store.transport.counters.operations.get("readinto", 0) > before) == direct
-
-
-@pytest.mark.parametrize("key", NOT_DIRECT, ids=str)
-def test_what_is_not_contiguous_is_copied_out_of_the_map(
-    key: object, plain: PlainStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(plan, "DIRECT_BYTES", 1)
-    store = ShardStore.open(plain.write(tmp_path))
-    assert store[key].tobytes() == plain.dense[key].tobytes()
-    assert "readinto" not in store.transport.counters.operations
-
-
-@pytest.mark.parametrize("nbytes", [1, 31, 32, 33, 64, 10_000])
-def test_bytes_in_flight_are_bounded(nbytes: int, plain: PlainStore, monkeypatch: pytest.MonkeyPatch):
-    """A call of the transport never asks for more than the bound, or for one request."""
-    monkeypatch.setattr(fetch, "IN_FLIGHT_BYTES", nbytes)
-    largest = [0]
-
-    class Watched(Far):
-        def get_ranges(self, path: str, *, starts, ends):
-            if len(starts) > 1:
-                largest.append(sum(ends) - sum(starts))
-            return super().get_ranges(path, starts=starts, ends=ends)
-
-    store = opened(Watched(plain.files, ReadCost(0, 32)))
-    assert store[:, 1, ::2].tobytes() == plain.dense[:, 1, ::2].tobytes()
-    assert max(largest) <= nbytes + 32
-
-
 # -- ranges of any file ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gap", [0, 1, 5, 1000])
-@pytest.mark.parametrize("longest", [1, 7, 10, 11, 1000])
-@pytest.mark.parametrize("in_flight", [1, 9, 10, 11, 1000])
-def test_ranges_in_any_order(gap: float, longest: float, in_flight: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fetch, "IN_FLIGHT_BYTES", in_flight)
-    content = np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8).tobytes()
-    transport = CountingTransport(Far({"a": content}, ReadCost(gap, longest)))
-    starts, ends = [200, 0, 210, 0, 499, 30, 100, 100], [210, 10, 221, 10, 500, 30, 130, 101]
-    found = fetch.fetch_ranges(transport, "a", starts, ends)
-    assert [bytes(part) for part in found] == [content[a:b] for a, b in zip(starts, ends, strict=True)]
-    assert fetch.fetch_ranges(transport, "a", [], []) == []
-    (one,) = fetch.fetch_ranges(transport, "a", [5], [50])
-    assert bytes(one) == content[5:50]
-
-
-def test_no_request_is_longer_than_the_transport_likes():
-    lengths: list[int] = []
-
-    class Watched(Far):
-        def get_ranges(self, path: str, *, starts, ends):
-            lengths.extend(b - a for a, b in zip(starts, ends, strict=True))
-            return super().get_ranges(path, starts=starts, ends=ends)
-
-    transport = Watched({"a": bytes(range(100))}, ReadCost(2, 30))
-    (whole,) = fetch.fetch_ranges(transport, "a", [0], [100])
-    assert bytes(whole) == bytes(range(100))
-    assert lengths == [30, 30, 30, 10]
 
 
 @pytest.mark.parametrize("extra", [-1, 1, 7])

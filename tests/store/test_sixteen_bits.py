@@ -8,7 +8,6 @@ import pytest
 from token_stores import token_store
 
 from saev_store import ShardStore, new_metadata
-from saev_store.core import plan
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError
 from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.store import reader
@@ -60,7 +59,7 @@ def test_files_hold_the_bits(made):
         assert (path / f"{name}.bin").read_bytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 def test_every_engine_reads_what_numpy_has(made, engine):
     path, acts, arrays = made
     store = ShardStore.open(path, engine=engine)
@@ -91,28 +90,6 @@ def test_every_engine_reads_what_numpy_has(made, engine):
     for name, values in arrays.items():
         same(store.token_arrays[name], values)
     same(store.labels, arrays["labels"])
-
-
-@pytest.mark.parametrize("engine", ["mmap", "pread"])
-def test_long_runs_are_read_and_converted_each_to_its_place(made, engine, monkeypatch):
-    """Long are all of one vector and more: one run for all examples, one for each, or one for each of some."""
-    path, acts, _ = made
-    monkeypatch.setattr(plan, "DIRECT_BYTES", 1)
-    store = ShardStore.open(path, engine=engine)
-    wide = acts.astype(np.float32)
-    for key in (
-        np.s_[:],
-        np.s_[1:10],
-        np.s_[:, 1],
-        np.s_[1:10, 1:3],
-        np.s_[::3, 0, 2:5],
-        np.s_[::-2, 2],
-        np.s_[3:9, 1, 4:],
-    ):
-        before = store.transport.counters.operations.get("get_ranges", 0)
-        same(store[key], wide[key])
-        assert store.transport.counters.operations["get_ranges"] > before
-        same(store.read(key, dtype="stored"), acts[key])
 
 
 @pytest.mark.parametrize("n_vectors", [1, 2, 5, 6, 7, 1000])

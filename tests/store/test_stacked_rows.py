@@ -17,7 +17,7 @@ from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError
 
-ENGINES = ["mmap", "pread", "memory", "fsspec"]
+ENGINES = ["mmap", "pread", "fsspec"]
 
 
 def same(found, truth):

@@ -17,6 +17,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import plain_store as random_bits
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ from saev_store.stats import STATISTICS, Stats, _compute, _moments, kept_stats, 
 from saev_store.stats._moments import Moments, merge, moments_of
 from saev_store.stats._store import parse_stats, sampled_stats, stats_bytes
 from saev_store.store.identity import recording_identity
-from saev_store.transport import MemoryTransport, Transport, Writes
+from saev_store.transport import Transport
 from saev_store.validation import Promised
 from saev_store.writer import load_digests
 
@@ -82,7 +83,7 @@ def assert_same(stats: Stats, acts: np.ndarray, *, rtol: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 def test_equal_to_dense_numpy(engine: str, padded: bool, tmp_path: Path):
     plain = plain_store(tmp_path, n=11, padded=padded)
     assert_same(ShardStore.open(plain.path, engine=engine).stats(), plain.acts)
@@ -804,18 +805,6 @@ def test_where_nothing_may_be_written_nothing_is_said(
         warnings.simplefilter("error")
         assert_same(store.stats(), plain.acts)
         assert sampled_stats(store, 3).n_examples == 3
-
-
-def test_a_transport_that_cannot_write_keeps_nothing():
-    plain = random_bits(Layout(7, (2, 5), 3, False, 4, 3))
-
-    class OnlyReads(MemoryTransport):
-        put = None
-
-    transport = OnlyReads(plain.files, label=plain.name)
-    assert not isinstance(transport, Writes)
-    assert_same(ShardStore.open(transport).stats(), plain.dense, rtol=1e-9)
-    assert kept_stats(ShardStore.open(transport)) is None
 
 
 @pytest.mark.parametrize(

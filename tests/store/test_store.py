@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import PlainStore, plain_store
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,8 +42,8 @@ from saev_store.errors import (
 )
 from saev_store.names import CLAIM_PATH
 from saev_store.store.listing import list_stores
-from saev_store.transport import MemoryTransport, ReadCost, Transport
-from saev_store.transport.fsspec._transport import FsspecTransport
+from saev_store.transport import ReadCost, Transport
+from saev_store.transport.fsspec import FsspecTransport
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 ENGINES = ["mmap", "pread", "fsspec"]
@@ -80,7 +81,7 @@ def same_bits(found: object, expected: np.ndarray) -> None:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "memory"])
+@pytest.mark.parametrize("engine", [*ENGINES])
 @pytest.mark.parametrize("sample", VALID, ids=lambda path: path.name)
 def test_peer_written_stores_equal_their_truth_bit_for_bit(sample: Path, engine: str) -> None:
     expected = json.loads((sample / "expected.json").read_text())
@@ -223,18 +224,6 @@ def test_every_engine_on_real_files(engine: str, tail: str, key: object, tmp_pat
     same_bits(store[key], plain.dense[key])
 
 
-def test_a_store_can_be_held_in_memory(tmp_path: Path) -> None:
-    plain = plain_store(LAYOUT, labelled=True)
-    folder = plain.write(tmp_path)
-    store = ShardStore.open(folder, engine="memory")
-    for file in folder.iterdir():
-        file.unlink()
-    same_bits(store[...], plain.dense)
-    np.testing.assert_array_equal(store.labels, plain.labels)
-    assert store.transport.name == "memory"
-    assert str(folder) in store.url
-
-
 def test_large_contiguous_reads_take_the_direct_way(tmp_path: Path) -> None:
     layout = Layout(9, (0, 1, 2), 40, True, 1024, 4)
     plain = plain_store(layout)
@@ -250,52 +239,6 @@ def test_large_contiguous_reads_take_the_direct_way(tmp_path: Path) -> None:
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
-
-
-def test_opening_reads_the_two_documents_and_touches_nothing_else() -> None:
-    class Strict(MemoryTransport):
-        is_local = False
-        seen: list[str] = []  # noqa: RUF012 - one test
-
-        def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-            self.seen.append(path)
-            return super().read(path, max_bytes=max_bytes)
-
-        def size(self, path: str) -> int:
-            self.seen.append(f"size {path}")
-            return super().size(path)
-
-    transport = Strict(plain_store(LAYOUT, labelled=True).files)
-    store = opened(transport)
-    assert transport.seen == ["metadata.json", "shards.json"]
-    repr(store), store._repr_html_(), len(store.sel(layer=5)), store.nbytes, hash(store)
-    assert transport.seen == ["metadata.json", "shards.json"]
-    store[0]
-    assert transport.seen[2:] == ["size acts000000.bin"]
-    store[1:3]
-    assert len(transport.seen) == 3
-
-
-@pytest.mark.parametrize(
-    ("cost", "key", "expected"),
-    [
-        # Vectors have 32 bytes, planes 160, examples 480, shards 1440.
-        (ReadCost(0, 10**6), (slice(0, 3), 1), [(160, 320), (640, 800), (1120, 1280)]),
-        (ReadCost(320, 10**6), (slice(0, 3), 1), [(160, 1280)]),
-        (ReadCost(320, 500), (slice(0, 3), 1), [(160, 320), (640, 800), (1120, 1280)]),
-        (ReadCost(0, 10**6), slice(0, 3), [(0, 1440)]),
-        (ReadCost(0, 960), slice(0, 3), [(0, 960), (960, 1440)]),
-        (ReadCost(0, 10**6), (0, slice(None), 0), [(0, 32), (160, 192), (320, 352)]),
-        (ReadCost(128, 10**6), (0, slice(None), 0), [(0, 352)]),
-        (ReadCost(0, 64), (0, 0), [(0, 64), (64, 128), (128, 160)]),
-    ],
-)
-def test_requests_follow_the_price_of_gaps(cost: ReadCost, key: object, expected: list[tuple[int, int]]) -> None:
-    plain = plain_store(LAYOUT)
-    transport = Picky(plain.files, cost)
-    store = opened(transport)
-    same_bits(store[key], plain.dense[key])
-    assert [(start, end) for _, start, end in transport.requests] == expected
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
@@ -369,10 +312,8 @@ def test_stores_work_in_other_processes(engine: str, method: str, tmp_path: Path
     assert two == plain.dense[:, 1].reshape(-1, 8)[[3, 1]].tobytes()
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
-def test_a_pickled_selection_has_the_same_rows(
-    tmp_path: Path, engine: Literal["mmap", "pread", "fsspec", "memory"]
-) -> None:
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
+def test_a_pickled_selection_has_the_same_rows(tmp_path: Path, engine: Literal["mmap", "pread", "fsspec"]) -> None:
     made = token_store(tmp_path)
     store = ShardStore.open(made.path, engine=engine)
     for rows in (store.sel(layer=2), store.sel(layer=(5, 2), tokens="content", where={"act": 3}, stack_layers=True)):

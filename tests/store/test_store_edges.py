@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import pickle
-import shutil
 import tracemalloc
 import warnings
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import PlainStore, plain_store
 from plain_stores import plain_store as numbered_store
 from token_stores import token_store
@@ -39,8 +39,8 @@ from saev_store.store import card
 from saev_store.store import identity as _identity
 from saev_store.store.identity import recording_identity
 from saev_store.store.sizes import sizes_by_dtype
-from saev_store.transport import MemoryTransport, ReadCost, Transport
-from saev_store.transport.local.transport import LocalTransport
+from saev_store.transport import ReadCost, Transport
+from saev_store.transport.local import LocalTransport
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
 
@@ -235,30 +235,6 @@ def test_a_far_folder_with_another_name_is_remarked(plain: PlainStore):
     assert ShardStore.open(Far(plain.files, label=plain.name)).problems == ()
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-@pytest.mark.parametrize("is_far", [True, False])
-def test_in_memory_all_is_known_and_nothing_is_requested(labelled: bool, is_far: bool, tmp_path: Path):
-    plain = plain_store(LAYOUT, labelled=labelled)
-    folder = plain.write(tmp_path)
-    url = str(folder)
-    if is_far:
-        fsspec = pytest.importorskip("fsspec")
-        fsspec.filesystem("memory").put(str(folder), f"/{tmp_path.name}/", recursive=True)
-        url = f"memory://{tmp_path.name}/{plain.name}"
-    store = ShardStore.open(url, engine="memory")
-    shutil.rmtree(folder)
-    if is_far:
-        fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
-    before = store.transport.counters.operations
-    assert "labels" in repr(store).replace("not looked for", "")
-    assert store.has_labels is labelled
-    assert store.estimate(np.s_[3:5]).requests == 1  # the map: no size
-    same_bits(store[3:5], plain.dense[3:5])
-    assert store.transport.counters.operations.get("size", 0) == before.get("size", 0)
-    if plain.labels is not None:
-        assert np.array_equal(store.labels, plain.labels)
-
-
 def test_a_report_is_of_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also where another one has files of the same sizes and times: what is lost here may be whole there."""
     plain, facts = plain_store(LAYOUT), _identity._facts
@@ -276,20 +252,6 @@ def test_a_report_is_of_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with stores[1].repair(other, on_nonfinite="allow") as writer:
         writer.append(plain.dense[3:6])
     same_bits(ShardStore.open(stores[1].url)[...], plain.dense)
-
-
-def test_labels_are_read_once_and_cannot_be_changed(plain: PlainStore, tmp_path: Path):
-    folder = plain.write(tmp_path)
-    for engine in ("mmap", "pread", "memory"):
-        labels = ShardStore.open(folder, engine=engine).labels
-        assert np.array_equal(labels, plain.labels)
-        assert not labels.flags.writeable
-    far = Far(plain.files)
-    store = opened(far)
-    for _ in range(3):
-        assert store.has_labels
-        assert np.array_equal(store.labels, plain.labels)
-    assert far.counters.operations["size"] == 2  # to know whether there are any, and before they are read
 
 
 def test_labels_of_a_damaged_store_that_have_a_wrong_size_never_come_out(plain: PlainStore, tmp_path: Path):
@@ -419,18 +381,6 @@ def test_the_same_files_cut_otherwise_are_another_recording(tmp_path: Path):
     ]
     files = ["acts000000.bin"]
     assert len({recording_identity(transport, layout, files=files) for layout in layouts}) == 3
-
-
-def test_files_that_change_places_are_another_recording(plain: PlainStore):
-    swapped = dict(plain.files)
-    swapped["acts000000.bin"], swapped["acts000001.bin"] = swapped["acts000001.bin"], swapped["acts000000.bin"]
-    one, two = (recording_identity(MemoryTransport(files), LAYOUT) for files in (plain.files, swapped))
-    assert one != two
-    names = ["acts000000.bin", "labels.bin"]
-    renamed = {**plain.files, "other.bin": plain.files["labels.bin"]}
-    assert recording_identity(MemoryTransport(renamed), LAYOUT, files=names) != recording_identity(
-        MemoryTransport(renamed), LAYOUT, files=["acts000000.bin", "other.bin"]
-    )
 
 
 def test_versions_that_some_files_lack_are_not_used(plain: PlainStore):

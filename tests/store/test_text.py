@@ -9,13 +9,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from api import MemoryTransport
 from hypothesis import given
 from hypothesis import strategies as st
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import LayerNotFoundError, SelectionError
 from saev_store.store import text as text_module
-from saev_store.transport import MemoryTransport, open_transport
+from saev_store.transport import open_transport
 from saev_store.writer import create_store
 
 ARRAYS = {"token_ids": "int32", "document_ids": "int64", "positions": "int32", "mask": "bool"}
@@ -152,7 +153,7 @@ def corpus(request, tmp_path) -> Corpus:
     return recorded(tmp_path, WORDS, examples, layout=request.param, dtype="float32")
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 def test_every_engine_gives_documents(corpus, engine):
     store = corpus.open(engine=engine)
     for key in WORDS:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from plain_stores import Plain, plain_store, spans
 
 from saev_store import ShardStore
 from saev_store.documents import parse_metadata, parse_shards
-from saev_store.errors import AccessError, CorruptShardError, MissingShardError, NotFoundError, TransportError
+from saev_store.errors import CorruptShardError, MissingShardError
 from saev_store.problems import Problem
-from saev_store.transport import FREE, Entry, MemoryTransport, open_transport
+from saev_store.transport import Entry, open_transport
 from saev_store.validation import Report, merge_ranges, problem_to_dict, quick_checks, validate
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
@@ -236,33 +237,6 @@ def test_several_damages_at_once(tmp_path):
     assert report.n_lost == 11
 
 
-def test_the_same_findings_through_every_back_end(store):
-    store.shard(0).unlink()
-    os.truncate(store.shard(1), 500)
-    metadata, index = documents(store.path)
-    expected = [(p.kind, p.where, p.lost) for p in look(store).problems]
-    files = {path.name: path.read_bytes() for path in store.path.iterdir()}
-    memory = MemoryTransport(files)
-
-    class OnlyReads:
-        """The narrowest transport there can be: sizes one by one."""
-
-        url, name, cost = "narrow://x", "narrow", FREE
-        is_local, local_path, reads_into = False, None, True
-        read, size, readinto, close = memory.read, memory.size, memory.readinto, memory.close
-
-    for transport in (
-        open_transport(store.path, engine="pread"),
-        open_transport(store.path, engine="fsspec"),
-        memory,
-        OnlyReads(),
-    ):
-        for deep in (False, True):
-            report = validate(transport, metadata, index, deep=deep, progress=False)
-            found = [(p.kind, p.where, p.lost) for p in report.problems if p.kind != "digests_absent"]
-            assert found == expected, (transport, deep)
-
-
 def test_listing_refused_or_useless_falls_back_to_sizes(store):
     metadata, index = documents(store.path)
     files = {path.name: path.read_bytes() for path in store.path.iterdir()}
@@ -426,22 +400,6 @@ class Answering:
         if isinstance(found, Exception):
             raise found
         return found
-
-
-def test_what_a_server_does_not_answer_is_not_missing(store):
-    """Lost is what is known to be away; a file that may not be read, or that no server answers for, is told as such."""
-    metadata, index = documents(store.path)
-    sizes = {store.shard(i).name: store.shard(i).stat().st_size for i in range(store.n_shards)}
-    sizes |= {array.file_name: array.nbytes(metadata.layout) for array in metadata.recordable}
-    assert quick_checks(Answering(sizes), metadata, index) == []
-    for error, kind in (
-        (NotFoundError("away"), "missing_shard"),
-        (AccessError("forbidden"), "unreadable_shard"),
-        (TransportError("no answer"), "unreadable_shard"),
-    ):
-        (problem,) = quick_checks(Answering(sizes | {store.shard(1).name: error}), metadata, index)
-        assert (problem.kind, problem.where, problem.lost) == (kind, store.shard(1).name, (store.span(1),))
-        assert (str(error.message) in problem.message) is (kind == "unreadable_shard")
 
 
 def damaged(store: Plain, name: str, change: object) -> Problem:
@@ -696,15 +654,6 @@ def test_the_name_of_the_folder_is_judged_by_quick_checks_where_it_is_given(stor
     assert quick_checks(transport, metadata, index, dirname=store.path.name) == []
     (problem,) = quick_checks(transport, metadata, index, dirname="my-store")
     assert (problem.kind, problem.where) == ("hash_mismatch", "metadata.json")
-
-
-def test_why_a_file_cannot_be_read_is_told_once(store: Plain):
-    """Without the address, which `where` has."""
-    metadata, index = documents(store.path)
-    sizes = {store.shard(i).name: store.shard(i).stat().st_size for i in range(store.n_shards)}
-    sizes |= {"labels.bin": AccessError("forbidden", where="x://store/labels.bin", remedy="Ask.")}
-    (problem,) = quick_checks(Answering(sizes), metadata, index)
-    assert problem.message == "labels.bin cannot be read: forbidden"
 
 
 def test_an_error_of_a_report_lists_twenty_and_says_where():

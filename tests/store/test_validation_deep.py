@@ -13,16 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_stores import Plain, plain_store, spans
 from test_validation import documents, kinds
 from token_stores import token_store
-from waiting import HANG_S
 
 from saev_store import ShardStore
 from saev_store.errors import CorruptShardError, DocumentError, TransportError
-from saev_store.transport import FREE, MemoryTransport, ReadCost, Transport, open_transport
+from saev_store.transport import ReadCost, Transport, open_transport
+from saev_store.transport.local import FREE
 from saev_store.validation import Report, validate
 from saev_store.validation._judge import is_zero, merge_runs, scan_piece, whole_units
 from saev_store.writer._digests import parse_digests
@@ -403,17 +404,6 @@ def test_zeros_that_begin_within_an_example_cost_only_whole_examples(store):
     assert report.problems[1].message.startswith("8 vectors")
 
 
-@pytest.mark.parametrize("position", [0, 8, 900, 959])
-def test_padding_is_looked_at_piece_by_piece(store, monkeypatch, position):
-    """Padding that cannot be read is no vector, and says nothing."""
-    monkeypatch.setattr("saev_store.validation._validate._LOCAL_PIECE_BYTES", 8)
-    padding = store.truth(2).nbytes
-    assert padding + 960 == store.shard_nbytes
-    overwrite(store.shard(2), padding + position, b"\1")
-    assert kinds(look(store)) == ["nonzero_padding"]
-    assert kinds(look(store, Bad(store, {"acts000002.bin"}, padding + position))) == []
-
-
 @pytest.mark.parametrize("position", [0, 479, 480, 959])
 def test_padding_of_several_blocks_is_looked_at_in_each(store, position):
     store.write_digests(64)
@@ -432,36 +422,6 @@ def test_blocks_of_digests_have_at_most_a_gibibyte(store, block_bytes, found):
     """A buffer of that length would be made."""
     store.write_digests(block_bytes)
     assert kinds(look(store)) == found
-
-
-def test_labels_that_cannot_be_read_are_not_compared(digested):
-    (problem,) = look(digested, Bad(digested, {"labels.bin"}, 5)).problems
-    assert (problem.kind, problem.where, problem.severity) == ("unreadable_labels", "labels.bin", "error")
-    assert "Input/output error" in problem.message
-
-
-def test_a_read_error_costs_only_the_examples_in_that_block(digested):
-    report = look(digested, Bad(digested, {"acts000001.bin"}, 500))
-    assert kinds(report) == ["unreadable_shard"]
-    assert "Input/output error" in report.problems[0].message
-    assert report.lost == touched(digested, 1, 500, 256)
-
-
-def test_of_several_read_errors_of_a_shard_the_first_is_told(digested):
-    """With the bytes of all of them; another shard has its own."""
-
-    class Worse(Bad):
-        def readinto(self, path, *, starts, buffers):
-            if (path, starts[0]) in {("acts000001.bin", 256), ("acts000001.bin", 768), ("acts000002.bin", 0)}:
-                raise TransportError(f"error at {starts[0]}", where=path)
-            super().readinto(path, starts=starts, buffers=buffers)
-
-    report = look(digested, Worse(digested, set(), 0))
-    messages = {problem.where: problem.message for problem in report.problems}
-    assert messages == {
-        "acts000001.bin": "512 bytes of acts000001.bin cannot be read: error at 256",
-        "acts000002.bin": "256 bytes of acts000002.bin cannot be read: error at 0",
-    }
 
 
 @pytest.mark.parametrize("value", [0, 1, 2, 128, 255])
@@ -490,30 +450,6 @@ def test_memory_is_bounded_and_no_thread_stays(tmp_path):
         if thread.name.startswith("saev-store-ahead"):
             thread.join(10)
             assert not thread.is_alive()
-
-
-def test_an_interrupt_leaves_at_once(store, monkeypatch):
-    metadata, index = documents(store.path)
-    inner = open_transport(store.path)
-    never = threading.Event()
-
-    class Hangs:
-        """A server that has stopped answering."""
-
-        url, name, cost = "remote://x", "remote", FREE
-        is_local, local_path, reads_into = False, None, False
-        read, size, close = inner.read, inner.size, inner.close
-
-        def readinto(self, path, *, starts, buffers):
-            never.wait()
-
-    main = threading.main_thread().ident
-    assert main is not None
-    timer = threading.Timer(0.3, lambda: __import__("signal").pthread_kill(main, __import__("signal").SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        validate(Hangs(), metadata, index, deep=True, progress=False)
-    never.set()
 
 
 def test_progress_goes_to_stderr_only_when_asked(store, capsys):
@@ -595,46 +531,6 @@ def test_digests_that_cannot_be_read_are_an_error(digested: Plain):
     assert main(["validate", str(digested.path), "--deep", "--json"]) == 1
 
 
-def test_a_validation_that_ends_early_reads_no_further(store: Plain, monkeypatch: pytest.MonkeyPatch):
-    """A thread that is in the middle of a block ends after the piece that it is reading."""
-    from saev_store._runtime.progress import Progress
-    from saev_store.validation import _validate
-
-    gate, n_reads = threading.Event(), []
-
-    class Gated(MemoryTransport):
-        def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-            if path == "acts000001.bin":
-                n_reads.append(starts)
-                gate.wait(HANG_S)
-            super().readinto(path, starts=starts, buffers=buffers)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Progress, "advance", interrupt)
-    monkeypatch.setattr(_validate, "_LOCAL_PIECE_BYTES", 64)
-    files = {file.name: file.read_bytes() for file in store.path.iterdir()}
-    with pytest.raises(KeyboardInterrupt):
-        look(store, Gated(files))
-    gate.set()
-    validators = [thread for thread in threading.enumerate() if thread.name.startswith("saev-store-ahead")]
-    for thread in validators:
-        thread.join(HANG_S)
-    assert not any(thread.is_alive() for thread in validators)
-    assert len(n_reads) <= 1
-
-
-def test_a_validation_without_threads(store: Plain, monkeypatch: pytest.MonkeyPatch):
-    expected = look(store, absent=True).problems
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert look(store, absent=True).problems == expected
-
-
 def messages(report: Report) -> dict[tuple[str, str], str]:
     return {(problem.kind, problem.where): problem.message for problem in report.problems}
 
@@ -708,13 +604,6 @@ def test_oddities_are_told_beside_other_damage(digested):
     ]  # fmt: skip
 
 
-def test_padding_in_several_blocks_that_is_zero_at_the_end_is_told(digested):
-    """Also where a later block cannot be read."""
-    overwrite(digested.shard(2), 480, b"\1")
-    assert kinds(look(digested)) == ["nonzero_padding"]
-    assert kinds(look(digested, Bad(digested, {"acts000002.bin"}, 1439))) == ["nonzero_padding"]
-
-
 def test_numbers_that_are_none_are_counted_over_all_blocks_and_pieces(store, monkeypatch):
     monkeypatch.setattr("saev_store.validation._validate._LOCAL_PIECE_BYTES", 64)
     store.write_digests(256)
@@ -773,12 +662,6 @@ def test_digests_of_bytes_that_are_no_bools_do_not_make_them_some(tmp_path, posi
     store.write_digests(16)
     (problem,) = look(store).problems
     assert (problem.kind, problem.where, problem.severity) == ("token_array_values", "mask.bin", "error")
-
-
-def test_a_later_block_of_labels_that_cannot_be_read_is_told(store):
-    store.write_digests(8)
-    found = look(store, Bad(store, {"labels.bin"}, 20))
-    assert messages(found) == {("unreadable_labels", "labels.bin"): "labels.bin cannot be read: Input/output error"}
 
 
 def test_an_entry_of_digests_that_is_missing_or_of_another_size_is_told(tmp_path):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, IncompleteStoreError, SelectionError
-from saev_store.loaders import CachedTransport, OrderedLoader, ShuffledLoader, behind_bos, below_norms, stage
+from saev_store.loaders import OrderedLoader, ShuffledLoader, behind_bos, below_norms, stage
 from saev_store.record import Images, Texts
 from saev_store.sources import MapStyle, open_source, reopen
 from saev_store.sources._source import steps
@@ -21,8 +22,6 @@ from saev_store.sources.llmbatch import write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, split_documents
 from saev_store.sources.provenance import source_of
 from saev_store.stats import store_stats
-from saev_store.transport import MemoryTransport
-from saev_store.transport.limit import Rate
 from saev_store.writer import clean_leftovers, create_store, finalize_store
 from saev_store.writer.copying import copy_store
 from saev_store.writer.importing import from_array
@@ -118,7 +117,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "copy dst": lambda junk: copy_store(SAMPLE, junk, progress=False),
         "stage timeout_s": lambda junk: stage(SAMPLE, root / "staged", timeout_s=junk),
         "stage layers": lambda junk: stage(SAMPLE, root / "staged", layers=junk),
-        "cache_bytes": lambda junk: CachedTransport(store.transport, root / "cache", junk),
         "estimate dtype": lambda junk: store.estimate(dtype=junk),
         "publication verify": lambda junk: finalize_store(MemoryTransport(), new_metadata(**METADATA), verify=junk),
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
@@ -151,12 +149,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "family of a cache": lambda junk: import_cache(root, root / "to", family=junk),
         "format of a cache": lambda junk: import_cache(root, root / "to", family="x", format=junk),
         "layers of a cache": lambda junk: import_cache(root, root / "to", family="x", format="saelens", layers=junk),
-        "files in memory": MemoryTransport,
-        "a file in memory": lambda junk: MemoryTransport({"a": junk}),
-        "a path in memory": lambda junk: MemoryTransport({junk: b""} if isinstance(junk, Hashable) else {}),
-        "label of memory": lambda junk: MemoryTransport(label=junk),
-        "content of a file": lambda junk: MemoryTransport().put("a", junk),
-        "content of a new file": lambda junk: MemoryTransport().create("a", junk),
         "shard of a layout": store.layout.used_nbytes,
         "examples of a shard": store.layout.example_range,
         "store of statistics": store_stats,
@@ -186,18 +178,12 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
 @pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
 def test_junk_meets_our_errors_only(junk: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Rate, "take", lambda *_: None)  # one request in a second, or in ten, is a limit
+    monkeypatch.setattr("saev_store.writer.copying._limit.Rate.take", lambda *_: None)
     for name, call in calls(tmp_path / "root").items():
         try:
             call(junk)  # what makes sense may work
         except SaevStoreError as error:
             assert str(error), name
-
-
-def test_a_number_is_no_content_of_a_file() -> None:
-    """Python's `bytes(7)` would be seven zeros."""
-    with pytest.raises(ArgumentError, match="must be bytes"):
-        MemoryTransport({"a": 7})
 
 
 def flags(root: Path) -> dict[str, Callable[[object], object]]:
@@ -255,7 +241,6 @@ def test_booleans_of_numpy_are_booleans(tmp_path: Path) -> None:
         ("max_reorder_bytes", lambda value, _: write_early(value)),
         ("max_mb_per_s", lambda value, to: copy_store(SAMPLE, to, max_mb_per_s=value)),
         ("max_requests_per_s", lambda value, to: copy_store(SAMPLE, to, max_requests_per_s=value)),
-        ("cache_bytes", lambda value, to: CachedTransport(MemoryTransport(), to, value)),
         ("timeout_s", lambda value, to: stage(SAMPLE, to, timeout_s=value)),
     ],
 )

@@ -34,7 +34,7 @@ PUBLIC = {
         write_kerchunk
     """,
     "saev_store.loaders": """
-        Allocate Batch BatchEntropy BatchIterator BufferPool CachedTransport Explanation Loader Medium Metrics
+        Allocate Batch BatchEntropy BatchIterator BufferPool Explanation Loader Medium Metrics
         Mixing NO_LABEL OrderedLoader OrderedPairLoader PairBatches PairLoader ReadArguments ReadOptions RowNumbers
         ScatteredReads ShuffleArguments ShuffleOptions ShuffleQuality ShuffledLoader ShuffledPairLoader TokenColumns
         WAITING WINDOW_BYTES batch_entropy behind_bos below_norms filtered filtered_pair layer_columns medium_of
@@ -74,20 +74,13 @@ PUBLIC = {
     "saev_store.store": """
         ShardStore
     """,
-    "saev_store.testing.transport": """
-        FILES ReadContract WriteContract
-    """,
     "saev_store.torch": """
         BatchDataset ConfigError Consumer Dataset ExampleBatch IndexedConfig IndexedDataset Normalization
         OrderedConfig OrderedDataLoader OrderedPairConfig OrderedPairDataLoader SharedLoader ShuffledConfig
         ShuffledDataLoader ShuffledPairConfig ShuffledPairDataLoader tensors
     """,
     "saev_store.transport": """
-        Awaits Buffer CleansUploads CopiesWithin Counters Engine Entry FREE LimitTransport Lists LocalTransport MemoryTransport
-        MmapTransport Moves PreadTransport Rate ReadCost Sink Transport UnfinishedUpload Writes open_transport
-    """,
-    "saev_store.transport.obstore": """
-        part_bytes
+        Buffer Counters Engine Entry FileStat LocalTransport ReadCost Sink Transport UnfinishedUpload open_transport
     """,
     "saev_store.validation": """
         Promised Report Survey check_dirname check_survey local_folder merge_ranges problem_to_dict promised_digests

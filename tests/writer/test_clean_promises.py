@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from api import MemoryTransport
 from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
 
 from saev_store.errors import IncompleteStoreError, NotFoundError, StoreExistsError, WriterConflictError
 from saev_store.names import CLAIM_PATH
-from saev_store.transport import Entry, MemoryTransport, UnfinishedUpload, open_transport
+from saev_store.transport import Entry, UnfinishedUpload, open_transport
 from saev_store.writer import ShardWriter, _leftovers, clean_leftovers, create_store, discard_unfinished, unfinished
 from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import PreadTransport
 from kill_copies import killed_copies
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  (a fixture)
@@ -34,8 +35,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.store.opening import open_documents
-from saev_store.transport import MmapTransport, PreadTransport, open_transport
-from saev_store.transport.limit import Rate
+from saev_store.transport import open_transport
 from saev_store.writer.copying import _copier, _whole, copy_store, target_of
 from saev_store.writer.copying._layers import copy_layers, kept_tokens
 from saev_store.writer.folder import Folder
@@ -54,19 +54,6 @@ def store(tmp_path: Path) -> Plain:
 
 
 # -- whole stores --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sample", STORES, ids=lambda path: path.relative_to(SAMPLES).parts[0])
-def test_a_copy_has_the_same_name_and_bytes(sample, tmp_path):
-    url = copy_store(sample, tmp_path / "to")
-    assert url == str(tmp_path / "to" / sample.name)
-    copied = contents(url)
-    digests = copied.pop("digests.json")
-    assert copied == contents(sample)
-    assert json.loads(digests)["algorithm"] == "xxh3_128"
-    report = ShardStore.open(url).validate(deep=True)
-    assert report.ok
-    assert "digests_absent" not in {problem.kind for problem in report.problems}
 
 
 def test_digests_of_the_copy_are_what_a_writer_would_leave(store, tmp_path):
@@ -284,13 +271,6 @@ def test_what_the_digests_do_not_speak_of_is_not_copied(store, tmp_path, change)
     assert np.array_equal(ShardStore.open(url)[...], store.acts)
 
 
-def test_a_link_to_digests_that_are_not_there(store, tmp_path):
-    (store.path / "digests.json").symlink_to("elsewhere")
-    with pytest.raises(CorruptShardError, match="it is a symbolic link to 'elsewhere', where nothing is"):
-        copy_store(store.path, tmp_path / "to")
-    assert not list((tmp_path / "to").glob("*"))
-
-
 def test_bytes_that_change_on_the_way_are_noticed(store, tmp_path, monkeypatch):
     open_sink = Folder.open_sink
 
@@ -321,19 +301,6 @@ def test_bad_arguments(store, tmp_path):
     with pytest.raises(SaevStoreError):
         copy_store(store.path, "nosuchprotocol://x")
     assert not (tmp_path / "to").exists()
-
-
-def test_limits_are_megabytes_of_a_million_bytes(store, tmp_path, monkeypatch):
-    told = []
-
-    def noted(*limits: float | None) -> Rate:
-        told.append(limits)
-        return Rate()
-
-    monkeypatch.setattr("saev_store.writer.copying.Rate", noted)
-    for name, limits in (("a", {"max_mb_per_s": 3}), ("b", {"max_requests_per_s": 4}), ("c", {})):
-        copy_store(store.path, tmp_path / name, **limits, progress=False)
-    assert told == [(3e6, None), (None, 4), (None, None)]
 
 
 def test_no_room(store, tmp_path, monkeypatch):
@@ -509,28 +476,6 @@ def test_hook_points_of_one_layer_are_copied_each_by_itself(tmp_path, chosen):
     )
     assert np.array_equal(copied[...], acts[:, chosen])
     assert copied.layout.layer_keys in {tuple(pairs[i] for i in chosen), tuple(pairs[i][0] for i in chosen)}
-
-
-def test_only_the_bytes_of_the_layers_are_read(store, tmp_path):
-    read: list[tuple[str, int]] = []
-
-    class Watched(PreadTransport):
-        def get_ranges(self, path, *, starts, ends):
-            read.extend((path, end - start) for start, end in zip(starts, ends, strict=True))
-            return super().get_ranges(path, starts=starts, ends=ends)
-
-        def readinto(self, path, *, starts, buffers):
-            read.append((path, sum(buffer.nbytes for buffer in buffers)))
-            super().readinto(path, starts=starts, buffers=buffers)
-
-        cost = type(MmapTransport.cost)(0, 1 << 30)
-
-    source = ShardStore(open_documents(Watched(store.path)))
-    metadata = source.metadata.replace(layers=[5])
-    to = open_transport(tmp_path / "to")
-    copy_layers(source, metadata, to, tokens=kept_tokens(source, "all"), resume=True, progress=False)
-    n_bytes = sum(size for path, size in read if path.startswith("acts"))
-    assert n_bytes == store.acts.nbytes // 3
 
 
 @pytest.mark.parametrize("block_bytes", [4, 100, 256, 4096, 1 << 20])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import uuid
 
-import numpy as np
 import pytest
 from cloud_servers import Proxy, gcs_json_bucket, swift_bucket  # noqa: F401 (two are fixtures)
 from kill_harness_oracle import case
@@ -13,9 +12,9 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError, CorruptShardError
-from saev_store.transport import CopiesWithin, LimitTransport, MemoryTransport, Rate, open_transport
-from saev_store.transport import limit as limit_module
+from saev_store.transport import open_transport
 from saev_store.writer import create_store
+from saev_store.writer.copying import _limit as limit_module
 from saev_store.writer.copying import copy_store
 
 pytest.importorskip("obstore")
@@ -175,10 +174,6 @@ def test_from_one_bucket_to_another(place):
     assert ShardStore.open(url, place.options).validate(deep=True).ok
 
 
-def test_memory_does_not_copy_within():
-    assert not isinstance(MemoryTransport(), CopiesWithin)
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes only by sleeping."""
@@ -195,34 +190,6 @@ def clock(monkeypatch):
     found = Clock()
     monkeypatch.setattr(limit_module, "time", found)
     return found
-
-
-def test_limits_hold_for_both_ends_together(clock):
-    data = np.random.default_rng(0).bytes(1_000_000)
-    rate = Rate(bytes_per_s=100_000)
-    source = LimitTransport(MemoryTransport({"a": data}), rate)
-    target = LimitTransport(MemoryTransport(), rate)
-    for start in range(0, 1_000_000, 100_000):
-        (part,) = source.get_ranges("a", starts=[start], ends=[start + 100_000])
-        target.put(f"{start}", part)
-    assert clock.now == pytest.approx(19)  # the last one's turn comes when the others' time is over
-    assert source.read("a") == data
-    assert clock.now == pytest.approx(20)
-    target.size("0")
-    assert clock.now == pytest.approx(30)
-
-
-def test_requests_are_limited(clock):
-    transport = LimitTransport(MemoryTransport({"a": bytes(40 << 20)}), Rate(requests_per_s=2))
-    for _ in range(5):
-        transport.size("a")
-    assert clock.now == pytest.approx(2)
-    transport.get_ranges("a", starts=[0, 1, 2, 5], ends=[1, 2, 3, 5])  # three requests: the fourth range is empty
-    transport.size("a")
-    assert clock.now == pytest.approx(4)
-    transport.get_ranges("a", starts=[0], ends=[40 << 20])  # in pieces of 8 MiB
-    transport.size("a")
-    assert clock.now == pytest.approx(7)
 
 
 def test_a_copy_keeps_to_its_limit(s3_bucket, clock, tmp_path):

@@ -15,7 +15,6 @@ from saev_store import ShardStore
 from saev_store._runtime import progress
 from saev_store.cli import main
 from saev_store.errors import (
-    AccessError,
     ArgumentError,
     CorruptShardError,
     IncompleteStoreError,
@@ -266,11 +265,6 @@ def test_to_a_bucket_with_credentials_of_the_workers(client, plain: Plain, s3_bu
         found = bytes(transport.read(name))
         assert found == data[: len(found)]  # a bucket has no padding
         assert not any(data[len(found) :])
-
-
-def test_credentials_in_options_are_refused(client, plain: Plain, s3_bucket):
-    with pytest.raises(AccessError, match="credentials do not travel"):
-        copy_store(plain.path, s3_bucket.url, dst_storage_options=s3_bucket.options, client=client, progress=False)
 
 
 def test_an_address_that_only_this_process_knows_is_found_out(client, plain: Plain):

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import xxhash
-from interrupting import interrupting_deletions
+from api import MemoryTransport
 from plain_stores import Plain, plain_store
 from servers import s3_bucket  # noqa: F401  # a fixture
 from waiting import HANG_S
@@ -33,9 +33,9 @@ from saev_store.errors import (
 )
 from saev_store.loaders.staging import stage
 from saev_store.store.opening import open_documents
-from saev_store.transport import MemoryTransport, open_transport
-from saev_store.transport.local import write as _sink
-from saev_store.transport.local.transport import LocalTransport
+from saev_store.transport import durable as _sink
+from saev_store.transport import open_transport
+from saev_store.transport.local import LocalTransport
 from saev_store.writer import create_store
 from saev_store.writer.copying import _copier, _layers, _metadata, _source, _whole, check_bytes, copy_store
 from saev_store.writer.folder import Folder
@@ -664,24 +664,6 @@ def test_a_source_that_is_replaced_between_two_links_is_not_published(tmp_path, 
     assert len(n_linked) > 2
     assert all(n_linked)
     assert not list((tmp_path / "to").glob("*/metadata.json"))
-
-
-@pytest.mark.parametrize("stops_at", range(1, 8))
-def test_a_copy_of_layers_that_was_being_replaced_is_replaced_by_the_same_call(source, tmp_path, monkeypatch, stops_at):
-    """Whatever of it is deleted already, and also by a call without `replace`."""
-    source.write_digests(256)
-    options = {"layers": [metadata_of(source).layout.layers[1]]}
-    copy_store(source.path, tmp_path / "to", **options)
-    record_anew(source, digests=True)
-    with contextlib.suppress(KeyboardInterrupt), interrupting_deletions(monkeypatch, stops_at):
-        copy_store(source.path, tmp_path / "to", replace=True, **options)
-    if stops_at == 2:
-        assert not list((tmp_path / "to").glob("*/metadata.json"))
-        url = copy_store(source.path, tmp_path / "to", **options)
-    else:
-        url = copy_store(source.path, tmp_path / "to", replace=True, **options)
-    check(url, source, slice(1, 2))
-    assert not list(Path(url).glob(".saev_store*"))
 
 
 def test_a_copy_that_found_no_room_holds_no_lock(source, tmp_path, monkeypatch):

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_system_faults import Export, Operation, a_case, fails_once, write
-from transports import LatencyTransport
+from test_system_faults import Export, Operation, fails_once
 
 from saev_store import ShardStore
 from saev_store.cli import main
 from saev_store.errors import SaevStoreError
-from saev_store.loaders import CachedTransport, ShuffledLoader
-from saev_store.transport import open_transport
 from saev_store.writer.importing import from_array
 
 
@@ -52,40 +49,6 @@ class Import:
             }
 
 
-class Cached:
-    """Two epochs of a store far away, kept on this machine's disk."""
-
-    def __init__(self) -> None:
-        self.case = a_case()
-
-    def set_up(self, folder: Path) -> None:
-        write(folder / "far", self.case)
-
-    def run(self, folder: Path) -> None:
-        self.read(folder)
-
-    def read(self, folder: Path) -> None:
-        case = self.case
-        far = LatencyTransport(open_transport(str(folder / "far" / case.name)), 0)
-        near = CachedTransport(far, folder / "cache", 1 << 20)
-        with (
-            ShardStore.open(near) as store,
-            ShuffledLoader(store.sel(layer=2), batch_size=4, drop_last=False) as loader,
-        ):
-            at = store.layout.layer_index(2)
-            for _ in range(2):
-                n_rows = 0
-                for batch in loader:
-                    token = batch["token_idx"] + case.metadata.layout.n_special_tokens
-                    np.testing.assert_array_equal(batch["act"], case.acts[batch["example_idx"], at, token])
-                    n_rows += len(batch["act"])
-                assert n_rows == len(store.sel(layer=2))
-
-    def check(self, folder: Path, *, finished: bool) -> None:
-        del finished
-        self.read(folder)
-
-
 def command(format: str) -> Callable[[ShardStore, Path], object]:
     def export(store: ShardStore, path: Path) -> None:
         code = main(["export", store.url, str(path), "--format", format])
@@ -111,7 +74,6 @@ def tensorstore_values(path: Path) -> np.ndarray:
 
 OPERATIONS: dict[str, Callable[[], Operation]] = {
     "import of an array": Import,
-    "cache": Cached,
     "tensorstore": lambda: Replaced(command("tensorstore"), tensorstore_values),
 }
 

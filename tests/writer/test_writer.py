@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from hypothesis import given
 from hypothesis import strategies as st
 from kill_harness_disk import Disk
@@ -19,7 +20,6 @@ from saev_store.errors import (
     ArgumentError,
     ForkError,
     IncompleteStoreError,
-    ReadOnlyError,
     ResumeError,
     SaevStoreError,
     SaevStoreWarning,
@@ -28,7 +28,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.store import ShardStore
-from saev_store.transport import MemoryTransport, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 from saev_store.writer import ShardWriter, create_store, discard_unfinished, load_digests, unfinished
 
 
@@ -266,20 +266,6 @@ def test_bad_options(options) -> None:
     with pytest.raises(ArgumentError) as caught:
         begin(MemoryTransport(), case(), **options)
     assert caught.value.where in options
-
-
-def test_a_transport_that_only_reads() -> None:
-    class Reading:
-        url, name, cost = "read://only", "reading", None
-        is_local, local_path, reads_into = False, None, False
-
-        def read(self, path, *, max_bytes=None): ...
-        def size(self, path): ...
-        def get_ranges(self, path, *, starts, ends): ...
-        def close(self): ...
-
-    with pytest.raises(ReadOnlyError, match="only reads"):
-        begin(Reading(), case())
 
 
 # -- wrong order -------------------------------------------------------------------------------------------------------

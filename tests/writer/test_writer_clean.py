@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -13,15 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from api import MemoryTransport
 from kill_harness_oracle import case
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from transports import LatencyTransport
 from waiting import HANG_S
 
 from saev_store.cli import main
-from saev_store.errors import IncompleteStoreError, NotFoundError, TransportError
-from saev_store.store import ShardStore
-from saev_store.transport import MemoryTransport, UnfinishedUpload, open_transport
+from saev_store.errors import IncompleteStoreError, NotFoundError
+from saev_store.transport import UnfinishedUpload, open_transport
 from saev_store.writer import _leftovers, clean_leftovers, create_store, open_repair
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow", "progress": False}
@@ -74,38 +73,6 @@ class Writer:
 def write_whole(transport, this) -> None:
     with create_store(transport, this.metadata, **OPTIONS) as writer:
         this.append(writer, 0, 7)
-
-
-def test_a_killed_writer_on_a_disk(tmp_path):
-    whole, this = case(), big_case()
-    transport = open_transport(tmp_path)
-    write_whole(transport, whole)
-    (tmp_path / whole.name / ".saev_store.tmp-1-0").write_bytes(b"x")
-    (tmp_path / whole.name / "mine.txt").write_bytes(b"x")
-    before = folder_content(tmp_path, whole)
-    writer = Writer(str(tmp_path))
-    try:
-        live = clean_leftovers(transport, older_than_s=0)
-        kept = {leftover.path: leftover.kept_because for leftover in live.leftovers}
-        assert "is writing here" in kept[this.name]
-        assert kept[f"{whole.name}/.saev_store.tmp-1-0"] == ""
-    finally:
-        writer.kill()
-    assert [leftover.kept_because for leftover in clean_leftovers(transport, dry_run=True).leftovers] != [
-        ""
-    ]  # too young
-    found = clean_leftovers(transport, dry_run=True, older_than_s=0)
-    assert [(leftover.path, leftover.kind, leftover.kept_because) for leftover in found.leftovers] == [
-        (this.name, "unfinished store", "")
-    ]
-    assert found.uploads_listed
-    assert (tmp_path / this.name / "acts000000.bin").exists()
-    clean_leftovers(transport, older_than_s=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [whole.name]
-    assert (tmp_path / whole.name / "mine.txt").exists()
-    del before[".saev_store.tmp-1-0"]
-    assert folder_content(tmp_path, whole) == before
-    assert clean_leftovers(transport, older_than_s=0).leftovers == ()
 
 
 def test_what_is_not_ours_stays(tmp_path):
@@ -187,46 +154,6 @@ def test_ages_decide_and_one_that_is_not_told_keeps():
         transport.list(this.name)
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
-def test_a_killed_writer_in_a_bucket(s3_bucket, engine, capsys):
-    pytest.importorskip("obstore")
-    import s3fs
-
-    this, url = big_case(), f"{s3_bucket.url}/shards"
-    writer = Writer(url, s3_bucket.options, "obstore")
-    writer.kill()
-    bucket = s3_bucket.url.partition("://")[2]
-    files = s3fs.S3FileSystem(**s3_bucket.options)
-    theirs = [f"shards/{this.name}/notes.txt", "shards/theirs.bin"]
-    for key in theirs:
-        files.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
-
-    def uploads():
-        listed = files.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or []
-        return sorted(upload["Key"] for upload in listed)
-
-    assert uploads() == [f"shards/{this.name}/acts000001.bin", *theirs]
-    transport = open_transport(url, s3_bucket.options, engine=engine)
-    found = clean_leftovers(transport)  # too young: who knows whether it lives
-    assert "written" in found.leftovers[0].kept_because
-    arguments = ["clean", url, "--older-than", "0", "--engine", "fsspec" if engine == "fsspec" else "auto"]
-    for name, value in s3_bucket.options.items():
-        arguments += ["--option", f"{name}={value}"]
-    if engine == "fsspec":
-        assert [leftover.path for leftover in found.leftovers[1:]] == [f"{this.name}/acts000001.bin"]
-    assert main([*arguments, "--dry-run"]) == 0
-    assert "would be removed" in capsys.readouterr().out
-    assert main(arguments) == 0
-    shown = capsys.readouterr().out
-    assert ("cannot be listed" in shown) == (engine == "obstore")
-    if engine == "fsspec":
-        assert uploads() == theirs
-    with pytest.raises(NotFoundError):
-        transport.list()
-    write_whole(transport, case())
-    assert ShardStore.open(f"{url}/{case().name}", s3_bucket.options).validate(deep=True).ok
-
-
 def test_wrong_ages_are_refused(tmp_path, capsys):
     for text in ("x", "5", "-1d", "1w"):
         assert main(["clean", str(tmp_path), f"--older-than={text}"]) in (1, 2)
@@ -277,28 +204,3 @@ def test_uploads_are_given_up_only_when_they_are_old_and_it_is_meant(monkeypatch
         assert [leftover.kind for leftover in found.leftovers] == ["upload", "upload"]
         assert [leftover.kept_because for leftover in found.leftovers] == kept
         assert [leftover.path for leftover in found.leftovers] == [upload.path for upload in place.uploads[:2]]
-
-
-def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path):
-    """To open one for reading waits for somebody who writes."""
-    this = case()
-    with pytest.raises(KeyboardInterrupt), create_store(open_transport(tmp_path), this.metadata, **OPTIONS):
-        raise KeyboardInterrupt
-    lock = tmp_path / this.name / ".saev_store" / "locks" / "publish.lock"
-    lock.unlink(missing_ok=True)
-    os.mkfifo(lock)
-    assert clean_leftovers(tmp_path, dry_run=True, older_than_s=0).leftovers
-
-
-def test_a_disk_that_dies_while_space_is_reserved_is_told(tmp_path, monkeypatch):
-    """The file that was made for it cannot be removed then."""
-    from saev_store.transport.local import write
-
-    def dead(*_, **__):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as changed:
-        changed.setattr(write, "preallocate", dead)
-        changed.setattr(write.os, "unlink", dead)
-        with pytest.raises(TransportError, match="could not reserve"):
-            open_transport(tmp_path).open_sink("a.bin", used_nbytes=5, file_nbytes=5)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
 from plain_stores import plain_store
@@ -24,7 +25,6 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.store.opening import open_documents
-from saev_store.transport import MemoryTransport
 from saev_store.writer import _resume, create_store, finalize_store, load_digests, open_repair
 from saev_store.writer._shard_file import Receipt, leading_receipts
 from saev_store.writer.copying import _copier, _source, _whole, copy_store

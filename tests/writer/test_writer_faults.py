@@ -15,7 +15,7 @@ import pytest
 from kill_harness_oracle import case
 from waiting import HANG_S
 
-from saev_store.errors import ForkError, IncompleteStoreError, SaevStoreError, TransportError
+from saev_store.errors import ForkError, IncompleteStoreError, SaevStoreError
 from saev_store.transport import open_transport
 from saev_store.writer import create_store, open_repair
 
@@ -37,21 +37,6 @@ def finish(root, this):
         if not writer.complete:
             this.append(writer, writer.next_example, 7)
     this.check(folder_content(root, this))
-
-
-def test_a_system_without_threads_is_a_named_error_and_a_resume_works(tmp_path, monkeypatch):
-    this, start = case(), threading.Thread.start
-
-    def refused(self):
-        if self.name == "saev-store-writer":
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(TransportError, match="no more threads"):
-        write_whole(tmp_path, this)
-    monkeypatch.undo()
-    finish(tmp_path, this)
 
 
 def test_a_repair_whose_flush_failed_is_never_moved_into_place(tmp_path, monkeypatch):
@@ -187,7 +172,7 @@ def test_killed_while_creating_without_hard_links(tmp_path, monkeypatch, name, r
 
     monkeypatch.setattr(os, "link", no_link)
     if not renames:
-        monkeypatch.setattr("saev_store.transport.local.write.rename_exclusive", lambda old, new: False)
+        monkeypatch.setattr("saev_store.transport.durable.rename_exclusive", lambda old, new: False)
     monkeypatch.setattr(os, "pwritev", dying)
     try:
         write_whole(tmp_path, this)

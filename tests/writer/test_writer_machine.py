@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,7 +16,6 @@ from kill_harness_disk import Disk
 from kill_harness_oracle import Case, case
 
 from saev_store.errors import IncompleteStoreError, SaevStoreError, StoreExistsError, WriterConflictError
-from saev_store.transport import MemoryTransport
 from saev_store.writer import ShardWriter, create_store, discard_unfinished, finalize_store, open_repair
 
 RANKS = st.integers(0, 1)

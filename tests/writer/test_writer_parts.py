@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from api import MemoryTransport
 from hypothesis import given
 from hypothesis import strategies as st
 from kill_harness_disk import Disk, File, PowerCut, all_at_once, in_turn
@@ -28,7 +29,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.names import CLAIM_PATH
-from saev_store.transport import MemoryTransport, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 from saev_store.writer import create_store, finalize_store
 from saev_store.writer.folder import Claim, Folder, read_claim
 from saev_store.writer.parts import UnpublishedStore

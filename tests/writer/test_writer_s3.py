@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import threading
-import weakref
-
-import fsspec.asyn
 import pytest
 from kill_harness_oracle import Case, case
 from servers import Bucket, s3_bucket  # noqa: F401  # fixtures
 from test_writer_parts import race, write_part
-from waiting import HANG_S, soon
 
 from saev_store.errors import IncompleteStoreError, StoreExistsError, WriterConflictError
 from saev_store.transport import Transport, open_transport
-from saev_store.transport.obstore import _client as _obstore_client
 from saev_store.writer import create_store, open_repair
 
 OPTIONS = {"block_bytes": 64, "on_nonfinite": "allow"}
@@ -60,39 +52,4 @@ def test_parts_race_and_repair(s3_bucket: Bucket) -> None:
         assert writer.missing == [(2, 4)]
         writer.append(this.acts[2:4], this.labels[2:4])
     assert writer.repaired[0].identical
-    this.check(content(transport, this))
-
-
-@pytest.mark.parametrize("where", ["obstore", "fsspec", "its own", "main"])
-def test_a_writer_that_was_forgotten_holds_up_nobody(s3_bucket: Bucket, where: str) -> None:
-    """It may be found by the very thread that has to end, or that has to give up what it was sending."""
-    this = case(n=9, per_shard=9, pad=False)
-    engine = "fsspec" if where == "fsspec" else "obstore"
-    transport = open_transport(f"{s3_bucket.url}/shards", s3_bucket.options, engine=engine)
-    writer = create_store(transport, this.metadata, **OPTIONS)
-    this.append(writer, 0, 5)
-    writer.checkpoint()
-    collected, background, ending = threading.Event(), writer._background, weakref.ref(writer)
-    cycle = [writer]
-    cycle.append(cycle)
-    del writer, cycle
-
-    def collect() -> None:
-        gc.collect()
-        collected.set()
-
-    async def collecting() -> None:
-        collect()
-
-    if where == "its own":
-        background.submit(collect)
-        assert collected.wait(HANG_S)
-    elif where == "main":
-        collect()
-    else:
-        loop = fsspec.asyn.get_loop() if where == "fsspec" else _obstore_client._loop.loop
-        asyncio.run_coroutine_threadsafe(collecting(), loop).result(HANG_S)
-    assert soon(lambda: ending() is None and not background._thread.is_alive())
-    with create_store(transport, this.metadata, resume=True, **OPTIONS) as writer:
-        this.append(writer, 0, 9)
     this.check(content(transport, this))

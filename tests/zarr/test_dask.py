@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import plain_store
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from token_stores import token_store
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError
-from saev_store.transport import MemoryTransport
 
 dask = pytest.importorskip("dask")
 pytest.importorskip("dask.array")
@@ -72,19 +72,6 @@ def test_blocks_of_a_local_store_are_copies(tmp_path: Path):
     assert block.flags.writeable
 
 
-def test_the_same_store_has_the_same_name():
-    plain = plain_store(LAYOUT)
-    transport = MemoryTransport(plain.files, label=plain.name)
-    assert ShardStore.open(transport).as_dask().name == ShardStore.open(transport).as_dask().name
-    other = plain_store(LAYOUT, seed=5)
-    recorded_again = MemoryTransport(
-        plain.files | {name: other.files[name] for name in other.files if name.startswith("acts")}, label=plain.name
-    )
-    assert ShardStore.open(recorded_again).as_dask().name != ShardStore.open(transport).as_dask().name
-    elsewhere = MemoryTransport(plain.files, label=f"x/{plain.name}")
-    assert ShardStore.open(elsewhere).as_dask().name != ShardStore.open(transport).as_dask().name
-
-
 def test_another_mask_has_another_name(tmp_path: Path):
     store = token_store(tmp_path, arrays={"mask": "bool"})
     before = ShardStore.open(store.path)
@@ -93,15 +80,6 @@ def test_another_mask_has_another_name(tmp_path: Path):
     after = ShardStore.open(store.path)
     assert tokenize(after) != names[0]
     assert after.as_xarray(chunks={})["mask"].data.name != names[1]
-
-
-def test_labels_count_where_no_document_declares_them():
-    plain = plain_store(LAYOUT)
-    files = {name: data for name, data in plain.files.items() if name != "labels.bin"}
-    n_labels = LAYOUT.n_examples * LAYOUT.content_tokens_per_example
-    labels = [{}, {"labels.bin": bytes(n_labels)}, {"labels.bin": b"\1" * n_labels}]
-    stores = [ShardStore.open(MemoryTransport(files | some, label=plain.name)) for some in labels]
-    assert len({tokenize(store) for store in stores}) == 3
 
 
 def test_a_repaired_store_has_another_name(tmp_path: Path):

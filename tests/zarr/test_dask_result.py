@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import PlainStore, plain_documents, plain_store
 from transports import CountingTransport, LatencyTransport
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreWarning
-from saev_store.transport import MemoryTransport
 
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")

@@ -29,7 +29,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.export import _references, icechunk, kerchunk
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport.durable import TEMP_PREFIX
 
 FORMATS = ["kerchunk", "kerchunk-parquet", "icechunk", "tensorstore"]
 NEEDS = {"kerchunk-parquet": ["fastparquet"], "icechunk": ["icechunk", "virtualizarr"], "tensorstore": ["tensorstore"]}
@@ -256,22 +256,6 @@ def test_a_shard_that_goes_missing_later_is_an_error_elsewhere_too(tmp_path: Pat
     (problems,) = read_elsewhere([{"format": "kerchunk", "out": str(tmp_path / "r.json"), "truth": truth}], tmp_path)
     assert len(problems) == 2
     assert all("ReferenceNotReachable" in problem for problem in problems)
-
-
-def test_illegal_shapes_and_addresses(tmp_path: Path):
-    store = small_store(tmp_path)
-    with pytest.raises(ArgumentError, match="do not divide a shard of 3"):
-        store.to_kerchunk(tmp_path / "r.json", chunks=(2, 3, 5, 8))
-    with pytest.raises(ArgumentError, match="not a chunk shape"):
-        store.to_kerchunk(tmp_path / "r.json", chunks="big")
-    with pytest.raises(ArgumentError, match="not an address"):
-        store.to_kerchunk(tmp_path / "r.json", base="s3://{{bucket}}/x")
-    with pytest.raises(ArgumentError, match="other processes"):
-        ShardStore.open(store.url, engine="memory").to_kerchunk(tmp_path / "r.json")
-    with pytest.raises(ArgumentError, match="not an array"):
-        store.to_tensorstore_spec("activation")
-    with pytest.raises(ArgumentError, match="no driver"):
-        store.to_tensorstore_spec(base="ftp://somewhere/x")
 
 
 @pytest.mark.parametrize("url", ["s3://lab/{{x}}/store", "memory://lab/store", "simplecache::s3://lab/store"])

@@ -6,7 +6,6 @@ import base64
 import errno
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from dense_stores import PlainStore, plain_store
 from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.errors import (
-    AccessError,
     ArgumentError,
     CorruptShardError,
     MissingDependencyError,
@@ -30,7 +28,6 @@ from saev_store.errors import (
 from saev_store.export import (
     _references,
     kerchunk,
-    targets,
     tensorstore_spec,
     to_virtual_dataset,
     write_icechunk,
@@ -38,8 +35,7 @@ from saev_store.export import (
 )
 from saev_store.export._references import references
 from saev_store.export.kerchunk import v2_documents
-from saev_store.transport import open_transport
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport.durable import TEMP_PREFIX
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
 
@@ -180,32 +176,6 @@ def test_bfloat16_has_no_name_in_zarr_2(tmp_path: Path):
     error = refused(lambda: write_kerchunk(store, str(tmp_path / "r.json")))
     assert (type(error), error.where) == (ArgumentError, store.url)
     assert error.remedy == "Export to Icechunk or as a TensorStore spec, or copy the store as float32."
-
-
-def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    _, store = made(tmp_path)
-    given: list[tuple[str, object]] = []
-
-    def opened(url: str, options: object = None) -> object:
-        given.append((url, options))
-        return SimpleNamespace(url=url)
-
-    monkeypatch.setattr(targets, "open_transport", opened)
-    error = refused(lambda: write_kerchunk(store, "https://host/a/r.json", storage_options={"x": 1}))
-    assert (type(error), error.where, error.message) == (
-        AccessError,
-        "https://host/a",
-        "this storage cannot be written",
-    )
-    assert given == [("https://host/a", {"x": 1})]
-    if find_spec("fastparquet"):
-        refused(lambda: write_kerchunk(store, "https://host/b", format="parquet", storage_options={"y": 2}))
-        assert given[1:] == [("https://host/b", {"y": 2})]
-    monkeypatch.setattr(
-        targets, "open_transport", lambda url, _: open_transport(tmp_path / "out" if url == "." else url)
-    )
-    write_kerchunk(store, "r.json")
-    assert (tmp_path / "out" / "r.json").exists()
 
 
 def test_a_folder_of_other_files_is_left_alone_and_says_so(tmp_path: Path):

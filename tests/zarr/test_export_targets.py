@@ -17,7 +17,9 @@ from saev_store.core.layout import Layout
 from saev_store.errors import AccessError, ArgumentError, SaevStoreError, SaevStoreWarning
 from saev_store.export import write_kerchunk
 from saev_store.export._repository import _sentence
-from saev_store.transport import Lists, Writes, open_transport
+from saev_store.transport import Transport as Lists
+from saev_store.transport import Transport as Writes
+from saev_store.transport import open_transport
 
 LAYOUT = Layout(7, (2, 5), 3, True, 8, 3)
 OUTSIDE = "Name a file outside the store's folder."

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from api import MemoryTransport
 from hypothesis import given
 from hypothesis import strategies as st
 from served import serving
@@ -25,7 +26,6 @@ from saev_store import ShardStore
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError
 from saev_store.export import _references, array_names
-from saev_store.transport import MemoryTransport
 from saev_store.zarr import _keys
 from saev_store.zarr.documents import token_variables
 
@@ -43,7 +43,7 @@ def made(tmp_path: Path) -> TokenStore:
     return token_store(tmp_path / "store")
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 @pytest.mark.parametrize("chunk_nbytes", [1, 50, 16 << 20])
 def test_the_view_has_every_array_as_a_variable(made, engine, chunk_nbytes, monkeypatch):
     monkeypatch.setattr(_keys, "_TOKEN_CHUNK_BYTES", chunk_nbytes)

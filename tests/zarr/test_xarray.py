@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import PlainStore, plain_documents, plain_store
 from transports import CountingTransport, LatencyTransport
 from waiting import HANG_S
@@ -23,7 +24,6 @@ from waiting import HANG_S
 from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, LayerNotFoundError, NotFoundError
-from saev_store.transport import MemoryTransport, open_transport
 
 xr = pytest.importorskip("xarray")
 dask = pytest.importorskip("dask")
@@ -213,29 +213,6 @@ SELECTIONS = {
     ),
     "everything": ({}, np.s_[:]),
 }
-
-
-@pytest.mark.parametrize("place", ["far", "mmap", "pread"])
-@pytest.mark.parametrize("name", SELECTIONS)
-def test_a_selection_costs_what_the_store_reads(name: str, place: str, plain: PlainStore, folder: Path):
-    if place == "far":
-        inner = LatencyTransport(MemoryTransport(plain.files, label=plain.name), 0.0, 1e12)
-    else:
-        inner = open_transport(folder, engine=place)
-    transport = CountingTransport(inner)
-    store = ShardStore.open(transport)
-    dataset = store.as_xarray()
-    labels, key = SELECTIONS[name]
-    store[::3, 0, 0]  # the size of each shard is requested once, and it is mapped once
-    costs: list[tuple[int, int]] = []
-    values: list[bytes] = []
-    for read in (lambda: dataset.activations.sel(labels).values, lambda: store[key]):
-        transport.reset()
-        values.append(read().tobytes())
-        costs.append((transport.counters.requests, transport.counters.bytes_read))
-    assert values[0] == values[1] == plain.dense[key].tobytes()
-    assert costs[0] == costs[1]
-    assert costs[0][1] > 0 or place == "mmap"
 
 
 def test_loading_without_waiting_in_the_loop(folder: Path, plain: PlainStore):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from dense_stores import PlainStore, plain_store
 from transports import CountingTransport, LatencyTransport
 
@@ -21,7 +22,6 @@ from saev_store.errors import (
     SaevStoreError,
     UnsafeContentError,
 )
-from saev_store.transport import MemoryTransport
 
 xr = pytest.importorskip("xarray")
 pytest.importorskip("dask")

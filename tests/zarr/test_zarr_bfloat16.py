@@ -42,7 +42,7 @@ def made(request, tmp_path: Path) -> TokenStore:
 # -- the view ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "memory", "fsspec"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 @pytest.mark.parametrize("chunks", ["auto", (1, 1, 7, 8), (1, 2, 7, 8), (4, 2, 7, 8)], ids=str)
 def test_the_stored_face_has_the_bits(made, engine, chunks):
     store = ShardStore.open(made.path, engine=engine)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from api import MemoryTransport
 from dense_stores import plain_store
 from transports import CountingTransport, LatencyTransport
 from zarr.abc.store import Store
@@ -19,7 +20,7 @@ from zarr.abc.store import Store
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
-from saev_store.transport import Counters, MemoryTransport, Transport
+from saev_store.transport import Transport
 from saev_store.zarr import ZarrView
 
 CAN_READ_SHARDS = hasattr(Store, "get_ranges")
@@ -68,28 +69,6 @@ def activations(view: ZarrView) -> zarr.Array:
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def test_opening_reads_the_two_documents_and_asks_whether_there_are_labels():
-    transport, store = counted(labelled=True)
-    counters = transport.counters
-    assert counters.operations == {"read": 2}
-    transport.reset()
-    group = zarr.open_group(store.as_zarr(), mode="r")
-    assert group["labels"].shape == (40, 16)
-    assert group["layer"][:].tolist() == list(range(6))
-    assert transport.counters == Counters(requests=1, operations={"size": 1})
-
-
-def test_opening_a_local_view_asks_nothing(tmp_path: Path):
-    folder = plain_store(LAYOUT, labelled=True).write(tmp_path)
-    transport = CountingTransport(ShardStore.open(folder).transport)
-    store = opened(transport)
-    store.labels  # noqa: B018  # raises
-    transport.reset()
-    group = zarr.open_group(store.as_zarr(), mode="r")
-    assert group["activations"].nbytes == LAYOUT.nbytes
-    assert transport.counters == Counters()
 
 
 #: Selection -> (requests, bytes) by way of reading; docs/zarr-view.md has the same for a store of real size.
@@ -141,31 +120,6 @@ def test_gaps_are_read_where_they_are_cheaper_than_requests():
     transport, store = counted(gap_bytes=5 * PLANE)
     array = activations(store.as_zarr(chunks=(1, 1, 17, 32), sharded=True))
     assert cost_of(transport, lambda: array[:, 3]) == (4, 4 * (10 * EXAMPLE - 5 * PLANE))
-
-
-def test_long_chunks_are_fetched_as_several_requests():
-    class Small(MemoryTransport):
-        cost = type(LatencyTransport(MemoryTransport(), 0.0, 1.0).cost)(max_gap_bytes=0, max_request_bytes=1000)
-        is_local = False
-
-    plain = plain_store(LAYOUT)
-    transport = CountingTransport(Small(plain.files))
-    array = activations(opened(transport).as_zarr(chunks=(10, 6, 17, 32), sharded=False))
-    assert cost_of(transport, lambda: array[:10]) == (-(-10 * EXAMPLE // 1000), 10 * EXAMPLE)
-    assert array[...].tobytes() == plain.dense.tobytes()
-
-
-def test_xarray_and_dask_fetch_no_more_than_zarr():
-    pytest.importorskip("dask")
-    transport, store = counted()
-    store[0:40:10, 0, 0]  # each shard's size is requested before it is first read
-    lazy = store.as_xarray()
-    assert cost_of(transport, lambda: lazy.activations.sel(layer=3).values) == (40, 40 * PLANE)
-    tasks = store.as_xarray(chunks={})
-    assert cost_of(transport, lambda: tasks.activations.sel(layer=3).values) == (40, 40 * PLANE)
-    array = store.as_dask()
-    assert cost_of(transport, array[:, 3].compute) == (40, 40 * PLANE)
-    assert cost_of(transport, array[17, 3, 5].compute) == (1, VECTOR)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from api import MemoryTransport
 from dense_stores import plain_store
 from transports import CountingTransport, LatencyTransport
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store
@@ -20,7 +21,7 @@ from saev_store.core.chunk_grid import ChunkGrid
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import LABELS
 from saev_store.errors import ArgumentError, CorruptShardError
-from saev_store.transport import MemoryTransport, Transport
+from saev_store.transport import Transport
 from saev_store.zarr import TensorKeys, ZarrView, _keys
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)

@@ -33,7 +33,7 @@ def folder(plain: PlainStore, tmp_path: Path) -> Path:
     return plain.write(tmp_path)
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 def test_pickles(engine: str, folder: Path, plain: PlainStore):
     view = ShardStore.open(folder, engine=engine).as_zarr()
     array = zarr.open_group(view, mode="r")["activations"]
@@ -72,7 +72,7 @@ for array in arrays:
 """
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 def test_a_forked_child_reads_the_same(engine: str, folder: Path, plain: PlainStore, tmp_path: Path):
     np.save(tmp_path / "truth.npy", plain.dense)
     command = [sys.executable, "-c", FORKED, str(folder), engine, str(tmp_path / "truth.npy")]

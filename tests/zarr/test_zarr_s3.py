@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +10,13 @@ import pytest
 import zarr
 from dense_stores import PlainStore, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401  # the second is a fixture
-from waiting import HANG_S
 from zarr.abc.store import Store
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
 from saev_store.errors import CorruptShardError
-from saev_store.transport import Writes, open_transport
+from saev_store.transport import Transport as Writes
+from saev_store.transport import open_transport
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = [False, True] if hasattr(Store, "get_ranges") else [False]
@@ -90,19 +87,3 @@ code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 assert array[...].tobytes() == truth.tobytes()
 sys.exit(code)
 """
-
-
-@engines
-def test_a_forked_child_reads_or_says_why_not(
-    engine: str,
-    url: str,
-    plain: PlainStore,
-    s3_bucket: Bucket,
-    tmp_path: Path,
-):
-    pytest.importorskip("s3fs" if engine == "fsspec" else "obstore")
-    np.save(tmp_path / "truth.npy", plain.dense)
-    arguments = [url, engine, json.dumps(s3_bucket.options), str(tmp_path / "truth.npy")]
-    command = [sys.executable, "-c", FORKED, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode in ({0} if engine == "fsspec" else {0, 7}), done.stderr

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from api import MemoryTransport
 from kill_harness_oracle import case
 from servers import Bucket, s3_bucket  # noqa: F401  # the second is a fixture
-from transports import CountingTransport, LatencyTransport
+from transports import CountingTransport, LatencyTransport, Wrapper
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, cpu, default_buffer_prototype
 from zarr.core.sync import sync
@@ -33,7 +34,8 @@ from saev_store.core.chunk_grid import ChunkGrid, Extent
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import SaevStoreWarning
-from saev_store.transport import LimitTransport, MemoryTransport, Rate, Transport, Writes, open_transport
+from saev_store.transport import Transport, open_transport
+from saev_store.transport import Transport as Writes
 from saev_store.zarr import ZarrView
 
 T = TypeVar("T")
@@ -113,7 +115,7 @@ def made(kind: str, folder: Path, request: pytest.FixtureRequest) -> Transport:
     transport.put(BLOB, files[BLOB])
     if kind == "far":
         return LatencyTransport(transport, 0.0, 1e9)
-    return LimitTransport(CountingTransport(transport), Rate()) if kind == "wrapped" else transport
+    return Wrapper(CountingTransport(transport)) if kind == "wrapped" else transport
 
 
 def runs_coroutines(cls: type[T]) -> type[T]:

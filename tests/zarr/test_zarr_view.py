@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zarr
 import zarr.api.asynchronous
+from api import MemoryTransport
 from dense_stores import PlainStore, plain_store
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ from saev_store import SaevStoreWarning, ShardStore
 from saev_store.core.chunk_grid import ChunkGrid
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, DocumentError
-from saev_store.transport import MemoryTransport, ReadCost, Transport
+from saev_store.transport import ReadCost, Transport
 from saev_store.zarr import TensorKeys, ZarrView
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
@@ -69,7 +70,7 @@ def same_bits(found: object, expected: np.ndarray) -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory", "far"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "far"])
 @pytest.mark.parametrize("sample", VALID, ids=lambda path: path.name)
 def test_peer_written_samples_bit_for_bit(sample: Path, engine: str):
     expected = json.loads((sample / "expected.json").read_text())
@@ -438,7 +439,7 @@ def test_labels_of_the_wrong_size_far_away_are_an_error():
         opened(Broken(files)).as_zarr()
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "memory"])
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
 @pytest.mark.parametrize("change", [1, -1])
 def test_labels_of_another_size_are_an_error_on_every_way_to_read(engine: str, change: int, tmp_path: Path):
     """Awaited too, and in every part: a longer file has the bytes that are asked for, of another store perhaps."""

@@ -18,9 +18,8 @@ from saev_store.names import METADATA_NAME, WORK_FOLDER, folder_name
 from saev_store.transport import Entry, Transport, UnfinishedUpload, open_transport
 
 if TYPE_CHECKING:
-    from saev_store._next.writer.work import Place
     from saev_store.documents import Metadata
-    from saev_store.transport import CleansUploads
+    from saev_store.transport import Transport
 
 #: What is younger may belong to a writer that is alive, or be wanted for a resume.
 OLDER_THAN_S = 86_400.0
@@ -63,7 +62,7 @@ def unfinished(root_transport: Transport) -> tuple[Unfinished, ...]:
     return tuple(sorted(found, key=lambda some: some.name))
 
 
-def old_claim(store: Place) -> str | None:
+def old_claim(store: Transport) -> str | None:
     """The metadata in the claim of an older version's writer; None where there is none, "" if it cannot be understood."""
     raw = read(store, _CLAIM)
     if raw is None:
@@ -100,7 +99,7 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         _discard(at(root_transport, ""), metadata.hash)
 
 
-def _discard(root: Place, name: str) -> None:
+def _discard(root: Transport, name: str) -> None:
     """Delete an unfinished store.
 
     Without its document no shard is begun, and nothing is published: what holds a lock then has held it before.
@@ -126,7 +125,7 @@ def _discard(root: Place, name: str) -> None:
     delete_work(root, name)
 
 
-def _check_unlocked(root: Place, folder: str) -> None:
+def _check_unlocked(root: Transport, folder: str) -> None:
     """Refuse if one of the locks of a folder is held."""
     for name in names(root, folder):
         with root.lock(f"{folder}/{name}"):
@@ -209,12 +208,12 @@ def clean_leftovers(
         left = Leftover(some.path, "upload", None, None if some.begun_s is None else now_s - some.begun_s)
         because = _too_young(left, older_than_s)
         if not because and not dry_run:
-            cast("CleansUploads", place).abort_upload(some)
+            place.abort_upload(some)
         done.append(replace(left, kept_because=because))
     return Cleaned(tuple(done), uploads_listed=uploads is not None)
 
 
-def _left_in(root: Place, folder: str, entries: Sequence[Entry], now_s: float) -> Iterator[Leftover]:
+def _left_in(root: Transport, folder: str, entries: Sequence[Entry], now_s: float) -> Iterator[Leftover]:
     """What was left in one folder: temporary files, the hidden files of a published store, an older version's unfinished store."""
     there = {entry.name for entry in entries}
     for entry in entries:
@@ -238,7 +237,7 @@ def _left_in(root: Place, folder: str, entries: Sequence[Entry], now_s: float) -
         yield _left(folder, "unfinished store", list(_tree(root, folder)), now_s, "another program may be writing here")
 
 
-def _work_left(root: Place, name: str, now_s: float) -> Leftover:
+def _work_left(root: Transport, name: str, now_s: float) -> Leftover:
     """What the work folder of a store is: that of an unfinished store, or what a killed publisher has left."""
     files = list(_tree(root, f"{WORK_FOLDER}/{name}"))
     there = names(root, name)
@@ -257,7 +256,7 @@ def _left(path: str, kind: str, files: Sequence[Entry], now_s: float, because: s
     return Leftover(path, kind, sum(entry.size or 0 for entry in files), age_s, because)
 
 
-def _removed(root: Place, left: Leftover, *, dry_run: bool) -> str:
+def _removed(root: Transport, left: Leftover, *, dry_run: bool) -> str:
     """Remove a leftover; the reason if that is not possible."""
     try:
         if left.kind == "unfinished store" and not dry_run:
@@ -282,7 +281,7 @@ def _too_young(left: Leftover, older_than_s: float) -> str:
     return "" if left.age_s >= older_than_s else f"written {left.age_s:,.0f} s ago"
 
 
-def _tree(root: Place, path: str) -> Iterator[Entry]:
+def _tree(root: Transport, path: str) -> Iterator[Entry]:
     """All files below a folder."""
     try:
         entries = root.list(path)
@@ -295,20 +294,20 @@ def _tree(root: Place, path: str) -> Iterator[Entry]:
             yield entry
 
 
-def _uploads(place: Place) -> Sequence[UnfinishedUpload] | None:
+def _uploads(place: Transport) -> Sequence[UnfinishedUpload] | None:
     """The unfinished uploads of the files of stores; None where they cannot be listed."""
     if place.is_local:
         return ()
     if not hasattr(place, "list_uploads"):
         return None
     try:
-        listed = cast("CleansUploads", place).list_uploads()
+        listed = place.list_uploads()
     except AccessError:
         return None
     return None if listed is None else [some for some in listed if _is_ours(place, some.path)]
 
 
-def _is_ours(place: Place, path: str) -> bool:
+def _is_ours(place: Transport, path: str) -> bool:
     """Return True for a shard or a token array in the folder of a store, published or not."""
     folder, _, name = path.rpartition("/")
     if "/" in folder or not _OURS.fullmatch(name):

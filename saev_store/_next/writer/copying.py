@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from saev_store._next.writer.create import is_as_written, is_whole
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from saev_store.store.store import ShardStore
-    from saev_store.transport import CopiesWithin
 
 PROVENANCE_NAME, _ORIGIN = "provenance.json", "origin.json"
 
@@ -317,7 +316,7 @@ def _copied_within(copy: Copy, work: Work, name: str) -> bool:
     """Let the service copy a file; False if it cannot."""
     if not hasattr(work.store, "copy_within"):
         return False
-    return cast("CopiesWithin", work.store).copy_within(copy.store.transport, name, name)
+    return work.store.copy_within(copy.store.transport, name, name)
 
 
 def _stream(copy: Copy, rate: Rate, work: Work, name: str, used_nbytes: int, file_nbytes: int) -> FileDigests:

@@ -15,15 +15,15 @@ from saev_store.writer._digests import BLOCK_BYTES, Digests, block_ranges
 from saev_store.writer._inputs import token_rows
 
 if TYPE_CHECKING:
-    from saev_store._next.writer.work import Place
     from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
+    from saev_store.transport import Transport
 
 #: `"absent"`: it was never recorded, as far as is known.
 State = Literal["whole", "absent", "lost"]
 
 
-def array_state(store: Place, metadata: Metadata, array: TokenArray, digests: Digests | None) -> State:
+def array_state(store: Transport, metadata: Metadata, array: TokenArray, digests: Digests | None) -> State:
     """Look at the file of a token array: its size, and its digests or, without these, the values of a bool."""
     name, nbytes = array.file_name, array.nbytes(metadata.layout)
     promised = digests.files.get(name) if digests is not None else None
@@ -70,7 +70,7 @@ def rows_in_pieces(array: TokenArray, values: object, layout: Layout) -> Iterato
 
 
 def compare_rows(
-    store: Place, layout: Layout, array: TokenArray, values: object, examples: Sequence[range], state: State
+    store: Transport, layout: Layout, array: TokenArray, values: object, examples: Sequence[range], state: State
 ) -> None:
     """Check that the values of some examples are what the store still has.
 

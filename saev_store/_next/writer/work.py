@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import shard_name
@@ -38,10 +38,6 @@ from saev_store.writer._digests import BLOCK_BYTES, FileDigests, digest, is_dige
 if TYPE_CHECKING:
     from saev_store.core.token_arrays import TokenArray
     from saev_store.documents import Metadata
-    from saev_store.transport import Lists, Moves, Writes
-
-    class Place(Transport, Lists, Writes, Moves, Protocol):
-        """A folder that is read and written."""
 
 
 S = TypeVar("S")
@@ -56,9 +52,9 @@ _MAX_DOCUMENT_BYTES = 256 << 20
 _N_TRIES = 20
 
 
-def at(place: Transport, path: str) -> Place:
+def at(place: Transport, path: str) -> Transport:
     """The folder `path` below another one."""
-    return cast("Place", place.at(path))
+    return place.at(path)
 
 
 def is_disk(place: Transport) -> bool:
@@ -66,10 +62,10 @@ def is_disk(place: Transport) -> bool:
     return place.local_path is not None
 
 
-def stat(place: Place, path: str) -> tuple[int, str]:
+def stat(place: Transport, path: str) -> tuple[int, str]:
     """The size of a file, and its version in a bucket ("" where the service does not name one, and on a disk)."""
-    ask = None if is_disk(place) else cast("Callable[[str], tuple[int, str]] | None", getattr(place, "stat", None))
-    return (place.size(path), "") if ask is None else ask(path)
+    nbytes, version = place.stat(path)
+    return nbytes, "" if is_disk(place) else version
 
 
 def read(place: Transport, path: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes | None:
@@ -80,7 +76,7 @@ def read(place: Transport, path: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -
         return None
 
 
-def create(place: Place, path: str, data: bytes) -> bool:
+def create(place: Transport, path: str, data: bytes) -> bool:
     """Create a small file, unless it is there with the same bytes: then False.
 
     The answer to a creation that succeeded can be lost, so after an error the file is read back.
@@ -100,7 +96,7 @@ def create(place: Place, path: str, data: bytes) -> bool:
     return True
 
 
-def open_sink(place: Place, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
+def open_sink(place: Transport, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
     """A large file from scratch. On a disk an old one is deleted; in a bucket it stays until the new one is committed.
 
     Nothing is deleted in a bucket: without locks the old file may be that of a store that was just published.
@@ -124,7 +120,7 @@ def delete_work(root: Transport, name: str) -> None:
 
     The document goes first: without it, what a kill leaves is not an unfinished store.
     """
-    place = cast("Place", root)
+    place = root
     place.delete(f"{WORK_FOLDER}/{name}/{METADATA_NAME}")
     place.delete(f"{WORK_FOLDER}/{name}")
     if place.local_path is not None:
@@ -364,7 +360,7 @@ def conflict(message: str, where: str, remedy: str) -> WriterConflictError:
     return WriterConflictError(f"{message} by another process", where=where, remedy=remedy)
 
 
-def names(place: Place, path: str = "") -> list[str]:
+def names(place: Transport, path: str = "") -> list[str]:
     """The names in a folder; empty where there is none."""
     try:
         return [entry.name for entry in place.list(path)]

@@ -18,7 +18,7 @@ from saev_store.core.rows import RowSpace, Tokens, row_space
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, StoreExistsError, UnsafeContentError, brief
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.store.token_arrays import MASK
-from saev_store.transport import Writes, open_transport
+from saev_store.transport import open_transport
 
 
 class PixelAgg(Enum):
@@ -166,7 +166,7 @@ def create(path: Path, data: bytes) -> None:
         StoreExistsError: another one is there.
     """
     try:
-        cast("Writes", open_transport(path.parent)).create(path.name, data)
+        open_transport(path.parent).create(path.name, data)
     except StoreExistsError:
         if path.read_bytes() != data:
             raise

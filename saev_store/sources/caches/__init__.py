@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 from saev_store.core.arguments import check_choice
 from saev_store.core.dtypes import StoredDtype
@@ -18,9 +18,6 @@ from saev_store.store import ShardStore
 from saev_store.store.opening import as_metadata
 from saev_store.transport import open_transport
 from saev_store.writer.importing import MAX_BLOCK_BYTES, Block, ImportOptions, check_options, import_examples
-
-if TYPE_CHECKING:
-    from saev_store.transport import Lists
 
 __all__ = ["FORMATS", "import_cache"]
 
@@ -143,7 +140,7 @@ def _opened(
     """
     there, name = locate(url, storage_options, engine="auto", transport=None, root_ok=True)
     folder = there.at(name)
-    entries = cast("Lists", folder).list()
+    entries = folder.list()
     names = {entry.name for entry in entries}
     if format is None:
         is_saelens, is_hidden = {INFO, STATE} <= names, any(name.endswith(ENDING) for name in names)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead, n_cores
@@ -18,7 +17,6 @@ from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     NotFoundError,
-    ReadOnlyError,
     SaevStoreError,
     StoreExistsError,
     brief,
@@ -52,8 +50,8 @@ from saev_store.sources.energon.keys import (
 from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES
 from saev_store.sources.energon.split import SplitPlan, compiled
 from saev_store.sources.energon.tars import Part, Sample, Shard, scan_shard, tar_idx_bytes
-from saev_store.transport import Engine, Lists, Transport, Writes, open_transport
-from saev_store.transport.local.write import TEMP_PREFIX
+from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport.durable import TEMP_PREFIX
 
 #: Contains the lock.
 WORK_FOLDER = f"{META}/.saev_store"
@@ -65,10 +63,6 @@ _CHUNK = 32
 _MAX_PART_NAMES = 50
 _MAX_FOLDERS = 100_000
 _COMPRESSED = (".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")
-
-
-class _Folder(Transport, Lists, Writes, Protocol):
-    """A transport that lists and writes."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +144,6 @@ def prepare(
         WriterConflictError: another process prepares it.
     """
     there = transport if transport is not None else open_transport(url, storage_options, engine=engine)
-    if not isinstance(there, Writes) or not isinstance(there, Lists):
-        raise ReadOnlyError(f"nothing can be written or listed through {there.name}", where=there.url)
     definition, plan = _definition(sample_type, field_map), SplitPlan(split, split_parts)
     _check_unprepared(there, overwrite=overwrite)
     if plan.is_empty and not _exists(there, SPLIT_YAML):
@@ -196,7 +188,7 @@ def prepare(
 
 
 def _publish(
-    there: _Folder,
+    there: Transport,
     facts: _Facts,
     uuid: str,
     splits: Mapping[str, Sequence[str]] | None,
@@ -230,7 +222,7 @@ def _exists(transport: Transport, path: str) -> bool:
         return False
 
 
-def _delete_leftovers(transport: _Folder) -> None:
+def _delete_leftovers(transport: Transport) -> None:
     """Delete the hidden files of killed preparations. The lock ensures that none of them is at work."""
     with contextlib.suppress(NotFoundError):
         for entry in transport.list(META):
@@ -238,7 +230,7 @@ def _delete_leftovers(transport: _Folder) -> None:
                 transport.delete(entry.path)
 
 
-def find_tars(transport: Lists, *, exclude: str | None = None) -> tuple[list[tuple[str, int]], list[Problem]]:
+def find_tars(transport: Transport, *, exclude: str | None = None) -> tuple[list[tuple[str, int]], list[Problem]]:
     """The tars below a folder, as (path, nbytes), in the order of their paths; hidden folders are left out.
 
     Raises:

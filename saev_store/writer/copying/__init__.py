@@ -16,10 +16,11 @@ from saev_store.core.rows import Tokens
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief
 from saev_store.store.store import ShardStore
-from saev_store.transport import LimitTransport, Rate, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 from saev_store.writer._inputs import OverflowPolicy
 from saev_store.writer.copying._finished import check_bytes
 from saev_store.writer.copying._layers import copy_layers, copy_layers_on_cluster, kept_tokens
+from saev_store.writer.copying._limit import Rate, limited
 from saev_store.writer.copying._metadata import in_dtype, in_protocol, part_of
 from saev_store.writer.copying._rounding import RoundingReport, unchanged
 from saev_store.writer.copying._whole import copy_whole
@@ -154,7 +155,7 @@ def copy_store(
 
     def opened(url: Url, options: Mapping[str, object] | None) -> Transport:
         transport = open_transport(url, options)
-        return transport if max_mb_per_s is None and max_requests_per_s is None else LimitTransport(transport, rate)
+        return transport if max_mb_per_s is None and max_requests_per_s is None else limited(transport, rate)
 
     with ShardStore.open(opened(src, storage_options)) as store:
         store.validate().raise_if_bad()  # a remote store's sizes have not been looked at by opening it

@@ -11,7 +11,7 @@ from saev_store._runtime.cluster import connected, results
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
 from saev_store.errors import TransportError
-from saev_store.transport import CopiesWithin, Transport
+from saev_store.transport import Transport
 from saev_store.writer import Digests, FileDigests
 from saev_store.writer._digests import BLOCK_BYTES, block_ranges, digest
 from saev_store.writer._shard_file import Receipt, parse_receipt
@@ -149,7 +149,7 @@ class Copier:
     def _is_copied_within(self, file: CopiedFile) -> bool:
         """Whether the service has copied the file; else this machine has to."""
         to, source = self._folder.transport, self._source.transport
-        if not isinstance(to, CopiesWithin) or source.size(file.name) != file.file_nbytes:
+        if source.size(file.name) != file.file_nbytes:
             return False
         return to.copy_within(source, file.name, self._folder.path(file.name))
 

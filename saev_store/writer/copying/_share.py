@@ -9,7 +9,7 @@ import sys
 
 from saev_store.transport import Transport
 from saev_store.transport.checks import os_errors
-from saev_store.transport.local.write import fsync_folder
+from saev_store.transport.durable import fsync_folder
 from saev_store.writer.folder import Folder
 
 #: Linux's request to let a file share the blocks of another one until either is changed.

@@ -1,1 +1,0 @@
-"""Addresses that fsspec supports."""

@@ -1,1 +1,0 @@
-"""Files of this machine: memory maps, explicit reads, durable writes."""
