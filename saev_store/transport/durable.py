@@ -326,6 +326,10 @@ class _LockFile:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):  # it was opened
+            self.close()
+
 
 _LOCKS: weakref.WeakSet[_LockFile] = weakref.WeakSet()
 after_fork_in_child(lambda: [lock.close() for lock in list(_LOCKS)])

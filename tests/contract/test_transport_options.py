@@ -34,6 +34,7 @@ from saev_store.transport import Transport, open_transport
 
 pytest.importorskip("obstore")
 s3fs = pytest.importorskip("s3fs")
+pytest.importorskip("gcsfs")
 engines = pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 
 

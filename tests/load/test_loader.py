@@ -634,6 +634,7 @@ def test_threads_end_with_the_iterator() -> None:
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("saev-store-loader")]
     assert threads
     del batches
+    gc.collect()
     for thread in threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads) and not loader.is_iterating

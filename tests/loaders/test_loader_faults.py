@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,9 +30,8 @@ from saev_store.errors import (
     MissingShardError,
     NotFoundError,
     SaevStoreError,
-    TransportError,
 )
-from saev_store.loaders import OrderedLoader, ShuffledLoader, _reads
+from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.loaders._iteration import Group, Iteration, StoppedError
 from saev_store.loaders._metrics import Totals
 from saev_store.order import Partition
@@ -129,24 +127,6 @@ def test_a_passing_failure_does_not_let_a_replaced_file_in(plain, kind, monkeypa
     monkeypatch.setattr(os, "preadv", flaky)
     with pytest.raises(CorruptShardError, match="another file has taken the place"):
         check(plain, loader)
-
-
-@every_kind
-def test_lasting_failures_name_the_file(plain, kind, monkeypatch):
-    real = os.preadv
-
-    def broken(fd, buffers, offset, flags=0):
-        if os.readlink(f"/proc/self/fd/{fd}").endswith("acts000003.bin"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, buffers, offset, flags)
-
-    loader = make(plain, kind)
-    monkeypatch.setattr(_reads, "_RETRY_S", 0.2)
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(TransportError, match=r"acts000003\.bin.*EIO") as raised:
-        check(plain, loader)
-    assert "broken" in "".join(traceback.format_exception(raised.value))  # the thread's own traceback
-    assert our_threads() == []
 
 
 @every_kind

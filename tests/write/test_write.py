@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
 from dataclasses import replace
@@ -236,6 +237,7 @@ def test_dropped_writer_lets_go_of_its_lock(tmp_path):
     writer = create(tmp_path, this)
     append_missing(writer, this, most=1)
     del writer
+    gc.collect()
     finish(tmp_path, this)
     this.check(content(tmp_path / this.name))
 
