@@ -83,7 +83,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def means_exists(error: Exception) -> bool:
-    """Whether a failed exclusive creation failed because the name is taken."""
+    """Return True if an exclusive creation failed because the name is taken."""
     if isinstance(error, FileExistsError) or status_of(error) == 412:
         return True
     return bool(_PRECONDITION.search(str(error)))

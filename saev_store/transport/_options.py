@@ -59,7 +59,7 @@ def conditional_create(options: Mapping[str, object]) -> tuple[bool, dict[str, o
 
 
 def authorities(protocol: str, verify: object) -> str | bool:
-    """What a client checks certificates with: a PEM file, the system's authorities (True), or nothing (False).
+    """Source of trusted authorities: a PEM file, the system's authorities (True), or nothing (False).
 
     Args:
         protocol: Of the address, such as `"s3"` or `"https"`.

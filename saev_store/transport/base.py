@@ -28,7 +28,7 @@ FileReads = tuple[str, Sequence[int], Sequence[memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """When two neighbouring ranges are cheaper to read as one.
+    """Rule for merging and cutting ranges.
 
     Attributes:
         max_gap_bytes: Reading this many unneeded bytes costs at most as much as another request.

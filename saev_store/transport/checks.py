@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -47,22 +47,6 @@ _TRANSIENT = {
     errno.EPIPE,
     errno.ESTALE,
 }
-
-
-def as_bytes(data: object, *, where: str) -> bytes:
-    """What is to be written, as bytes; no copy of what is bytes already.
-
-    Raises:
-        ArgumentError: it is no buffer: a text, a number (of which `bytes` would make zeros), or something else.
-
-    >>> as_bytes(memoryview(b"ab"), where="a.bin")
-    b'ab'
-    """
-    if isinstance(data, bytes):
-        return data
-    if isinstance(data, (bytearray, memoryview)):
-        return bytes(cast("bytearray", data))
-    raise ArgumentError(f"the data is {brief(data)}; it must be bytes, a bytearray or a memoryview", where=where)
 
 
 def check_path(path: str, *, root_ok: bool = False) -> str:

@@ -62,7 +62,7 @@ class Disk:
 
     def __init__(self, state: State | None = None, prefix: str = "", *, posix: bool = True) -> None:
         self.state = state or State(posix)
-        self.prefix, self.url = prefix, f"disk://root/{prefix}".rstrip("/")
+        self.prefix, self.url = prefix, f"disk://place/{prefix}".rstrip("/")
         self.pads = self.is_local = self.state.posix
         self.local_path = "/nowhere" if self.state.posix else None
 

@@ -289,7 +289,7 @@ def test_link_to_where_one_may_not_look_is_a_missing_shard(tmp_path, monkeypatch
 
     monkeypatch.setattr(LOCAL, "size", size)
     (tmp_path / this.name / "acts000001.bin").unlink()
-    (tmp_path / this.name / "acts000001.bin").symlink_to("/root/elsewhere")
+    (tmp_path / this.name / "acts000001.bin").symlink_to("/nowhere/elsewhere")
     with repair(tmp_path, this, deep=False) as writer:
         append_missing(writer, this)
     this.check(content(tmp_path / this.name))

@@ -1,4 +1,4 @@
-"""What a loader will do: batches, reads, memory, mixing."""
+"""Forecast of a loader: batches, reads, memory, mixing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from saev_store.store.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a loader will do; `print` it.
+    """Forecast of a loader; `print` it.
 
     Attributes:
         n_rows: Rows of an epoch, over all ranks.

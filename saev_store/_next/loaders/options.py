@@ -20,7 +20,7 @@ _N_PARTITIONS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How rows are ordered, read and handed out.
+    """Options of order, reads and batches.
 
     Attributes:
         batch_size: Rows of a batch of this rank.

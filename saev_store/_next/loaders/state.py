@@ -69,7 +69,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Place:
-    """What a checked state says: which batch comes next, and the cut of the order.
+    """Content of a checked state: which batch comes next, and the cut of the order.
 
     Attributes:
         epoch, batch: Numbers of the next batch. At the end of an epoch, those of the next one's first.

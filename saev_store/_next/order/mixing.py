@@ -1,4 +1,4 @@
-"""How well a batch is mixed, predicted before anything is read."""
+"""Mixing of a batch, predicted before anything is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from saev_store._next.order.pools import Epoch
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """What a batch of a full pool is made of.
+    """Composition of a batch of a full pool.
 
     Attributes:
         batch_size: Rows of the batch, of one rank.

@@ -55,7 +55,7 @@ class RowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(RowOptions, LoaderOptions):
-    """How a `StoreLoader` loads: the fields of `LoaderOptions` and `RowOptions`, and these.
+    """Options of a `StoreLoader`: the fields of `LoaderOptions` and `RowOptions`, and these.
 
     Attributes:
         labels: Have `token_labels` in the batches if the store has labels; True by default.
@@ -91,7 +91,7 @@ class StoreOptions(RowOptions, LoaderOptions):
 
     @property
     def does(self) -> Normalize | None:
-        """What is done to vectors."""
+        """Options that change vectors."""
         return "scale_norm" if self.scale_norm else self.normalize
 
 

@@ -1,4 +1,4 @@
-"""What killed writers have left: unfinished stores, hidden files, uploads. Finds and removes them."""
+"""Leftovers of killed writers: unfinished stores, hidden files, uploads. Finds and removes them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What `clean_leftovers` found.
+    """Result of `clean_leftovers`.
 
     Attributes:
         leftovers: In the order of their paths, uploads last.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """What shards are written for: a new store, or the repair of one.
+    """Purpose of written shards: a new store, or the repair of one.
 
     Attributes:
         url: The address of the store.

@@ -134,7 +134,7 @@ class ShardWriter:
 
     @property
     def n_missing(self) -> int:
-        """How many examples are still to be appended."""
+        """Number of examples that are still to be appended."""
         return self._n_left
 
     @property
