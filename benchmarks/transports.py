@@ -5,7 +5,7 @@
 Public names only, so that the package as it was (`oracle.sh`) runs the same script. A ratio is ours to theirs: of speed where the
 goal begins with ">=", of time where it begins with "<=". CPU is that of this process for each GB. See `bare.py` for the line.
 
-* ranges: `Transport.get_ranges`, each range in memory of its own.
+* ranges: `Transport.get_ranges`, each range in memory of its own, none near another.
 * read: `store.read(out=)` of twice `--mib` from a bucket, against a loop that fills the same memory with 8 MiB ranges.
 * loader: an epoch of shuffled batches from a bucket, window of half the store, against its bytes in 8 MiB ranges that are dropped.
 * upload: a store of one shard from memory to a bucket, against one multipart upload.
@@ -89,20 +89,28 @@ def compare(what: str, ours: Run, theirs: Run, nbytes: int, rounds: int, goal: s
 # -- the parts ------------------------------------------------------------------------------------------------------
 
 
-def ranges(place: Bucket, nbytes: int, rounds: int) -> Iterator[Row]:
+def ranges(place: Bucket, objects: Path, nbytes: int, rounds: int) -> Iterator[Row]:
+    """Ranges too far apart to be read in one request, in random order."""
     transport = open_transport("s3://b", place.options, engine="obstore")
     for size in bare.SIZES:
-        pieces = bare.scattered(nbytes, size)
-        starts, ends = [piece.start for piece in pieces], [piece.end for piece in pieces]
-        ours, theirs = transport.get_ranges("k", starts=starts, ends=ends), bare.keep(place.store, pieces)
+        key, step = f"k{size}", size + (4 << 20)
+        starts = (np.random.default_rng(5).permutation(nbytes // size) * step).tolist()
+        with (objects / key).open("wb") as file:
+            for start in starts:
+                file.seek(start)
+                file.write(os.urandom(size))
+        ends = [start + size for start in starts]
+        pieces = list(map(bare.Piece, itertools.repeat(key), starts, ends))
+        ours, theirs = transport.get_ranges(key, starts=starts, ends=ends), bare.keep(place.store, pieces)
         assert all(bytes(a) == bytes(b) for a, (b, _) in zip(ours, theirs, strict=True))
         del ours, theirs
         yield compare(
             f"ranges of {size >> 10} KiB",
-            lambda starts=starts, ends=ends: transport.get_ranges("k", starts=starts, ends=ends),
+            lambda key=key, starts=starts, ends=ends: transport.get_ranges(key, starts=starts, ends=ends),
             lambda pieces=pieces: bare.keep(place.store, pieces),
             nbytes, rounds, *(("", "") if size < 1 << 20 else (">= 0.9", "<= 1.4")),
         )  # fmt: skip
+        (objects / key).unlink()
 
 
 def read(place: Bucket, folder: Path, rounds: int) -> Row:
@@ -232,11 +240,10 @@ def main() -> None:
     nbytes, rounds, rows = options.mib << 20, options.rounds, list[Row]()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as root:
         (objects := Path(root, "b")).mkdir()
-        (objects / "k").write_bytes(os.urandom(bare.OBJECT_BYTES))
         folder = make_store(objects, 4 * nbytes)
         with bare.bucket(Path(root), options) as place:
             if "ranges" in options.only:
-                rows += ranges(place, nbytes, rounds)
+                rows += ranges(place, objects, nbytes, rounds)
             if "read" in options.only:
                 rows.append(read(place, folder, rounds))
             if "loader" in options.only:
