@@ -364,9 +364,6 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on, 0 to 65535; 0 takes any free one.")] = 8000,
     chunks: Chunks = None,
-    sharded: Annotated[
-        bool, typer.Option("--sharded", help="Serve one key per shard, which clients read by ranges of bytes.")
-    ] = False,
     origins: Annotated[
         list[str] | None,
         typer.Option(
@@ -394,9 +391,7 @@ def serve(
 
     shape = "auto" if chunks is None else integers(chunks, where="--chunks")
     with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
-        app = server.application(
-            store, chunks=shape, sharded=sharded, origins=origins or (), hosts=[host, *(allow_host or ())]
-        )
+        app = server.application(store, chunks=shape, origins=origins or (), hosts=[host, *(allow_host or ())])
         n_damaged = sum(problem.severity == "error" for problem in store.problems)
         if n_damaged:
             warnings.warn(

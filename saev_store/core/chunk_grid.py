@@ -14,7 +14,6 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from saev_store.core.layout import DIMS, Layout, shard_name
 from saev_store.errors import ArgumentError
@@ -30,27 +29,20 @@ _MAPPED_CHUNKS_AT_LEAST = 32
 TASK_BYTES = 128 << 20
 #: More tasks than this, which are a thousand times more than a scheduler bears, are not listed.
 _MOST_TASKS = 10_000_000
-#: 16 bytes for each inner chunk: four million vectors of one shard.
-_INDEX_MAX_BYTES = 64 << 20
-_INDEX_ENTRY_BYTES = 16
-_CHECKSUM_BYTES = 4
-#: What the index of a shard holds for a chunk that is not there.
-_ABSENT = np.uint64(2**64 - 1)
 #: Divisors are looked for by trial up to here, so that a wild number in a document costs milliseconds.
 _TRIAL_DIVISORS = 1 << 16
 _PROPOSALS = 3
 
 
 class Extent(NamedTuple):
-    """A value in a file: bytes `start` to `end` of `path`, then zeros up to `nbytes`, then perhaps an index.
+    """A value in a file: bytes `start` to `end` of `path`, then zeros up to `nbytes`.
 
     Attributes:
         path: The file, relative to the store.
         start: First byte.
         end: One past the last byte that has to be in the file.
-        nbytes: Length without the index; more than `end - start` where the last chunk goes beyond the examples.
+        nbytes: Length; more than `end - start` where the last chunk goes beyond the examples.
         shard_idx: The shard, or None if the file is none.
-        index_nbytes: Length of the index that follows, with its checksum; 0 for none.
     """
 
     path: str
@@ -58,25 +50,19 @@ class Extent(NamedTuple):
     end: int
     nbytes: int
     shard_idx: int | None = None
-    index_nbytes: int = 0
 
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """The tensor cut into chunks of one legal shape, each of them a key, or with one key for each shard.
+    """The tensor cut into chunks of one legal shape.
 
     Args:
         layout: The geometry.
         chunk: Shape of a chunk, over `DIMS`.
-        sharded: One key stands for a whole shard, whose chunks are then *inner* chunks that an index points at.
 
     Attributes:
         chunk_nbytes: Bytes of a chunk.
-        outer: Shape of what one key holds.
-        outer_nbytes: Its bytes, without the index.
-        counts: How many keys there are along each axis.
-        inner_counts: How many chunks one key holds along each axis.
-        index_nbytes: Length of a shard's index with its checksum; 0 where keys are chunks.
+        counts: Number of chunks along each axis.
 
     Raises:
         ArgumentError: the shape breaks the pivot rule, or is too small for what it costs; proposes the nearest legal ones.
@@ -84,56 +70,32 @@ class ChunkGrid:
     >>> layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
     >>> grid = ChunkGrid(layout, (1, 1, 5, 8))
     >>> grid.counts, grid.extent((4, 1, 0, 0))
-    ((7, 3, 1, 1), Extent(path='acts000001.bin', start=640, end=800, nbytes=160, shard_idx=1, index_nbytes=0))
+    ((7, 3, 1, 1), Extent(path='acts000001.bin', start=640, end=800, nbytes=160, shard_idx=1))
     """
 
     layout: Layout
     chunk: Shape
-    sharded: bool = False
 
     chunk_nbytes: int = field(init=False, repr=False, compare=False)
-    outer: Shape = field(init=False, repr=False, compare=False)
-    outer_nbytes: int = field(init=False, repr=False, compare=False)
     counts: Shape = field(init=False, repr=False, compare=False)
-    inner_counts: Shape = field(init=False, repr=False, compare=False)
-    index_nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layout, chunk = self.layout, self.chunk
-        _check_shape(layout, chunk, sharded=self.sharded)
-        n_examples, outer = layout.examples_per_shard, chunk
-        if layout.n_shards == 1:
-            n_examples = -(-layout.n_examples // chunk[0]) * chunk[0]
-        if self.sharded:
-            outer = (n_examples, *layout.shape[1:])
-        inner_counts = tuple(whole // part for whole, part in zip(outer, chunk, strict=True))
+        _check_shape(layout, chunk)
         self.__dict__.update(  # frozen: fields cannot be assigned
             chunk_nbytes=math.prod(chunk) * layout.itemsize,
-            outer=outer,
-            outer_nbytes=math.prod(outer) * layout.itemsize,
-            counts=tuple(-(-full // part) for full, part in zip(layout.shape, outer, strict=True)),
-            inner_counts=inner_counts,
-            index_nbytes=math.prod(inner_counts) * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES if self.sharded else 0,
+            counts=tuple(-(-full // part) for full, part in zip(layout.shape, chunk, strict=True)),
         )
 
     def extent(self, position: Sequence[int]) -> Extent:
-        """Where the value of a key is, by its position in the grid, which the caller has checked."""
-        # A key holds whole planes at least, so its position on the other two axes is 0.
-        layout, example, layer = self.layout, position[0] * self.outer[0], position[1] * self.outer[1]
+        """Place of a chunk by its position in the grid, which the caller has checked."""
+        # A chunk has whole planes at least, so its position on the other two axes is 0.
+        layout, example, layer = self.layout, position[0] * self.chunk[0], position[1] * self.chunk[1]
         shard_idx, in_shard = divmod(example, layout.examples_per_shard)
         start = (in_shard * layout.n_layers + layer) * layout.tokens_per_example * layout.vector_nbytes
-        # A key never goes beyond the capacity of a shard, so only what is left of the tensor can cut it.
-        end = min(start + self.outer_nbytes, layout.nbytes - shard_idx * layout.shard_nbytes)
-        return Extent(shard_name(shard_idx), start, end, self.outer_nbytes, shard_idx, self.index_nbytes)
-
-    def index(self, shard_idx: int) -> npt.NDArray[np.uint64]:
-        """Offset and length of each inner chunk of a shard, uint64 (n, 2), in C order; all ones where there is none."""
-        per_example = math.prod(self.inner_counts[1:])
-        n_present = -(-self.layout.examples_in(shard_idx) // self.chunk[0]) * per_example
-        entries = np.full((math.prod(self.inner_counts), 2), _ABSENT, dtype="<u8")
-        entries[:n_present, 0] = np.arange(n_present, dtype="<u8") * np.uint64(self.chunk_nbytes)
-        entries[:n_present, 1] = self.chunk_nbytes
-        return entries
+        # A chunk never goes beyond the capacity of a shard, so only what is left of the tensor can cut it.
+        end = min(start + self.chunk_nbytes, layout.nbytes - shard_idx * layout.shard_nbytes)
+        return Extent(shard_name(shard_idx), start, end, self.chunk_nbytes, shard_idx)
 
 
 def default_chunk(layout: Layout, *, max_gap_bytes: float) -> Shape:
@@ -215,32 +177,32 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def nearest_shapes(layout: Layout, wanted: Sequence[int], *, sharded: bool) -> list[Shape]:
+def nearest_shapes(layout: Layout, wanted: Sequence[int]) -> list[Shape]:
     """The legal shapes that are nearest to one that is not, by the ratios of their lengths, the nearest first."""
     found: list[tuple[float, Shape]] = []
     full = layout.shape
-    for axis in range(4 if sharded else 2):
+    for axis in range(2):
         length = layout.examples_per_shard if axis == 0 else full[axis]
         candidates = [n for n in divisors(length) if n <= full[axis]]
         if axis == 0 and layout.n_shards == 1:
             candidates.append(max(1, min(int(wanted[0]), layout.n_examples)))
         for n in candidates:
             shape = cast("Shape", (*(1,) * axis, n, *full[axis + 1 :]))
-            if _problem(layout, shape, sharded=sharded) is None:
+            if _problem(layout, shape) is None:
                 distance = sum(abs(math.log(max(a, 1) / b)) for a, b in zip(wanted, shape, strict=True))
                 found.append((distance, shape))
     return list(islice(dict.fromkeys(shape for _, shape in sorted(found)), _PROPOSALS))
 
 
-def _check_shape(layout: Layout, chunk: Sequence[int], *, sharded: bool) -> None:
+def _check_shape(layout: Layout, chunk: Sequence[int]) -> None:
     lengths = cast("Sequence[object]", chunk)
     if len(lengths) != 4 or not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
         raise ArgumentError(
             f"{chunk!r} is no chunk shape: four integers are, one for each of {', '.join(DIMS)}", where="chunks"
         )
-    problem = _problem(layout, chunk, sharded=sharded)
+    problem = _problem(layout, chunk)
     if problem is not None:
-        shapes = " or ".join(str(shape) for shape in nearest_shapes(layout, chunk, sharded=sharded))
+        shapes = " or ".join(str(shape) for shape in nearest_shapes(layout, chunk))
         raise ArgumentError(
             f"chunks of shape {tuple(chunk)} cannot be laid over a tensor of shape {layout.shape} in shards of "
             f"{layout.examples_per_shard} examples: {problem}",
@@ -249,7 +211,7 @@ def _check_shape(layout: Layout, chunk: Sequence[int], *, sharded: bool) -> None
         )
 
 
-def _problem(layout: Layout, chunk: Sequence[int], *, sharded: bool) -> str | None:
+def _problem(layout: Layout, chunk: Sequence[int]) -> str | None:
     """The rule that a shape breaks, if any."""
     full = layout.shape
     if any(not 1 <= part <= whole for part, whole in zip(chunk, full, strict=True)):
@@ -263,10 +225,6 @@ def _problem(layout: Layout, chunk: Sequence[int], *, sharded: bool) -> str | No
             return f"{chunk[0]} examples at a time do not divide a shard of {layout.examples_per_shard}"
     elif full[pivot] % chunk[pivot]:
         return f"{chunk[pivot]} does not divide the {full[pivot]} of {DIMS[pivot]}"
-    if not sharded and math.prod(chunk) < full[2] * full[3]:
-        return "chunks smaller than one layer of one example would be a request each, unless one key is a whole shard"
-    examples = -(-min(layout.examples_per_shard, layout.n_examples) // chunk[0])
-    per_example = math.prod(full[1:]) // math.prod(chunk[1:])
-    if sharded and examples * per_example * _INDEX_ENTRY_BYTES > _INDEX_MAX_BYTES:
-        return f"{examples * per_example:,} chunks in a shard need an index of more than {_INDEX_MAX_BYTES:,} bytes"
+    if math.prod(chunk) < full[2] * full[3]:
+        return "chunks smaller than one layer of one example would be a request each"
     return None

@@ -46,7 +46,6 @@ def application(
     store: ShardStore,
     *,
     chunks: Literal["auto"] | Sequence[int] = "auto",
-    sharded: bool = False,
     origins: Sequence[str] = (),
     hosts: Sequence[str] = (),
 ) -> Starlette:
@@ -55,7 +54,6 @@ def application(
     Args:
         store: An opened store. It must stay open.
         chunks: As in `ShardStore.as_zarr`; `"auto"` suits clients that pay for each request.
-        sharded: As in `ShardStore.as_zarr`: one key per shard, read by ranges.
         origins: Origins of web pages that may read the answers (CORS), `scheme://host[:port]`; `"*"` for all, `"null"` for pages
             out of files. Default: none.
         hosts: Names under which clients reach the server. Numeric addresses and `localhost` are always allowed; `"*"` allows
@@ -80,7 +78,7 @@ def application(
             )
     shape = default_chunk(store.layout, max_gap_bytes=_MAX_GAP_BYTES) if chunks == "auto" else chunks
     store = store.unmapped()  # a file that is cut while a client reads it must not end the server
-    answers = _Answers(store.as_zarr(chunks=shape, sharded=sharded), store, frozenset(map(str.lower, hosts)))
+    answers = _Answers(store.as_zarr(chunks=shape), store, frozenset(map(str.lower, hosts)))
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(origins),

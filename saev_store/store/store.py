@@ -307,9 +307,7 @@ class ShardStore(TextReading, Importing, Viewing):
 
     # -- views and exports ---------------------------------------------------------------------------------------------
 
-    def as_zarr(
-        self, *, chunks: ChunkShape = "auto", sharded: Literal["auto"] | bool = "auto", dtype: ReadDtype = "float32"
-    ) -> ZarrView:
+    def as_zarr(self, *, chunks: ChunkShape = "auto", dtype: ReadDtype = "float32") -> ZarrView:
         """A read-only Zarr store: `activations`, its coordinates `layer` and `token`, and token arrays such as `labels`.
 
         Nothing is copied or listed: each chunk is a range of bytes of a shard. See `saev_store.zarr.open_view`.
@@ -322,7 +320,7 @@ class ShardStore(TextReading, Importing, Viewing):
         """
         from saev_store.zarr import open_view
 
-        return open_view(self, chunks=chunks, sharded=sharded, dtype=dtype)
+        return open_view(self, chunks=chunks, dtype=dtype)
 
     def as_xarray(self, *, chunks: TaskSizes = None) -> xarray.Dataset:
         """A lazy `xarray.Dataset` with dimension names, layer labels and token numbers. See `saev_store.xarray.open_store`."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from operator import lt
 from typing import Literal, TypeAlias, cast
-
-import google_crc32c
 
 from saev_store.core.chunk_grid import ChunkGrid, Extent, Shape, default_chunk
 from saev_store.core.layout import Layout
@@ -27,7 +25,6 @@ _DOCUMENT = "zarr.json"
 #: A place in the grid as keys spell it, and the key of a chunk: the name of its array and its places.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _CHUNK = re.compile(rf"([^/]+)/c/((?:{_NUMBER.pattern})(?:/(?:{_NUMBER.pattern}))*)")
-_KEPT_INDEXES = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,6 @@ class TensorKeys:
     attributes: Mapping[str, object]
     token_arrays: Mapping[str, TokenArray]
     dtype: str = "float32"
-    _indexes: dict[int, bytes] = field(default_factory=dict[int, bytes], compare=False, repr=False)
 
     @cached_property
     def converts(self) -> bool:
@@ -97,19 +93,6 @@ class TensorKeys:
             return Extent(array.file_name, start, min(start + nbytes, array.nbytes(layout)), nbytes)
         return coordinates(layout, labelled=bool(self.token_arrays))[name].tobytes()
 
-    def index(self, extent: Extent) -> bytes:
-        """The index that follows the data of a shard: places of its inner chunks, and a checksum. Full shards share one."""
-        n_examples = self.grid.layout.examples_in(extent.shard_idx or 0)
-        found = self._indexes.get(n_examples)
-        if found is None:
-            entries = self.grid.index(extent.shard_idx or 0).tobytes()
-            checksum = cast("int", google_crc32c.value(entries))  # pyright: ignore[reportUnknownMemberType]  # no types
-            found = entries + checksum.to_bytes(4, "little")
-            while len(self._indexes) >= _KEPT_INDEXES:
-                self._indexes.pop(next(iter(self._indexes)), None)
-            self._indexes[n_examples] = found
-        return found
-
     def below(self, prefix: str) -> Iterator[str]:
         """All keys that begin with a prefix, in no particular order."""
         yield from (key for key in self.documents if key.startswith(prefix))
@@ -156,7 +139,6 @@ class TensorKeys:
             "attributes": self.attributes,
             "token_arrays": self.token_arrays,
             "dtype": self.dtype,
-            "_indexes": {},
         }
 
     def __hash__(self) -> int:

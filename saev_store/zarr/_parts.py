@@ -53,7 +53,7 @@ def convert(numbers: npt.NDArray[np.generic], start: int, stop: int) -> Buffer:
 
 
 def nbytes_of(value: bytes | Extent) -> int:
-    return len(value) if isinstance(value, bytes) else value.nbytes + value.index_nbytes
+    return len(value) if isinstance(value, bytes) else value.nbytes
 
 
 def bounds(request: ByteRequest | None, nbytes: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 from zarr.abc.store import ByteRequest, Store
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from saev_store.core.token_arrays import TokenArray
     from saev_store.store.store import ShardStore
 
-Sharded: TypeAlias = Literal["auto"] | bool
-
-#: From zarr 3.3 on parts of a shard are fetched together; before, inner chunks came one after the other.
-_CAN_READ_SHARDS = hasattr(Store, "get_ranges")
 _REMEDY = "store.validate() lists everything that is lost, store.repair() records it again."
 #: Requests in flight to remote storage: with 64, reading takes a third of the time that zarr's own 10 take.
 _IN_FLIGHT = 64
@@ -54,9 +50,7 @@ def _pool() -> ThreadPoolExecutor:
     return pool
 
 
-def open_view(
-    store: ShardStore, *, chunks: Chunks = "auto", sharded: Sharded = "auto", dtype: ReadDtype = "float32"
-) -> ZarrView:
+def open_view(store: ShardStore, *, chunks: Chunks = "auto", dtype: ReadDtype = "float32") -> ZarrView:
     """A read-only Zarr store over a store's shards: what `ShardStore.as_zarr` gives.
 
     Args:
@@ -64,25 +58,15 @@ def open_view(
         chunks: Shape of a chunk over (example, layer, token, d_model). `"auto"` suits the transport: many whole
             examples of a local store, single layers of single examples elsewhere. Axes left of one pivot axis have
             length 1, axes right of it are whole, and the length on the pivot divides its axis.
-        sharded: Make each shard one key with `chunks` as its inner chunks, which are then read many at a time. `"auto"`
-            does so for remote stores, if zarr is 3.3 or newer; older versions cannot. Not for a view that converts.
         dtype: "float32", to which a view of a 16-bit store converts what it reads, or "stored", without copying. The data
             type of stored bfloat16 is that of the zarr-extensions registry, `saev_store.zarr.BFloat16`.
 
     Raises:
         ArgumentError: `dtype` is neither float32 nor what is stored.
-        ArgumentError: `chunks` is not such a shape (the message has the nearest ones), or zarr is too old for `sharded`.
+        ArgumentError: `chunks` is not such a shape (the message has the nearest ones).
         DocumentError: `labels.bin` has another size than the documents imply (those that documents declare are compared when a
             chunk is read).
     """
-    if not isinstance(sharded, bool) and not (isinstance(sharded, str) and sharded == "auto"):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f'{brief(sharded)} is not one of True, False and "auto"', where="sharded")
-    if sharded is True and not _CAN_READ_SHARDS:
-        raise ArgumentError(
-            "the installed zarr fetches the inner chunks of a shard one after the other",
-            where="sharded",
-            remedy="Install zarr >= 3.3 (which needs Python 3.12), or leave `sharded` alone.",
-        )
     store.check_wide()
     layout, max_gap_bytes = store.layout, store.transport.cost.max_gap_bytes
     shape = chunk_shape(layout, chunks, max_gap_bytes=max_gap_bytes)
@@ -93,15 +77,9 @@ def open_view(
             where="dtype",
             remedy="Use float32, which holds every number of 16 bits exactly.",
         )
-    converts = shown != layout.dtype
-    if converts and sharded is True:
-        raise ArgumentError("a view that converts has no shards", where="sharded", remedy='Use dtype="stored".')
-    is_sharded = (
-        not converts and (_CAN_READ_SHARDS and not math.isinf(max_gap_bytes)) if sharded == "auto" else bool(sharded)
-    )
     attributes = attributes_of(store.metadata, url=store.url)
     arrays = token_variables(store.token_arrays.described())
-    keys = TensorKeys(ChunkGrid(layout, shape, sharded=is_sharded), attributes, arrays, dtype=shown)
+    keys = TensorKeys(ChunkGrid(layout, shape), attributes, arrays, dtype=shown)
     readable = {shard: n * layout.example_nbytes for shard, n in store.readable_examples.items()}
     return ZarrView(store.transport, keys, readable=readable)
 
@@ -219,7 +197,7 @@ class ZarrView(Store):
         return self._shown(value, nbytes_of(value))
 
     def shown_nbytes_in_file(self, value: Extent) -> int:
-        """Those of them that come from the file; what follows is padding, or an index."""
+        """Those of them that come from the file; what follows is padding."""
         return self._shown(value, value.end - value.start)
 
     def _shown(self, value: bytes | Extent, nbytes: int) -> int:
@@ -254,7 +232,7 @@ class ZarrView(Store):
 
     def _fetch(self, parts: Parts) -> Sequence[Bytes]:
         """What the file holds of each part."""
-        if parts.starts == parts.ends:  # of zeros, of the index or of a document, which no file holds
+        if parts.starts == parts.ends:  # of zeros or of a document, which no file holds
             return [b""] * len(parts.starts)
         array = self._token_files.get(parts.path)
         if array is not None and (self._is_mapped or parts.path not in self._whole):
@@ -295,7 +273,7 @@ class ZarrView(Store):
         )
 
     def _finish(self, parts: Parts, found: Sequence[Bytes]) -> list[Bytes]:
-        """The parts as readers see them: what the file holds, the zeros after its end, the index; converted."""
+        """The parts as readers see them: what the file holds and the zeros after its end; converted."""
         value = parts.value
         if isinstance(value, bytes):
             return [memoryview(value)[start:stop] for start, stop in parts.stored]
@@ -304,22 +282,13 @@ class ZarrView(Store):
             for part, start in zip(found, parts.starts, strict=True):
                 check_values(array, part, where=f"{self._transport.url}/{value.path}", start=start)
         whole = [
-            part if stop <= parts.in_file else self._completed(value, part, start, stop)
+            part if stop <= parts.in_file else bytes(part).ljust(stop - start, b"\0")
             for part, (start, stop) in zip(found, parts.stored, strict=True)
         ]
         if not self._converts(value):
             return whole
         stored = numpy_dtype(self._keys.grid.layout.dtype)
         return [convert(np.frombuffer(part, stored), *of) for part, of in zip(whole, parts.shown, strict=True)]
-
-    def _completed(self, value: Extent, part: Bytes, start: int, stop: int) -> Bytes:
-        """What the file has of a part, with the zeros and the piece of the index that follow."""
-        whole = bytearray(stop - start)
-        whole[: len(part)] = part
-        if stop > value.nbytes:
-            index = self._keys.index(value)[max(start - value.nbytes, 0) : stop - value.nbytes]
-            whole[len(whole) - len(index) :] = index
-        return whole
 
     def _is_padded(self, value: Extent) -> bool:
         """Whether a mapped file also has the zeros after the last example; not requested of remote files."""
@@ -422,9 +391,8 @@ class ZarrView(Store):
 
     def __repr__(self) -> str:
         grid = self._keys.grid
-        kind = "inner chunks" if grid.sharded else "chunks"
-        n_chunks = math.prod(grid.counts) * math.prod(grid.inner_counts)
-        return printable(f"<{type(self).__name__} of {self._transport.url} in {n_chunks:,} {kind} of {grid.chunk}>")
+        n_chunks = math.prod(grid.counts)
+        return printable(f"<{type(self).__name__} of {self._transport.url} in {n_chunks:,} chunks of {grid.chunk}>")
 
     def __str__(self) -> str:
         return printable(self._transport.url)

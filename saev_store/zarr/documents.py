@@ -68,19 +68,10 @@ def array_document(
     chunk: Sequence[int],
     dims: Sequence[str],
     *,
-    inner: Sequence[int] | None = None,
     attributes: Document | None = None,
 ) -> Document:
-    """The `zarr.json` of an uncompressed array; with `inner`, each chunk is a shard of such chunks."""
+    """The `zarr.json` of an uncompressed array."""
     codecs: list[Document] = [_BYTES if data_type in _OF_A_BYTE else _LITTLE]
-    if inner is not None:
-        configuration = {
-            "chunk_shape": list(inner),
-            "codecs": codecs,
-            "index_codecs": [_LITTLE, {"name": "crc32c"}],
-            "index_location": "end",
-        }
-        codecs = [{"name": "sharding_indexed", "configuration": configuration}]
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -108,9 +99,7 @@ def array_documents(
         dtype: Of the activations.
     """
     layout = grid.layout
-    documents = {
-        ARRAY: array_document(dtype, layout.shape, grid.outer, DIMS, inner=grid.chunk if grid.sharded else None)
-    }
+    documents = {ARRAY: array_document(dtype, layout.shape, grid.chunk, DIMS)}
     for name, values in coordinates(layout, labelled=bool(token_arrays)).items():
         documents[name] = array_document("int64", values.shape, values.shape, [name])
     n_content = layout.content_tokens_per_example

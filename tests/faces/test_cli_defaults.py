@@ -105,7 +105,7 @@ def test_serve(calls: Calls, store: ShardStore) -> None:
     assert main(["serve", store.url]) == DONE
     made, listened = calls.found
     made.pop("store")
-    assert made == {"chunks": "auto", "sharded": False, "origins": (), "hosts": ["127.0.0.1"]}
+    assert made == {"chunks": "auto", "origins": (), "hosts": ["127.0.0.1"]}
     assert listened == {"host": "127.0.0.1", "port": 8000}
 
 

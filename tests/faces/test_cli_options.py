@@ -314,7 +314,7 @@ def test_serve(calls: Calls, store: ShardStore) -> None:
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
     arguments = (
-        "--host", "0.0.0.0", "--port", "81", "--chunks", "1,1,2,3", "--sharded", "--origin", "http://a.b", "--origin", "*",
+        "--host", "0.0.0.0", "--port", "81", "--chunks", "1,1,2,3", "--origin", "http://a.b", "--origin", "*",
         "--allow-host", "gpu1",
     )  # fmt: skip
     check_all_are_given("serve", arguments, also={"--storage-options", "-o"})
@@ -325,7 +325,6 @@ def test_serve(calls: Calls, store: ShardStore) -> None:
     made.pop("store")
     assert made == {
         "chunks": [1, 1, 2, 3],
-        "sharded": True,
         "origins": ["http://a.b", "*"],
         "hosts": ["0.0.0.0", "gpu1"],
     }

@@ -20,7 +20,6 @@ import pytest
 from dense_stores import plain_store
 from served import serving
 from waiting import HANG_S
-from zarr.abc.store import Store
 
 from saev_store import ShardStore, new_metadata
 from saev_store.cli import main
@@ -361,11 +360,9 @@ def read_elsewhere(address: str, truth: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=truth.parent, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.parametrize("arguments", [(), ("--sharded",), ("--chunks", "3,3,5,8")], ids=["auto", "sharded", "large"])
+@pytest.mark.parametrize("arguments", [(), ("--chunks", "3,3,5,8")], ids=["auto", "large"])
 def test_zarr_python_over_http(arguments, plain, folder, tmp_path: Path):
     pytest.importorskip("aiohttp")
-    if "--sharded" in arguments and not hasattr(Store, "get_ranges"):
-        pytest.skip("this zarr fetches inner chunks one after the other, so the view refuses to be sharded")
     layers, tokens = np.array(LAYOUT.layers), np.arange(-1, 4)
     np.savez(tmp_path / "truth.npz", activations=plain.dense, labels=plain.labels, layer=layers, token=tokens)
     with serving(folder, *arguments) as (address, _):

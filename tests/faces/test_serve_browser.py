@@ -23,7 +23,6 @@ import pytest
 from dense_stores import plain_store
 from served import serving
 from waiting import HANG_S
-from zarr.abc.store import Store
 
 from saev_store.core.layout import Layout
 
@@ -97,11 +96,9 @@ def test_zarrita_in_a_browser(tmp_path: Path):
     with (
         serving(whole, "--origin", "*") as (url, _),
         serving(whole, "--chunks", "3,3,5,8", "--origin", "*") as (url_large, _),
-        # Where zarr is too old for a sharded view, the first one twice.
-        serving(whole, "--origin", "*", *(["--sharded"] if hasattr(Store, "get_ranges") else [])) as (url_sharded, _),
         serving(damaged, "--origin", "*") as (url_damaged, _),
     ):
-        truth = {"urls": [url, url_large, url_sharded], "damaged": url_damaged, "lost": 4, "cases": cases}
+        truth = {"urls": [url, url_large], "damaged": url_damaged, "lost": 4, "cases": cases}
         pages = partial(Pages, modules=modules, truth=json.dumps(truth).encode(), found=found)
         with ThreadingHTTPServer(("127.0.0.1", 0), pages) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -23,13 +23,13 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-def legal_shapes(layout: Layout, *, sharded: bool) -> list[tuple[int, int, int, int]]:
+def legal_shapes(layout: Layout) -> list[tuple[int, int, int, int]]:
     """By brute force: shapes whose every chunk is one run of bytes of one file."""
     where = np.arange(math.prod(layout.shape)).reshape(layout.shape)
     shard = np.arange(layout.n_examples) // layout.examples_per_shard
     legal = []
     for shape in itertools.product(*(range(1, n + 1) for n in layout.shape)):
-        if not sharded and math.prod(shape[2:]) < math.prod(layout.shape[2:]):
+        if math.prod(shape[2:]) < math.prod(layout.shape[2:]):
             continue
         good = True
         for start in itertools.product(*(range(0, n, step) for n, step in zip(layout.shape, shape, strict=True))):

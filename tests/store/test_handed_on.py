@@ -21,7 +21,7 @@ METADATA = {
 }  # fmt: skip
 #: Method, library that it needs, module and name of the function behind it, and what is given, no value a default.
 CALLS = [
-    ("as_zarr", "zarr", "saev_store.zarr", "open_view", {"chunks": (1, 1, 5, 8), "sharded": True, "dtype": "float16"}),
+    ("as_zarr", "zarr", "saev_store.zarr", "open_view", {"chunks": (1, 1, 5, 8), "dtype": "float16"}),
     ("as_xarray", "xarray", "saev_store.xarray", "open_store", {"chunks": {"example": 2}}),
     ("as_dask", "dask", "saev_store.dask", "from_store", {"chunks": (2, 1, -1, -1)}),
     (

@@ -131,7 +131,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "rows of a filter": behind_bos,
         "rows of limits": lambda junk: below_norms(junk, [1.0]),
         "chunks of Zarr": lambda junk: store.as_zarr(chunks=junk),
-        "shards of Zarr": lambda junk: store.as_zarr(sharded=junk),
         "format of kerchunk": lambda junk: store.to_kerchunk(root / "r", format=junk),
         "base of kerchunk": lambda junk: store.to_kerchunk(root / "r", base=junk),
         "array of a spec": store.to_tensorstore_spec,

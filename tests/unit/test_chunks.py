@@ -16,47 +16,33 @@ from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import ArgumentError
 
 
-@given(layout=layouts(), sharded=st.booleans(), data=st.data())
-def test_a_shape_is_taken_exactly_if_its_chunks_are_runs_of_bytes(layout: Layout, sharded: bool, data: st.DataObject):
-    legal = set(legal_shapes(layout, sharded=sharded))
+@given(layout=layouts(), data=st.data())
+def test_a_shape_is_taken_exactly_if_its_chunks_are_runs_of_bytes(layout: Layout, data: st.DataObject):
+    legal = set(legal_shapes(layout))
     for shape in itertools.islice(itertools.product(*(range(1, n + 2) for n in layout.shape)), 400):
         if shape in legal:
-            ChunkGrid(layout, shape, sharded=sharded)
+            ChunkGrid(layout, shape)
         else:
             with pytest.raises(ArgumentError):
-                ChunkGrid(layout, shape, sharded=sharded)
+                ChunkGrid(layout, shape)
 
 
-@given(layout=layouts(), sharded=st.booleans(), data=st.data())
-def test_extents_hold_what_numpy_slices(layout: Layout, sharded: bool, data: st.DataObject):
-    shape = data.draw(st.sampled_from(legal_shapes(layout, sharded=sharded)))
-    grid = ChunkGrid(layout, shape, sharded=sharded)
+@given(layout=layouts(), data=st.data())
+def test_extents_hold_what_numpy_slices(layout: Layout, data: st.DataObject):
+    shape = data.draw(st.sampled_from(legal_shapes(layout)))
+    grid = ChunkGrid(layout, shape)
     dense = np.arange(1, math.prod(layout.shape) + 1, dtype="<u4").reshape(layout.shape)
     shards = {shard_name(i): dense[slice(*layout.example_range(i))].tobytes() for i in range(layout.n_shards)}
-    padded = np.zeros([-(-n // k) * k for n, k in zip(layout.shape, grid.outer, strict=True)], dtype="<u4")
+    padded = np.zeros([-(-n // k) * k for n, k in zip(layout.shape, grid.chunk, strict=True)], dtype="<u4")
     padded[tuple(slice(n) for n in layout.shape)] = dense
-    assert grid.counts == tuple(-(-n // k) for n, k in zip(layout.shape, grid.outer, strict=True))
+    assert grid.counts == tuple(-(-n // k) for n, k in zip(layout.shape, grid.chunk, strict=True))
     for position in itertools.product(*map(range, grid.counts)):
         extent = grid.extent(position)
         file = shards[extent.path]
         assert 0 <= extent.start < extent.end <= len(file)
         value = file[extent.start : extent.end] + bytes(extent.nbytes - (extent.end - extent.start))
-        window = tuple(slice(p * k, (p + 1) * k) for p, k in zip(position, grid.outer, strict=True))
+        window = tuple(slice(p * k, (p + 1) * k) for p, k in zip(position, grid.chunk, strict=True))
         assert value == padded[window].tobytes()
-        if not sharded:
-            assert extent.index_nbytes == 0
-            continue
-        entries = grid.index(position[0])
-        assert entries.nbytes + 4 == extent.index_nbytes == grid.index_nbytes
-        block = padded[window]
-        for number, inner in enumerate(itertools.product(*map(range, grid.inner_counts))):
-            cut = tuple(slice(p * k, (p + 1) * k) for p, k in zip(inner, shape, strict=True))
-            offset, nbytes = entries[number].tolist()
-            if offset == 2**64 - 1:
-                assert nbytes == offset
-                assert not block[cut].any()
-            else:
-                assert value[offset : offset + nbytes] == block[cut].tobytes()
 
 
 @given(layout=layouts(), gap=st.sampled_from([0, 16, 64, 400, math.inf]))
@@ -78,19 +64,12 @@ def test_more_tasks_than_anybody_can_run_are_not_listed(per_shard: int):
         task_lengths(Layout(10_000_001, (1,), 1, False, 1, 10_000_001), task_bytes=4)
 
 
-@given(layout=layouts(), sharded=st.booleans(), wanted=st.tuples(*[st.integers(-2, 20)] * 4))
-def test_proposals_are_legal(layout: Layout, sharded: bool, wanted: tuple[int, int, int, int]):
-    shapes = nearest_shapes(layout, wanted, sharded=sharded)
+@given(layout=layouts(), wanted=st.tuples(*[st.integers(-2, 20)] * 4))
+def test_proposals_are_legal(layout: Layout, wanted: tuple[int, int, int, int]):
+    shapes = nearest_shapes(layout, wanted)
     assert 1 <= len(shapes) <= 3
     for shape in shapes:
-        ChunkGrid(layout, shape, sharded=sharded)
-
-
-@pytest.mark.parametrize(("n", "per_shard", "whole"), [(7, 10, 9), (9, 9, 9), (7, 6, 6), (10, 10, 12)])
-def test_a_single_shard_is_filled_up_to_whole_chunks(n: int, per_shard: int, whole: int):
-    grid = ChunkGrid(Layout(n, (2, 5), 4, True, 8, per_shard), (3, 2, 5, 8), sharded=True)
-    assert (grid.outer, grid.inner_counts) == ((whole, 2, 5, 8), (whole // 3, 1, 1, 1))
-    assert (grid.outer_nbytes, grid.counts[0]) == (whole * 2 * 5 * 8 * 4, 2 if n > per_shard else 1)
+        ChunkGrid(layout, shape)
 
 
 def test_the_error_names_value_rule_and_the_nearest_shapes():
@@ -104,9 +83,6 @@ def test_the_error_names_value_rule_and_the_nearest_shapes():
         ChunkGrid(layout, (2, 3, 197, 768))
     with pytest.raises(ArgumentError, match=r"one layer of one example.*\(1, 1, 197, 768\)"):
         ChunkGrid(layout, (1, 1, 1, 768))
-    assert ChunkGrid(layout, (1, 1, 1, 768), sharded=True).index_nbytes == 2_000 * 6 * 197 * 16 + 4
-    with pytest.raises(ArgumentError, match="need an index of more than"):
-        ChunkGrid(layout, (1, 1, 1, 1), sharded=True)
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 197), "auto", (1.0, 6, 197, 768), (True, 6, 197, 768), (0, 6, 197, 768)])
@@ -237,8 +213,8 @@ def test_a_task_is_128_mib_by_default():
     assert task_lengths(of_bytes(MIB, 300, 128)) == (128, 128, 44)
 
 
-@given(layout=layouts(), sharded=st.booleans(), wanted=st.tuples(*[st.integers(-2, 20)] * 4))
-def test_proposals_are_the_nearest_that_there_are(layout: Layout, sharded: bool, wanted: tuple[int, int, int, int]):
+@given(layout=layouts(), wanted=st.tuples(*[st.integers(-2, 20)] * 4))
+def test_proposals_are_the_nearest_that_there_are(layout: Layout, wanted: tuple[int, int, int, int]):
     """By the ratios of their lengths. Of one shard, which any length cuts, divisors of its capacity and the wanted one."""
     near = {n for n in range(1, layout.n_examples + 1) if layout.examples_per_shard % n == 0}
     near |= {max(1, min(wanted[0], layout.n_examples))} if layout.n_shards == 1 else set()
@@ -246,78 +222,51 @@ def test_proposals_are_the_nearest_that_there_are(layout: Layout, sharded: bool,
     def distance(shape: tuple[int, ...]) -> float:
         return sum(abs(math.log(max(a, 1) / b)) for a, b in zip(wanted, shape, strict=True))
 
-    legal = sorted((distance(shape), shape) for shape in legal_shapes(layout, sharded=sharded) if shape[0] in near)
-    found = nearest_shapes(layout, wanted, sharded=sharded)
+    legal = sorted((distance(shape), shape) for shape in legal_shapes(layout) if shape[0] in near)
+    found = nearest_shapes(layout, wanted)
     assert found == [shape for _, shape in legal[:3]]
     assert {type(n) for shape in found for n in shape} == {int}
 
 
 @pytest.mark.parametrize(
-    ("chunk", "sharded", "rule"),
+    ("chunk", "rule"),
     [
-        ((3, 3, 5, 8), False, "3 examples at a time do not divide a shard of 4"),
-        ((12, 3, 5, 8), False, "a chunk is at least 1 and at most the whole axis long"),
-        ((1, 0, 5, 8), False, "a chunk is at least 1 and at most the whole axis long"),
-        ((2, 2, 5, 8), False, "example is taken 2 at a time, so layer has to be whole (3)"),
-        ((2, 3, 5, 4), False, "example is taken 2 at a time, so d_model has to be whole (8)"),
-        ((1, 3, 1, 8), False, "layer is taken 3 at a time, so token has to be whole (5)"),
-        ((1, 2, 5, 8), False, "2 does not divide the 3 of layer"),
-        ((1, 1, 2, 8), True, "2 does not divide the 5 of token"),
-        ((1, 1, 1, 3), True, "3 does not divide the 8 of d_model"),
-        ((1, 1, 1, 8), False,
-         "chunks smaller than one layer of one example would be a request each, unless one key is a whole shard"),
+        ((3, 3, 5, 8), "3 examples at a time do not divide a shard of 4"),
+        ((12, 3, 5, 8), "a chunk is at least 1 and at most the whole axis long"),
+        ((1, 0, 5, 8), "a chunk is at least 1 and at most the whole axis long"),
+        ((2, 2, 5, 8), "example is taken 2 at a time, so layer has to be whole (3)"),
+        ((2, 3, 5, 4), "example is taken 2 at a time, so d_model has to be whole (8)"),
+        ((1, 3, 1, 8), "layer is taken 3 at a time, so token has to be whole (5)"),
+        ((1, 2, 5, 8), "2 does not divide the 3 of layer"),
+        ((1, 1, 1, 8),
+         "chunks smaller than one layer of one example would be a request each"),
     ],
 )  # fmt: skip
-def test_the_error_names_the_rule_that_a_shape_breaks(chunk: tuple[int, int, int, int], sharded: bool, rule: str):
+def test_the_error_names_the_rule_that_a_shape_breaks(chunk: tuple[int, int, int, int], rule: str):
     layout = Layout(11, (2, 5, 9), 5, False, 8, 4)
     with pytest.raises(ArgumentError) as caught:
-        ChunkGrid(layout, chunk, sharded=sharded)
+        ChunkGrid(layout, chunk)
     assert caught.value.message.endswith(f" in shards of 4 examples: {rule}")
     assert caught.value.where == "chunks"
-    nearest = " or ".join(map(str, nearest_shapes(layout, chunk, sharded=sharded)))
+    nearest = " or ".join(map(str, nearest_shapes(layout, chunk)))
     assert caught.value.remedy == f"The nearest shapes that can: {nearest}."
 
 
-@pytest.mark.parametrize(
-    ("n_examples", "n_layers", "capacity", "chunk", "fits"),
-    [
-        (4 << 20, 1, 4 << 20, (1, 1, 1, 1), True),
-        ((4 << 20) + 1, 1, (4 << 20) + 1, (1, 1, 1, 1), False),
-        (4 << 20, 1, 10**9, (1, 1, 1, 1), True),
-        (10**9, 1, 4 << 20, (1, 1, 1, 1), True),
-        (10**9, 1, (4 << 20) + 1, (1, 1, 1, 1), False),
-        (8 << 20, 1, 10**9, (2, 1, 1, 1), True),
-        ((8 << 20) + 1, 1, 10**9, (2, 1, 1, 1), False),
-        (2 << 20, 2, 10**9, (1, 1, 1, 1), True),
-        ((2 << 20) + 1, 2, 10**9, (1, 1, 1, 1), False),
-        ((2 << 20) + 1, 2, 10**9, (1, 2, 1, 1), True),
-    ],
-)
-def test_an_index_takes_at_most_64_mib(n_examples: int, n_layers: int, capacity: int, chunk: tuple, fits: bool):
-    layout = Layout(n_examples, tuple(range(n_layers)), 1, False, 1, capacity)
-    if fits:
-        assert ChunkGrid(layout, chunk, sharded=True).index_nbytes <= (64 << 20) + 4
-    else:
-        with pytest.raises(ArgumentError, match=r"chunks in a shard need an index of more than 67,108,864 bytes"):
-            ChunkGrid(layout, chunk, sharded=True)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_the_place_of_every_key(sharded: bool):
+def test_the_place_of_every_key():
     layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
     dense = np.arange(1, math.prod(layout.shape) + 1, dtype="<u4").reshape(layout.shape)
-    for shape in legal_shapes(layout, sharded=sharded):
-        grid = ChunkGrid(layout, shape, sharded=sharded)
+    for shape in legal_shapes(layout):
+        grid = ChunkGrid(layout, shape)
         assert grid.chunk_nbytes == 4 * math.prod(shape)
         for position in itertools.product(*map(range, grid.counts)):
             extent = grid.extent(position)
-            example = position[0] * grid.outer[0]
+            example = position[0] * grid.chunk[0]
             assert (extent.shard_idx, extent.path) == (example // 3, f"acts{example // 3:06d}.bin")
             start, end = layout.example_range(example // 3)
             file = dense[start:end].tobytes()
-            window = tuple(slice(p * k, (p + 1) * k) for p, k in zip(position, grid.outer, strict=True))
+            window = tuple(slice(p * k, (p + 1) * k) for p, k in zip(position, grid.chunk, strict=True))
             assert file[extent.start : extent.end] == dense[window].tobytes()
-            assert extent.nbytes == 4 * math.prod(grid.outer)
+            assert extent.nbytes == 4 * math.prod(grid.chunk)
 
 
 def test_a_chunk_that_is_as_large_as_a_request_is_worth_is_an_example() -> None:

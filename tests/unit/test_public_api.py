@@ -104,7 +104,7 @@ PUBLIC = {
         SaevBackend concat dataset_of open_store
     """,
     "saev_store.zarr": """
-        ARRAY BFloat16 Chunks Sharded TensorKeys ZarrView chunk_shape open_view
+        ARRAY BFloat16 Chunks TensorKeys ZarrView chunk_shape open_view
     """,
 }
 

@@ -108,7 +108,7 @@ def test_any_store_in_any_dtype_chunking_and_selection_equals_numpy(data):
         files = {path.name: path.read_bytes() for path in made.path.iterdir()}
     store = ShardStore.open(MemoryTransport(files, label=made.path.name))
     chunks, dtype = (
-        draw(st.sampled_from(legal_shapes(store.layout, sharded=False))),
+        draw(st.sampled_from(legal_shapes(store.layout))),
         draw(st.sampled_from(["float32", "stored"])),
     )
     group = zarr.open_group(store.as_zarr(chunks=chunks, dtype=dtype), mode="r")

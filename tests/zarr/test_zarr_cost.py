@@ -15,16 +15,12 @@ import zarr
 from api import MemoryTransport
 from dense_stores import plain_store
 from transports import CountingTransport, LatencyTransport
-from zarr.abc.store import Store
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
 from saev_store.transport import Transport
 from saev_store.zarr import ZarrView
-
-CAN_READ_SHARDS = hasattr(Store, "get_ranges")
-if_shards = pytest.mark.skipif(not CAN_READ_SHARDS, reason="zarr >= 3.3 reads parts of shards together")
 
 LAYOUT = Layout(
     n_examples=40,
@@ -88,38 +84,13 @@ EXPECTED = {
     ("one vector", (5, 6, 17, 32)): (1, 5 * EXAMPLE),
     ("full scan", (5, 6, 17, 32)): (8, 40 * EXAMPLE),
 }
-EXPECTED_SHARDED = {
-    ("one layer of everything", (1, 1, 17, 32)): (40, 40 * PLANE),
-    ("one example", (1, 1, 17, 32)): (1, EXAMPLE),
-    ("one vector", (1, 1, 17, 32)): (1, PLANE),
-    ("full scan", (1, 1, 17, 32)): (4, 40 * EXAMPLE),
-    ("one layer of everything", (1, 1, 1, 32)): (40, 40 * PLANE),
-    ("one example", (1, 1, 1, 32)): (1, EXAMPLE),
-    ("one vector", (1, 1, 1, 32)): (1, VECTOR),
-    ("full scan", (1, 1, 1, 32)): (4, 40 * EXAMPLE),
-}
 
 
 @pytest.mark.parametrize(("pattern", "chunks"), EXPECTED, ids=str)
 def test_requests_per_access_pattern(pattern: str, chunks: tuple[int, int, int, int]):
     transport, store = counted()
-    array = activations(store.as_zarr(chunks=chunks, sharded=False))
+    array = activations(store.as_zarr(chunks=chunks))
     assert cost_of(transport, lambda: array[PATTERNS[pattern]]) == EXPECTED[pattern, chunks]
-
-
-@if_shards
-@pytest.mark.parametrize(("pattern", "chunks"), EXPECTED_SHARDED, ids=str)
-def test_requests_per_access_pattern_of_virtual_shards(pattern: str, chunks: tuple[int, int, int, int]):
-    transport, store = counted()
-    array = activations(store.as_zarr(chunks=chunks, sharded=True))
-    assert cost_of(transport, lambda: array[PATTERNS[pattern]]) == EXPECTED_SHARDED[pattern, chunks]
-
-
-@if_shards
-def test_gaps_are_read_where_they_are_cheaper_than_requests():
-    transport, store = counted(gap_bytes=5 * PLANE)
-    array = activations(store.as_zarr(chunks=(1, 1, 17, 32), sharded=True))
-    assert cost_of(transport, lambda: array[:, 3]) == (4, 4 * (10 * EXAMPLE - 5 * PLANE))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -154,7 +125,7 @@ def test_seven_million_chunks_open_without_a_list():
     zarr.open_group(store.as_zarr(), mode="r")  # imports, and zarr's own caches
     tracemalloc.start()
     try:
-        view = store.as_zarr(chunks=(1, 1, 257, 1024), sharded=False)
+        view = store.as_zarr(chunks=(1, 1, 257, 1024))
         array = activations(view)
         assert array.nchunks == 7_200_000
         assert view.get_sync("zarr.json") is not None

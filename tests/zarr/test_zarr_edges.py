@@ -13,7 +13,7 @@ import zarr
 from api import MemoryTransport
 from dense_stores import plain_store
 from transports import CountingTransport, LatencyTransport
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest
 from zarr.core.sync import sync
 
 from saev_store import SaevStoreWarning, ShardStore, new_metadata
@@ -25,7 +25,6 @@ from saev_store.transport import Transport
 from saev_store.zarr import TensorKeys, ZarrView, _keys
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
-CAN_READ_SHARDS = hasattr(Store, "get_ranges")
 
 
 def opened(transport: Transport, **options: object) -> ShardStore:
@@ -76,16 +75,15 @@ def test_a_length_of_a_chunk_is_an_integer(chunks: tuple[object, ...]):
         opened(MemoryTransport(plain_store(LAYOUT).files)).as_zarr(chunks=chunks)
 
 
-@pytest.mark.parametrize("sharded", [False, True] if CAN_READ_SHARDS else [False])
 @pytest.mark.parametrize("engine", ["mmap", "pread"])
-def test_every_whole_example_that_is_left_can_be_read(engine: str, sharded: bool, tmp_path: Path):
+def test_every_whole_example_that_is_left_can_be_read(engine: str, tmp_path: Path):
     """To its last layer, and nothing behind it."""
     plain = plain_store(LAYOUT)
     folder = plain.write(tmp_path)
     for n_left, more in ((2, 0), (2, 7), (1, -1 + LAYOUT.example_nbytes)):
         os.truncate(folder / "acts000001.bin", n_left * LAYOUT.example_nbytes + more)
         store = ShardStore.open(folder, engine=engine, damaged_ok=True)
-        array = zarr.open_group(store.as_zarr(chunks=(1, 1, 5, 8), sharded=sharded), mode="r")["activations"]
+        array = zarr.open_group(store.as_zarr(chunks=(1, 1, 5, 8)), mode="r")["activations"]
         assert np.asarray(array[3 : 3 + n_left]).tobytes() == plain.dense[3 : 3 + n_left].tobytes()
         for key in (np.s_[3 + n_left], np.s_[3 + n_left, 0], np.s_[5, 2]):
             with pytest.raises(CorruptShardError, match=r"acts000001\.bin"):
@@ -108,7 +106,7 @@ def test_a_range_ends_with_the_last_whole_example_that_is_left(engine: str, tmp_
     plain = plain_store(LAYOUT)
     folder, n = plain.write(tmp_path), 2 * LAYOUT.example_nbytes
     os.truncate(folder / "acts000001.bin", n + 7)
-    view = ShardStore.open(folder, engine=engine, damaged_ok=True).as_zarr(chunks=(3, 3, 5, 8), sharded=False)
+    view = ShardStore.open(folder, engine=engine, damaged_ok=True).as_zarr(chunks=(3, 3, 5, 8))
     key = "activations/c/1/0/0/0"
     for start in (0, 5, n - 1):
         found = view.get_sync(key, byte_range=RangeByteRequest(start, n))
@@ -142,23 +140,11 @@ def test_parts_of_the_last_chunk_that_are_in_the_file_need_no_size(tail: str):
 
 def test_a_pickled_view_is_equal_and_small():
     layout = Layout(3000, (0,), 1, False, 2, 3000)
-    keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {"a": 1}, {})
-    assert len(keys.index(keys.find("activations/c/0/0/0/0"))) == 3000 * 16 + 4
+    keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2)), {"a": 1}, {})
     again = pickle.loads(pickle.dumps(keys))
     assert again == keys
     assert hash(again) == hash(keys)
     assert len(pickle.dumps(keys)) < 5000
-
-
-def test_indices_of_full_and_cut_shards_are_kept_apart():
-    """In any order, more kinds of shards than are kept."""
-    for layout in (Layout(7, (0, 1), 1, False, 2, 3), Layout(2, (0, 1), 1, False, 2, 3)):
-        keys = TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {}, {})
-        for _ in range(2):
-            for shard in [*range(layout.n_shards), *reversed(range(layout.n_shards))]:
-                index = keys.index(keys.find(f"activations/c/{shard}/0/0/0"))
-                entries = np.frombuffer(index[:-4], "<u8").reshape(-1, 2)
-                assert (entries[:, 1] == 8).sum() == 2 * layout.examples_in(shard)
 
 
 def test_views_of_other_places_differ():
@@ -170,12 +156,9 @@ def test_views_of_other_places_differ():
     assert one != other
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_below_any_prefix(sharded: bool):
+def test_what_is_below_any_prefix():
     """As if all keys were looked through; what names no key or folder has nothing below it."""
-    keys = TensorKeys(
-        ChunkGrid(Layout(23, (0, 1), 3, True, 2, 2), (1, 1, 4, 2), sharded=sharded), {}, {"labels": LABELS}
-    )
+    keys = TensorKeys(ChunkGrid(Layout(23, (0, 1), 3, True, 2, 2), (1, 1, 4, 2)), {}, {"labels": LABELS})
     every = list(keys.below(""))
     assert len(set(every)) == len(every)
     prefixes = {key[:n] for key in every for n in range(len(key) + 1)}

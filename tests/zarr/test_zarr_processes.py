@@ -53,7 +53,7 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 folder, engine, path = sys.argv[1:]
 truth = np.load(path)
-views = [ShardStore.open(folder, engine=engine).as_zarr(chunks=chunks, sharded=False) for chunks in ("auto", (1, 1, 5, 8))]
+views = [ShardStore.open(folder, engine=engine).as_zarr(chunks=chunks) for chunks in ("auto", (1, 1, 5, 8))]
 arrays = [zarr.open_group(view, mode="r")["activations"] for view in views]
 for array in arrays:
     assert array[...].tobytes() == truth.tobytes()

@@ -10,7 +10,6 @@ import pytest
 import zarr
 from dense_stores import PlainStore, plain_store
 from servers import Bucket, s3_bucket  # noqa: F401  # the second is a fixture
-from zarr.abc.store import Store
 
 from saev_store import ShardStore
 from saev_store.core.layout import Layout
@@ -19,7 +18,6 @@ from saev_store.transport import Transport as Writes
 from saev_store.transport import open_transport
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS = [False, True] if hasattr(Store, "get_ranges") else [False]
 engines = pytest.mark.parametrize("engine", ["fsspec", "obstore"])
 
 
@@ -38,11 +36,10 @@ def url(plain: PlainStore, s3_bucket: Bucket) -> str:
 
 
 @engines
-@pytest.mark.parametrize("sharded", WAYS)
-def test_a_bucket_reads_like_a_folder(engine: str, sharded: bool, url: str, plain: PlainStore, s3_bucket: Bucket):
+def test_a_bucket_reads_like_a_folder(engine: str, url: str, plain: PlainStore, s3_bucket: Bucket):
     pytest.importorskip("s3fs" if engine == "fsspec" else "obstore")
     store = ShardStore.open(url, s3_bucket.options, engine=engine)
-    view = store.as_zarr(chunks=(1, 1, 5, 8), sharded=sharded)
+    view = store.as_zarr(chunks=(1, 1, 5, 8))
     group = zarr.open_group(view, mode="r")
     assert group["activations"][...].tobytes() == plain.dense.tobytes()
     np.testing.assert_array_equal(group["labels"][...], plain.labels)

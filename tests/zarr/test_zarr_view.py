@@ -7,12 +7,10 @@ import contextlib
 import itertools
 import json
 import os
-import struct
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import pytest
 import zarr
@@ -24,22 +22,17 @@ from hypothesis import strategies as st
 from strategies import layouts, legal_shapes
 from transports import LatencyTransport
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from saev_store import SaevStoreWarning, ShardStore
-from saev_store.core.chunk_grid import ChunkGrid
 from saev_store.core.layout import Layout
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, DocumentError
 from saev_store.transport import ReadCost, Transport
-from saev_store.zarr import TensorKeys, ZarrView
+from saev_store.zarr import ZarrView
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 VALID = sorted(path.parent for path in SAMPLES.glob("*/expected.json"))
-CAN_READ_SHARDS = hasattr(Store, "get_ranges")
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
-if_shards = pytest.mark.skipif(not CAN_READ_SHARDS, reason="zarr >= 3.3 reads parts of shards together")
-ways = pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=if_shards)])
 
 
 def far(transport: Transport) -> Transport:
@@ -78,8 +71,8 @@ def test_peer_written_samples_bit_for_bit(sample: Path, engine: str):
     if engine == "far":
         store = ShardStore.open(far(store.transport))
     truth = np.load(sample / "acts.npy")
-    for sharded in (False, True) if CAN_READ_SHARDS else (False,):
-        group = zarr.open_group(store.as_zarr(sharded=sharded), mode="r")
+    if True:
+        group = zarr.open_group(store.as_zarr(), mode="r")
         same_bits(group["activations"][...], truth)
         for example, layer in np.ndindex(truth.shape[:2]):
             same_bits(group["activations"][example, layer, 1:], truth[example, layer, 1:])
@@ -101,12 +94,11 @@ def cases(draw: st.DrawFn) -> tuple[PlainStore, ZarrView, np.random.Generator]:
         empty_trailer=draw(st.booleans()),
         labelled=draw(st.booleans()),
     )
-    sharded = draw(st.booleans()) and CAN_READ_SHARDS
     transport: Transport = MemoryTransport(plain.files)
     if draw(st.booleans()):
         transport = far(transport)
-    chunks = draw(st.one_of(st.just("auto"), st.sampled_from(legal_shapes(layout, sharded=sharded))))
-    view = opened(transport).as_zarr(chunks=chunks, sharded=sharded)
+    chunks = draw(st.one_of(st.just("auto"), st.sampled_from(legal_shapes(layout))))
+    view = opened(transport).as_zarr(chunks=chunks)
     return plain, view, np.random.default_rng(draw(st.integers(0, 99)))
 
 
@@ -131,11 +123,10 @@ def test_any_layout_chunking_and_selection_equals_numpy(case: tuple[PlainStore, 
         same_bits(read(view, "labels")[...], plain.labels)
 
 
-@ways
-def test_ranges_of_a_value_are_slices_of_it(sharded: bool):
+def test_ranges_of_a_value_are_slices_of_it():
     plain = plain_store(LAYOUT, tail="cut", labelled=True)
     for transport in (MemoryTransport(plain.files), far(MemoryTransport(plain.files))):
-        view = opened(transport).as_zarr(chunks=(3, 3, 5, 8), sharded=sharded)
+        view = opened(transport).as_zarr(chunks=(3, 3, 5, 8))
         keys = list(view.keys.below(""))
         assert len(keys) == 6 + 3 + 3 + 3
         for key in keys:
@@ -160,29 +151,6 @@ def test_ranges_of_a_value_are_slices_of_it(sharded: bool):
                 assert suffix.to_bytes() == (data[-count:] if count else b"")
 
 
-@if_shards
-def test_many_ranges_at_once_in_any_order():
-    plain = plain_store(LAYOUT, tail="cut")
-    for transport in (MemoryTransport(plain.files), far(MemoryTransport(plain.files))):
-        view = opened(transport).as_zarr(chunks=(1, 1, 5, 8), sharded=True)
-        whole = view.get_sync("activations/c/2/0/0/0")
-        assert whole is not None
-        data = whole.to_bytes()
-        wanted = [(160, 320), (0, 160), (len(data) - 20, len(data)), (1000, 1100), (100, 200), (5, 5), (9, 7)]
-        requests = [RangeByteRequest(*bounds) for bounds in wanted]
-
-        async def collect(view: ZarrView, requests: list[RangeByteRequest]) -> dict[int, bytes]:
-            found = {}
-            key, prototype = "activations/c/2/0/0/0", default_buffer_prototype()
-            async for group in view.get_ranges(key, requests, prototype=prototype, max_concurrency=2):
-                found |= {number: buffer.to_bytes() for number, buffer in group if buffer is not None}
-            return found
-
-        found = asyncio.run(collect(view, requests))
-        assert found == {number: data[start:end] for number, (start, end) in enumerate(wanted)}
-        assert asyncio.run(collect(view, [])) == {}
-
-
 def test_missing_keys_are_none_and_never_read():
     view = opened(MemoryTransport(plain_store(LAYOUT).files)).as_zarr(chunks=(1, 1, 5, 8))
     for key in (
@@ -198,15 +166,14 @@ def test_missing_keys_are_none_and_never_read():
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-@ways
-def test_the_group_that_consumers_see(sharded: bool):
+def test_the_group_that_consumers_see():
     plain = plain_store(LAYOUT, labelled=True)
-    view = opened(MemoryTransport(plain.files)).as_zarr(chunks=(1, 1, 5, 8), sharded=sharded)
+    view = opened(MemoryTransport(plain.files)).as_zarr(chunks=(1, 1, 5, 8))
     group = zarr.open_consolidated(view, mode="r")
     assert sorted(group.array_keys()) == ["activations", "content_token", "labels", "layer", "token"]
     array = group["activations"]
     assert array.metadata.dimension_names == ("example", "layer", "token", "d_model")
-    assert (array.chunks, array.shards) == ((1, 1, 5, 8), (3, 3, 5, 8) if sharded else None)
+    assert (array.chunks, array.shards) == ((1, 1, 5, 8), None)
     assert np.isnan(array.fill_value)
     assert group["labels"].metadata.dimension_names == ("example", "content_token")
     assert group["content_token"][:].tolist() == [0, 1, 2, 3]
@@ -245,12 +212,11 @@ def test_documents_are_strict_json_whatever_the_metadata_holds(changes, shown):
     json.dumps(dict(store.as_xarray().attrs), ensure_ascii=False).encode()
 
 
-@pytest.mark.parametrize("sharded", [False, True] if CAN_READ_SHARDS else [False])
 @pytest.mark.parametrize("labelled", [False, True])
-def test_listing_is_what_can_be_read(sharded: bool, labelled: bool):
-    layout = Layout(23, (2, 5, 11), 4, True, 8, 1 if sharded else 4)
+def test_listing_is_what_can_be_read(labelled: bool):
+    layout = Layout(23, (2, 5, 11), 4, True, 8, 4)
     plain = plain_store(layout, labelled=labelled)
-    view = opened(MemoryTransport(plain.files)).as_zarr(chunks=(1, 1, 5, 8), sharded=sharded)
+    view = opened(MemoryTransport(plain.files)).as_zarr(chunks=(1, 1, 5, 8))
 
     async def all_of(prefix: str) -> list[str]:
         return sorted([key async for key in view.list_prefix(prefix)])
@@ -263,7 +229,7 @@ def test_listing_is_what_can_be_read(sharded: bool, labelled: bool):
     assert all(view.get_sync(key) is not None for key in keys)
     n_documents = 6 if labelled else 4
     n_labels = (-(-23 // layout.examples_per_shard) + 1) if labelled else 0
-    assert len(keys) == n_documents + 2 + n_labels + 23 * (1 if sharded else 3)
+    assert len(keys) == n_documents + 2 + n_labels + 23 * 3
     for prefix in {key[:length] for key in keys for length in range(len(key) + 1)} | {
         "x",
         "activations/c/01",
@@ -306,12 +272,10 @@ def test_illegal_chunks_propose_legal_ones():
     ):
         store.as_zarr(chunks=(2, 3, 5, 8))
     with pytest.raises(ArgumentError, match=r"nearest.*\(1, 1, 5, 8\)"):
-        store.as_zarr(chunks=(1, 1, 1, 8), sharded=False)
+        store.as_zarr(chunks=(1, 1, 1, 8))
     for nonsense in ("all", (1, 1, 5), 5, None, (1, 1, 5, 8.0), (0, 1, 5, 8)):
         with pytest.raises(ArgumentError, match="chunk"):
             store.as_zarr(chunks=nonsense)
-    with pytest.raises(ArgumentError, match="sharded"):
-        store.as_zarr(sharded="yes")
     assert read(store.as_zarr(chunks=np.array([3, 3, 5, 8]))).chunks == (3, 3, 5, 8)
 
 
@@ -321,22 +285,6 @@ def test_what_auto_takes():
     assert (read(near.as_zarr()).chunks, read(near.as_zarr()).shards) == ((3, 3, 5, 8), None)
     array = read(distant.as_zarr())
     assert array.chunks == (1, 1, 5, 8)
-    assert array.shards == ((3, 3, 5, 8) if CAN_READ_SHARDS else None)
-
-
-@pytest.mark.skipif(CAN_READ_SHARDS, reason="this zarr can")
-def test_shards_need_a_zarr_that_reads_parts_of_them_together():
-    with pytest.raises(ArgumentError, match=r"zarr >= 3\.3"):
-        opened(MemoryTransport(plain_store(LAYOUT).files)).as_zarr(sharded=True)
-
-
-@if_shards
-def test_token_sized_inner_chunks_read_single_vectors():
-    plain = plain_store(LAYOUT, tail="cut")
-    for chunks in ((1, 1, 1, 8), (1, 1, 5, 8), (1, 1, 1, 2)):
-        array = read(opened(far(MemoryTransport(plain.files))).as_zarr(chunks=chunks, sharded=True))
-        same_bits(array[...], plain.dense)
-        same_bits(array[6, 2, 4], plain.dense[6, 2, 4])
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -355,19 +303,18 @@ def break_shard(files: dict[str, bytes], how: str) -> None:
         files["acts000001.bin"] = files["acts000001.bin"][: 0 if how == "empty" else -4]
 
 
-@ways
 @pytest.mark.parametrize("how", ["missing", "short", "empty"])
 @pytest.mark.parametrize("tail", ["padded", "cut"])
 @pytest.mark.parametrize("is_far", [False, True])
 @pytest.mark.parametrize("chunks", [(3, 3, 5, 8), (1, 3, 5, 8), (1, 1, 5, 8)])
 def test_a_damaged_shard_raises_and_never_reads_as_fill_values(
-    sharded: bool, how: str, tail: str, is_far: bool, chunks: tuple[int, ...]
+    how: str, tail: str, is_far: bool, chunks: tuple[int, ...]
 ):
     plain = plain_store(LAYOUT, tail=tail)
     files = dict(plain.files)
     break_shard(files, how)
     transport: Transport = Broken(files)
-    array = read(opened(far(transport) if is_far else transport).as_zarr(chunks=chunks, sharded=sharded))
+    array = read(opened(far(transport) if is_far else transport).as_zarr(chunks=chunks))
     same_bits(array[:3], plain.dense[:3])
     same_bits(array[6:], plain.dense[6:])
     for selection in (np.s_[:], np.s_[3:6], np.s_[5], np.s_[5, 2], np.s_[5, 2, 4], np.s_[2:6:3, 2]):
@@ -375,14 +322,13 @@ def test_a_damaged_shard_raises_and_never_reads_as_fill_values(
             array[selection]
 
 
-@ways
 @pytest.mark.parametrize("how", ["missing", "short"])
-def test_what_is_left_of_a_damaged_store_can_be_read(sharded: bool, how: str):
+def test_what_is_left_of_a_damaged_store_can_be_read(how: str):
     plain = plain_store(LAYOUT)
     files = dict(plain.files)
     break_shard(files, how)
     store = opened(MemoryTransport(files), damaged_ok=True)
-    array = read(store.as_zarr(chunks=(1, 1, 5, 8), sharded=sharded))
+    array = read(store.as_zarr(chunks=(1, 1, 5, 8)))
     same_bits(array[:3], plain.dense[:3])
     with pytest.raises(CorruptShardError, match=r"acts000001\.bin.*repair"):
         array[5]
@@ -391,12 +337,11 @@ def test_what_is_left_of_a_damaged_store_can_be_read(sharded: bool, how: str):
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
-@ways
-def test_stores_that_change_under_the_view(engine: str, sharded: bool, tmp_path: Path):
+def test_stores_that_change_under_the_view(engine: str, tmp_path: Path):
     plain = plain_store(LAYOUT)
     folder = plain.write(tmp_path)
     store = ShardStore.open(folder, engine=engine)
-    array = read(store.as_zarr(chunks=(1, 1, 5, 8), sharded=sharded))
+    array = read(store.as_zarr(chunks=(1, 1, 5, 8)))
     same_bits(array[...], plain.dense)
     shard = folder / "acts000001.bin"
     whole = shard.read_bytes()
@@ -424,9 +369,8 @@ class Dead(MemoryTransport):
         raise DeadlineError("no answer for 60 s", where=path, transient=True)
 
 
-@ways
-def test_a_dead_link_is_the_transports_own_error(sharded: bool):
-    array = read(opened(Dead(plain_store(LAYOUT).files)).as_zarr(chunks=(1, 1, 5, 8), sharded=sharded))
+def test_a_dead_link_is_the_transports_own_error():
+    array = read(opened(Dead(plain_store(LAYOUT).files)).as_zarr(chunks=(1, 1, 5, 8)))
     for selection in (np.s_[:], np.s_[5], np.s_[5, 2, 4]):
         with pytest.raises(DeadlineError, match="no answer"):
             array[selection]
@@ -485,18 +429,13 @@ def test_equality_and_what_is_shown():
     assert view != "view"
     assert repr(view) == f"<ZarrView of memory://{plain.name} in 3 chunks of (3, 3, 5, 8)>"
     assert str(view) == f"memory://{plain.name}"
-    sharded = TensorKeys(ChunkGrid(store.layout, (1, 3, 5, 8), sharded=True), {}, {})
-    assert (
-        repr(ZarrView(transport, sharded)) == f"<ZarrView of memory://{plain.name} in 9 inner chunks of (1, 3, 5, 8)>"
-    )
 
 
-@ways
 @pytest.mark.parametrize("is_far", [False, True])
-def test_inside_a_running_event_loop(sharded: bool, is_far: bool):
+def test_inside_a_running_event_loop(is_far: bool):
     plain = plain_store(LAYOUT)
     transport: Transport = MemoryTransport(plain.files)
-    view = opened(far(transport) if is_far else transport).as_zarr(chunks=(1, 1, 5, 8), sharded=sharded)
+    view = opened(far(transport) if is_far else transport).as_zarr(chunks=(1, 1, 5, 8))
 
     async def work() -> None:
         same_bits(read(view)[...], plain.dense)  # zarr's synchronous calls, as in a notebook
@@ -507,11 +446,10 @@ def test_inside_a_running_event_loop(sharded: bool, is_far: bool):
     asyncio.run(work())
 
 
-@ways
-def test_the_loop_is_free_while_a_far_away_place_answers(sharded: bool):
+def test_the_loop_is_free_while_a_far_away_place_answers():
     plain = plain_store(LAYOUT)
     slow = LatencyTransport(MemoryTransport(plain.files), 0.05, 1e9)
-    view = opened(slow).as_zarr(chunks=(1, 1, 5, 8), sharded=sharded)
+    view = opened(slow).as_zarr(chunks=(1, 1, 5, 8))
     key = "activations/c/0/0/0/0"
 
     async def work() -> int:
@@ -525,7 +463,7 @@ def test_the_loop_is_free_while_a_far_away_place_answers(sharded: bool):
     assert asyncio.run(work()) > 3
 
 
-@if_shards
+@pytest.mark.skipif(not hasattr(Store, "get_ranges"), reason="zarr 3.3 has it")
 @pytest.mark.parametrize("is_far", [False, True])
 def test_zarrs_synchronous_pipeline_is_for_mapped_memory(is_far: bool):
     plain = plain_store(LAYOUT, tail="cut")
@@ -534,48 +472,11 @@ def test_zarrs_synchronous_pipeline_is_for_mapped_memory(is_far: bool):
     from zarr.abc.store import _store_supports_sync_io
 
     with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.FusedCodecPipeline"}):
-        for chunks, sharded in itertools.product([(3, 3, 5, 8), (1, 1, 5, 8)], [False, True]):
-            view = store.as_zarr(chunks=chunks, sharded=sharded)
+        for chunks in [(3, 3, 5, 8), (1, 1, 5, 8)]:
+            view = store.as_zarr(chunks=chunks)
             assert _store_supports_sync_io(view) == (not is_far)
             same_bits(read(view)[...], plain.dense)
             same_bits(read(view)[1:5, 2, ::2], plain.dense[1:5, 2, ::2])
-
-
-@pytest.mark.parametrize("tail", ["padded", "cut"])
-@pytest.mark.parametrize("mapped", [True, False])
-def test_every_range_of_a_sharded_key(tail: str, mapped: bool):
-    """File, zeros behind its end, index and checksum, against the same bytes put together here."""
-    layout = Layout(5, (0, 1), 1, False, 2, 3)
-    plain = plain_store(layout, tail=tail)
-    memory = MemoryTransport(plain.files, label=plain.name)
-    transport = memory if mapped else LatencyTransport(memory, 0.0, 1e9)
-    view = ZarrView(transport, TensorKeys(ChunkGrid(layout, (1, 1, 1, 2), sharded=True), {}, {}))
-    n_inner = layout.examples_per_shard * 2
-    for shard_idx in range(layout.n_shards):
-        data = plain.dense[shard_idx * 3 : shard_idx * 3 + 3].tobytes()
-        n_present = layout.examples_in(shard_idx) * 2
-        entries = b"".join(struct.pack("<QQ", chunk * 8, 8) for chunk in range(n_present))
-        entries += b"\xff" * (16 * (n_inner - n_present))
-        index = entries + google_crc32c.value(entries).to_bytes(4, "little")
-        value, key = data.ljust(n_inner * 8, b"\0") + index, f"activations/c/{shard_idx}/0/0/0"
-        whole = view.get_sync(key)
-        assert whole is not None
-        assert whole.to_bytes() == value
-        edges = sorted({edge + by for edge in (0, len(data), n_inner * 8, len(value)) for by in (-9, -1, 0, 1, 9)})
-        edges = [edge for edge in edges if 0 <= edge <= len(value)]
-        for start in edges:
-            for end in edges:
-                if end >= start:
-                    part = view.get_sync(key, byte_range=RangeByteRequest(start, end))
-                    assert part is not None
-                    assert part.to_bytes() == value[start:end], (start, end)
-            found = view.get_ranges_sync(
-                key, [OffsetByteRequest(start), SuffixByteRequest(start)], prototype=default_buffer_prototype()
-            )
-            assert [part.to_bytes() for _, part in found if part is not None] == [
-                value[start:],
-                value[len(value) - start :],
-            ]
 
 
 @pytest.mark.parametrize("key", ["zarr.json", "activations/c/0/0/0/0", "layer/c/0"])
