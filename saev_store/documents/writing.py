@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -24,7 +24,7 @@ _FIXED = frozenset({"dtype", "protocol", "spec"})
 #: What a new document has where no value was given, in the versions that write the key.
 _DEFAULTS = {"dataset": "", "pixel_agg": "majority"}
 #: A string, which is left alone, or a number with a positive exponent.
-_STRING_OR_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|(\d[eE])\+(?=\d)')
+_STRING_OR_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|(\d[eE])\+?(?=\d)')
 
 
 def content_hashes(document: Mapping[str, object]) -> dict[Recipe, str]:
@@ -70,7 +70,7 @@ def known_names(document: Mapping[str, object]) -> dict[str, Recipe]:
     # Where recipes agree, the first one is named.
     names: dict[str, Recipe] = {hashes[recipe]: recipe for recipe in reversed(RECIPES)}
     _, field_form = _forms(document)
-    older = hashlib.sha256(_STRING_OR_EXPONENT.sub(_without_plus, field_form)).hexdigest()
+    older = hashlib.sha256(_signed(field_form, b"")).hexdigest()
     names.setdefault(older, "field-order")
     names.setdefault(older[:8], "field-order-8")
     return names
@@ -78,7 +78,7 @@ def known_names(document: Mapping[str, object]) -> dict[str, Recipe]:
 
 def _forms(document: Mapping[str, object]) -> tuple[bytes, bytes]:
     """The bytes that the recipes hash: sorted in ASCII, and in the order of the fields in UTF-8."""
-    from pydantic_core import PydanticSerializationError, to_json
+    from pydantic_core import PydanticSerializationError
 
     try:
         ordered: dict[str, object] = {
@@ -86,16 +86,23 @@ def _forms(document: Mapping[str, object]) -> tuple[bytes, bytes]:
         }
         ascii_form = json.dumps(ordered, sort_keys=True, separators=(",", ":")).encode("ascii")
         try:
-            return ascii_form, to_json(ordered, inf_nan_mode="null")
+            return ascii_form, _utf8_json(ordered, nan="null")
         except PydanticSerializationError:  # half a surrogate pair: no writer of this recipe can hash one
             return ascii_form, ascii_form
     except (TypeError, ValueError, RecursionError) as exc:
         raise ArgumentError(f"the document has no JSON form ({exc})", where="document") from None
 
 
-def _without_plus(found: re.Match[bytes]) -> bytes:
-    """A string as it is, or the digit and letter before a plus sign."""
-    return found[1] or found[0]
+def _utf8_json(value: object, *, indent: int | None = None, nan: Literal["constants", "null"] = "constants") -> bytes:
+    """The bytes of reference writers: UTF-8, and `1e+16` for floats that pydantic before 2.13 writes as `1e16`."""
+    from pydantic_core import to_json
+
+    return _signed(to_json(value, indent=indent, inf_nan_mode=nan), b"+")
+
+
+def _signed(text: bytes, plus: bytes) -> bytes:
+    """JSON text with this sign in all positive exponents."""
+    return _STRING_OR_EXPONENT.sub(lambda found: found[1] + plus if found[1] else found[0], text)
 
 
 def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes:
@@ -174,10 +181,8 @@ def encoded(document: Mapping[str, object], version: WrittenVersion, *, allow_na
         text = json.dumps(document, indent=4, allow_nan=allow_nan)
         if version.style == "indent-4-ascii":
             return text.encode("ascii")
-        from pydantic_core import to_json
-
         # Through the text first: the fast writer would accept sets, bytes and dates.
-        return to_json(json.loads(text), indent=2)
+        return _utf8_json(json.loads(text), indent=2)
     except (TypeError, ValueError, RecursionError) as exc:
         raise ArgumentError(f"it has no JSON form ({exc})", where="metadata", remedy="Use plain values.") from None
 
