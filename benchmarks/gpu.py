@@ -27,7 +27,7 @@ from loaders import make_store, warm
 from torch.utils.data import DataLoader, RandomSampler
 
 from saev_store import ShardStore
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import StoreLoader
 
 DEVICE = "cuda"
 D_SAE = 24_576
@@ -56,10 +56,9 @@ def ours(url: str, n: int, window_mib: int, **options: object) -> Batches:
     """The shuffled loader, epoch after epoch; the first batch of the first one is the start."""
 
     def batches() -> Iterator[torch.Tensor]:
-        cfg = ShuffledConfig(
-            shards=url, layer=LAYER, batch_size=BATCH, drop_last=True, window_bytes=window_mib << 20, **options
-        )
-        with ShuffledDataLoader(cfg) as loader:
+        with StoreLoader(
+            url, layer=LAYER, batch_size=BATCH, drop_last=True, window_bytes=window_mib << 20, **options
+        ) as loader:
             left = n
             while left > 0:
                 for batch in islice(loader, left):

@@ -53,7 +53,7 @@ from saev_store import ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.documents import shards_bytes
-from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders import Loader
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
 from saev_store.transport import Counters, ReadCost
@@ -116,9 +116,9 @@ def ours(store: ShardStore, args: argparse.Namespace) -> dict[str, Run]:
     rows = store.sel(layer=LAYER, tokens="content")
     window = args.window_mib << 20
 
-    def passes(kind: type, counts: dict[str, int], **options: object) -> dict[str, float]:
+    def passes(counts: dict[str, int], **options: object) -> dict[str, float]:
         found = {}
-        with kind(rows, **options) as loader:
+        with Loader(rows, batch_size=BATCH, **options) as loader:
             for name, n_epochs in counts.items():
                 if args.cold:
                     forget(Path(store.url))
@@ -134,18 +134,18 @@ def ours(store: ShardStore, args: argparse.Namespace) -> dict[str, Run]:
 
     def shuffled(name: str, **options: object) -> Run:
         named = {f"{name}, {part}": n for part, n in counts.items()}
-        return lambda: passes(ShuffledLoader, named, window_bytes=window, **options)
+        return lambda: passes(named, window_bytes=window, **options)
 
     return {
         "shuffled": shuffled("shuffled"),
-        "ordered": lambda: passes(OrderedLoader, {"ordered": 1 if args.cold else 8}),
+        "ordered": lambda: passes({"ordered": 1 if args.cold else 8}, order="stored"),
     }
 
 
 def indexed(store: ShardStore, *, cold: bool) -> dict[str, Run]:
     """Batches of random rows, against a bare gather out of a map where cached, against rows one by one where not."""
     try:
-        from saev_store.torch import IndexedConfig, IndexedDataset
+        from saev_store.torch import StoreDataset
     except ImportError:
         return {}
     # Where it is cached, all in one shard, because a bare gather out of a map can do no more.
@@ -155,10 +155,9 @@ def indexed(store: ShardStore, *, cold: bool) -> dict[str, Run]:
     vectors = (example * len(LAYERS) + LAYERS.index(LAYER)) * TOKENS + 1 + token
 
     def batches() -> Iterator[int]:
-        dataset = IndexedDataset(IndexedConfig(shards=store.url, layer=LAYER))
+        dataset = StoreDataset(store, layer=LAYER)
         for numbers in picked:
             yield len(dataset.batch(numbers)["act"])
-        dataset.close()
 
     def one_by_one() -> Iterator[int]:
         rows = MemmapRows(store)  # made here: the kernel forgets no page that is mapped
@@ -199,6 +198,9 @@ class Synthetic:
         del path
         return [bytes(end - start) for start, end in zip(starts, ends, strict=True)]
 
+    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        del path, starts, buffers
+
     def size(self, path: str) -> int:
         raise NotImplementedError
 
@@ -235,7 +237,7 @@ def _begin_and_go_on(rows: Selection) -> tuple[float, float, float, float]:
     """Seconds, by the clock and of this process's CPUs, to the first batch in the middle of an epoch and for each after it."""
     clocks = (time.perf_counter, time.process_time)
     began = [clock() for clock in clocks]
-    with ShuffledLoader(rows, batch_size=BATCH, window_bytes=32 << 20, n_threads=4) as loader:
+    with Loader(rows, batch_size=BATCH, window_bytes=32 << 20, n_threads=4) as loader:
         loader.load_state_dict({**loader.state_dict(), "batch": len(loader) // 2})
         batches = iter(loader)
         next(batches)
@@ -252,14 +254,14 @@ def resident(store: ShardStore, args: argparse.Namespace) -> dict[str, float]:
     import psutil
 
     process, most = psutil.Process(), 0
-    with ShuffledLoader(store.sel(layer=LAYER, tokens="content"), window_bytes=args.window_mib << 20) as loader:
+    with Loader(store.sel(layer=LAYER, tokens="content"), window_bytes=args.window_mib << 20) as loader:
         plan, before = loader.explain(), process.memory_info().rss
         for batch in loader:
             del batch
             most = max(most, process.memory_info().rss)
     return {
         "grew_mib": (most - before) / 2**20,
-        "promised_mib": (plan.window_bytes + plan.buffer_bytes + plan.in_flight_bytes) / 2**20,
+        "promised_mib": 2 * plan.pool_bytes / 2**20,
     }
 
 

@@ -134,9 +134,9 @@ def measure(operation: str, root: str, options: dict[str, str] | None) -> set[tu
         with profile.counting():
             assert array[chunk].shape == array.chunks
     elif operation == "shuffled epoch":
-        from saev_store.loaders import ShuffledLoader
+        from saev_store.loaders import Loader
 
-        with profile.counting(), ShuffledLoader(store.sel(layer=5), batch_size=256, seed=1) as loader:
+        with profile.counting(), Loader(store.sel(layer=5), batch_size=256, seed=1) as loader:
             assert sum(len(batch["act"]) for batch in loader) == 48 * 65
     return profile.functions()
 

@@ -30,17 +30,14 @@ from pathlib import Path
 from _common import Line, forget, make_store, report, seconds
 
 from saev_store import ShardStore
-from saev_store.torch import Consumer, ExampleBatch, ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import Consumer, ExampleBatch, StoreLoader
 
 BATCH = 16_384
 WINDOW_BYTES = 1 << 30
 
 
-def loader_of(folder: Path, window_bytes: int, seed: int = 0, *, keep_pages: bool = False) -> ShuffledDataLoader:
-    cfg = ShuffledConfig(
-        str(folder), layer=11, batch_size=BATCH, window_bytes=window_bytes, keep_pages=keep_pages, seed=seed
-    )
-    return ShuffledDataLoader(cfg)
+def loader_of(folder: Path, window_bytes: int, seed: int = 0) -> StoreLoader:
+    return StoreLoader(folder, layer=11, batch_size=BATCH, window_bytes=window_bytes, seed=seed)
 
 
 def rows_of(batches: Iterable[ExampleBatch]) -> int:
@@ -71,7 +68,7 @@ def alone(folder: Path, n: int, *, one_order: bool) -> int:
 
 def in_process(folder: Path, window_bytes: int, start: Barrier) -> None:
     """An epoch from the moment on when all processes are ready."""
-    with loader_of(folder, window_bytes, keep_pages=True) as loader:
+    with loader_of(folder, window_bytes) as loader:
         start.wait()
         rows_of(loader)
 

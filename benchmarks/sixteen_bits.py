@@ -23,7 +23,7 @@ from _common import Line, forget, make_store, race, report, seconds
 
 from saev_store import ShardStore
 from saev_store.core.dtypes import ReadDtype
-from saev_store.loaders import ShuffledLoader
+from saev_store.loaders import Loader
 
 BATCH, LAYER, SCAN_EXAMPLES = 16_384, 11, 64
 #: Much less than the stores, as in real life: where a window holds everything, all is read before the first batch.
@@ -45,7 +45,7 @@ def rows_per_s(folder: Path, dtype: ReadDtype, *, cold: bool) -> float:
     if cold:
         forget(folder)
     rows, times = ShardStore.open(folder).sel(layer=LAYER, tokens="content", dtype=dtype), list[float]()
-    with ShuffledLoader(rows, batch_size=BATCH, seed=17, window_bytes=WINDOW_BYTES) as loader:
+    with Loader(rows, batch_size=BATCH, seed=17, window_bytes=WINDOW_BYTES) as loader:
         for _ in range(2 if cold else 6):
             if cold:
                 forget(folder)

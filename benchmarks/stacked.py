@@ -19,7 +19,7 @@ from pathlib import Path
 from _common import Line, forget, make_store, report, seconds
 
 from saev_store import ShardStore
-from saev_store.loaders import ShuffledLoader
+from saev_store.loaders import Loader
 
 LAYERS = (3, 7, 11)
 #: Vectors of a batch; a multiple of the loader's eight partitions, with three layers and with one.
@@ -37,7 +37,7 @@ def bytes_per_s(folder: Path, *, stacked: bool, cold: bool) -> float:
         forget(folder)
     rows = ShardStore.open(folder).sel(layer=LAYERS if stacked else LAYERS[2], tokens="content", stack_layers=stacked)
     times = list[float]()
-    with ShuffledLoader(
+    with Loader(
         rows, batch_size=BATCH // (len(LAYERS) if stacked else 1), seed=17, window_bytes=WINDOW_BYTES
     ) as loader:
         for _ in range(2 if cold else 6):

@@ -139,7 +139,7 @@ def loader(place: Bucket, folder: Path, rounds: int) -> Row:
     made = (
         loaders.ShuffledLoader(rows, **options)
         if hasattr(loaders, "ShuffledLoader")
-        else loaders.Loader(rows, order="shuffled", **options)
+        else loaders.Loader(rows, **options)
     )
 
     def epoch() -> None:

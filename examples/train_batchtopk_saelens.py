@@ -25,7 +25,7 @@ from torch import Tensor
 from training import Ranks, check_batches, draw, layer_key, options, ranks, unexplained_variance
 
 from saev_store.integrations.saelens import STATE_NAME, data_provider
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import StoreLoader
 
 LOSSES_NAME = "losses.json"
 
@@ -58,12 +58,10 @@ def main() -> None:
     args = parser.parse_args()
     with ranks() as here:
         batch_size = args.batch_size // here.world
-        loader = ShuffledDataLoader(
-            ShuffledConfig(
-                shards=args.store, layer=args.layer, batch_size=batch_size, drop_last=True, normalize="scale_norm",
+        loader = StoreLoader(
+                args.store, layer=args.layer, batch_size=batch_size, drop_last=True, normalize="scale_norm",
                 seed=args.seed, device=here.device,
-            )
-        )  # fmt: skip
+            )  # fmt: skip
         check_batches(len(loader))
         torch.manual_seed(args.seed)
         provider = data_provider(loader)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from training import Run, check_batches, decode, layer_key, options, ranks, unexplained_variance
 
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import StoreLoader
 
 
 class Crosscoder(nn.Module):
@@ -48,11 +48,10 @@ def main() -> None:
     parser.add_argument("--layers", type=layer_key, nargs="+", required=True, help="labels such as 2 5:mlp_out 11")
     args = parser.parse_args()
     with ranks() as here:
-        cfg = ShuffledConfig(
-            shards=args.store, layer=tuple(args.layers), stack_layers=True, batch_size=args.batch_size // here.world,
+        loader = StoreLoader(
+            args.store, layer=tuple(args.layers), stack_layers=True, batch_size=args.batch_size // here.world,
             drop_last=True, normalize="scale_norm_per_layer", seed=args.seed, device=here.device,
         )  # fmt: skip
-        loader = ShuffledDataLoader(cfg)
         check_batches(len(loader))
         torch.manual_seed(args.seed)
         model = Crosscoder(len(args.layers), loader.d_model, args.latents, args.k).to(here.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from training import Run, check_batches, decode, layer_key, options, ranks, unexplained_variance
 
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import StoreLoader
 
 
 class TopK(nn.Module):
@@ -42,11 +42,10 @@ def main() -> None:
     parser.add_argument("--layer", type=layer_key, required=True, help="a label such as 11, or 11:mlp_out")
     args = parser.parse_args()
     with ranks() as here:
-        cfg = ShuffledConfig(
-            shards=args.store, layer=args.layer, batch_size=args.batch_size // here.world, drop_last=True,
+        loader = StoreLoader(  # rank and world come from torch.distributed
+            args.store, layer=args.layer, batch_size=args.batch_size // here.world, drop_last=True,
             normalize="scale_norm", seed=args.seed, device=here.device,
         )  # fmt: skip
-        loader = ShuffledDataLoader(cfg)  # rank and world come from torch.distributed
         check_batches(len(loader))
         if here.rank == 0:
             print(loader.explain(), flush=True)
@@ -66,9 +65,6 @@ def main() -> None:
                 run.count(loss)
                 if run.is_over:
                     break
-        if here.rank == 0:
-            measured = loader.metrics()
-            print(f"{measured.rows_per_s:,.0f} rows/s, waited {measured.waited_s:.2f} s for the store")
         loader.close()
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from training import Run, check_batches, decode, layer_key, options, ranks, unexplained_variance
 
-from saev_store.torch import ShuffledPairConfig, ShuffledPairDataLoader
+from saev_store import ShardStore, pair
+from saev_store.torch import StoreLoader
 
 
 class Transcoder(nn.Module):
@@ -46,18 +47,16 @@ def main() -> None:
     parser.add_argument("--target", type=layer_key, required=True, help="a label such as 5, or 5:mlp_out")
     args = parser.parse_args()
     with ranks() as here:
-        cfg = ShuffledPairConfig(
-            args.source_store, args.target_store, layer_a=args.source, layer_b=args.target,
-            batch_size=args.batch_size // here.world, drop_last=True, normalize="center_and_scale_norm", seed=args.seed,
+        stores = ShardStore.open(args.source_store), ShardStore.open(args.target_store)
+        loader = StoreLoader(
+            pair(*stores).sel(layer_a=args.source, layer_b=args.target), batch_size=args.batch_size // here.world, drop_last=True, normalize="center_and_scale_norm", seed=args.seed,
             device=here.device,
         )  # fmt: skip
-        loader = ShuffledPairDataLoader(cfg)
         check_batches(len(loader))
         if here.rank == 0:
             print(loader.explain(), flush=True)
         torch.manual_seed(args.seed)
-        widths = loader.a.layout.d_model, loader.b.layout.d_model
-        model = Transcoder(*widths, args.latents, args.k).to(here.device)
+        model = Transcoder(*(store.layout.d_model for store in stores), args.latents, args.k).to(here.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
         run = Run(args, here, model=model, optimizer=optimizer, loader=loader)
         while not run.is_over:

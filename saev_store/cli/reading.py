@@ -207,7 +207,7 @@ def head(
     """Show the first vectors of a layer with their example, token and norm."""
     import numpy as np
 
-    from saev_store.loaders import TokenColumns
+    from saev_store.loaders.columns import TokenColumns
     from saev_store.store.store import ShardStore
 
     wanted = None if layer is None else layer_keys(layer, where="--layer")
@@ -223,7 +223,7 @@ def head(
         where = selection.coordinates(rows)
         example, token = where.example_idx.tolist(), where.token_idx.tolist()
         # Of all tokens: batches of special ones alone have no columns, but here somebody asked for these.
-        every = TokenColumns(store.sel(layer=label), token_array or (), None)
+        every = TokenColumns([store.sel(layer=label)], token_array or (), labels=False)
         columns = every.at(where.example_idx, where.token_idx)
         recorded = [
             {key: None if t < 0 else values[row].item() for key, values in columns.items()}

@@ -9,7 +9,8 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 import torch
 
 from saev_store.errors import ArgumentError, brief
-from saev_store.torch import ExampleBatch
+from saev_store.store.selection import Selection
+from saev_store.torch import ExampleBatch, StoreLoader
 
 T = TypeVar("T")
 
@@ -35,16 +36,27 @@ class TensorLoader(Protocol):
         ...
 
 
-def check_loader(loader: object, *, of_one_store: bool = False) -> None:
-    """Refuse what is no loader of `saev_store.torch`; with `of_one_store` also those of pairs.
+def check_loader(loader: object) -> None:
+    """Refuse anything but a loader of `saev_store.torch`.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is something else.
     """
     if isinstance(loader, type) or not isinstance(loader, TensorLoader):
         raise ArgumentError(f"loader is {brief(loader)}; it must be a loader of saev_store.torch", where="loader")
-    if of_one_store and not hasattr(loader, "layer_keys"):
-        raise ArgumentError(f"loader is {brief(loader)}; it must be of one store", where="loader")
+
+
+def rows_of_one_store(loader: StoreLoader) -> Selection:
+    """Return the rows of a loader.
+
+    Raises:
+        ArgumentError: it is something else than a `StoreLoader`, or one of two stores.
+    """
+    check_loader(loader)
+    rows = getattr(loader, "rows", None)  # callers may not check types
+    if not isinstance(rows, Selection):
+        raise ArgumentError(f"loader is {brief(loader)}; it must be a StoreLoader of one store", where="loader")
+    return rows
 
 
 class Provider(Iterator[T], Generic[T]):

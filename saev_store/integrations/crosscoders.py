@@ -29,8 +29,8 @@ def layer_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
     Raises (from the provider):
         ArgumentError: batches are not of stacked layers.
 
-    >>> from saev_store.torch import ShuffledConfig, ShuffledDataLoader
-    >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=(11, 2), stack_layers=True, batch_size=8))
+    >>> from saev_store.torch import StoreLoader
+    >>> loader = StoreLoader(SAMPLE, layer=(11, 2), stack_layers=True, batch_size=8)
     >>> with layer_batches(loader) as batches:
     ...     next(batches).shape
     torch.Size([8, 2, 8])
@@ -44,13 +44,15 @@ def model_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
     Tensors are copies: the two stores are read into memory of their own.
 
     Args:
-        loader: Of two stores, one layer of each, of the same width: `ShuffledPairDataLoader` or `OrderedPairDataLoader`.
+        loader: Of two stores, one layer of each, of the same width: `StoreLoader(pair(a, b).sel(…))`.
 
     Raises (from the provider):
         ArgumentError: batches are not of two stores, or have several layers or two widths.
 
-    >>> from saev_store.torch import ShuffledPairConfig, ShuffledPairDataLoader
-    >>> loader = ShuffledPairDataLoader(ShuffledPairConfig(shards_a=SAMPLE, shards_b=SAMPLE, layer_a=5, layer_b=5, batch_size=8))
+    >>> from saev_store import ShardStore, pair
+    >>> from saev_store.torch import StoreLoader
+    >>> store = ShardStore.open(SAMPLE)
+    >>> loader = StoreLoader(pair(store, store).sel(layer_a=5, layer_b=5), batch_size=8)
     >>> with model_batches(loader) as batches:
     ...     next(batches).shape
     torch.Size([8, 2, 8])
@@ -69,8 +71,8 @@ def transcoder_batches(loader: TensorLoader) -> Provider[SourceTarget]:
     Raises (from the provider):
         ArgumentError: batches are of one store, but not of two stacked layers.
 
-    >>> from saev_store.torch import ShuffledConfig, ShuffledDataLoader
-    >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=(2, 5), stack_layers=True, batch_size=8))
+    >>> from saev_store.torch import StoreLoader
+    >>> loader = StoreLoader(SAMPLE, layer=(2, 5), stack_layers=True, batch_size=8)
     >>> with transcoder_batches(loader) as batches:
     ...     source, target = next(batches)
     >>> source.shape, target.shape

@@ -7,14 +7,15 @@ Written after the base class `BaseActivationStore` of its repository, which is n
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from saev_store.core.dtypes import read_dtype
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ArgumentError
-from saev_store.integrations._provider import Provider, check_loader, rows_of
-from saev_store.torch import ExampleBatch, OrderedDataLoader, ShuffledDataLoader
-from saev_store.torch.batch import torch_dtype
+from saev_store.integrations._provider import Provider, rows_of, rows_of_one_store
+from saev_store.torch import ExampleBatch, StoreLoader
+from saev_store.torch.batch import tensor_of
+from saev_store.torch.normalize import ROUNDED
 
 #: Label of each layer to (batch, d_model): sources and targets.
 LayerBatches = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
@@ -39,16 +40,16 @@ class CrosslayerActivations(Provider[LayerBatches]):
     Raises:
         ArgumentError: a layer has no source or no target, the loader has other hook points, or its layers are not stacked.
 
-    >>> from saev_store.torch import ShuffledConfig, ShuffledDataLoader
-    >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=5, batch_size=8))
+    >>> from saev_store.torch import StoreLoader
+    >>> loader = StoreLoader(SAMPLE, layer=5, batch_size=8)
     >>> CrosslayerActivations(loader, source="mlp_in", target="mlp_out")
     Traceback (most recent call last):
     saev_store.errors.ArgumentError: loader: the loader has the layers [(5, 'resid_post')]; ...
     """
 
-    def __init__(self, loader: ShuffledDataLoader | OrderedDataLoader, *, source: str, target: str) -> None:
-        check_loader(loader, of_one_store=True)
-        keys = [(key, RESID_POST) if not isinstance(key, tuple) else key for key in loader.layer_keys]
+    def __init__(self, loader: StoreLoader, *, source: str, target: str) -> None:
+        rows = rows_of_one_store(loader)
+        keys = [(key, RESID_POST) if not isinstance(key, tuple) else key for key in rows.layer_keys]
         self._sources = {label: at for at, (label, point) in enumerate(keys) if point == source}
         self._targets = {label: at for at, (label, point) in enumerate(keys) if point == target}
         others = [key for key in keys if key[1] not in {source, target}]
@@ -58,18 +59,17 @@ class CrosslayerActivations(Provider[LayerBatches]):
                 where="loader",
                 remedy=f"Make it with layer=((0, {source!r}), (1, {source!r}), …, (0, {target!r}), (1, {target!r}), …).",
             )
-        if not loader.cfg.stack_layers:
+        if not rows.space.stacks_layers:
             raise ArgumentError(
                 "the loader has each layer in rows of its own; it must have them in one row",
                 where="loader",
                 remedy="Make it with stack_layers=True.",
             )
         super().__init__(loader, self._split)
-        cfg, layout = loader.cfg, loader.store.layout
         self.layer_indices = list(self._sources)
-        self.d_model, self.device = loader.d_model, torch.device(cfg.device)
-        self.dtype = torch_dtype(read_dtype(cfg.dtype, layout.dtype))
-        self.train_batch_size_tokens, self.total_tokens = cfg.batch_size, loader.n_samples
+        self.d_model, self.device = loader.d_model, torch.device(loader.options.device)
+        self.dtype = ROUNDED.get(loader.options.dtype, tensor_of(np.empty(0, rows.dtype)).dtype)
+        self.train_batch_size_tokens, self.total_tokens = loader.batch_size, loader.n_samples
         self._n_batches = len(loader)
 
     def __len__(self) -> int:

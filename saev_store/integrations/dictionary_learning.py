@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 
 from saev_store.core.layout import layer_name
-from saev_store.integrations._provider import Provider, check_loader, rows_of
-from saev_store.torch import OrderedDataLoader, ShuffledConfig, ShuffledDataLoader
+from saev_store.integrations._provider import Provider, rows_of, rows_of_one_store
+from saev_store.torch import StoreLoader
 
 
 class ActivationBatches(Provider[torch.Tensor]):
     """Activations (batch, d_model), and what `trainSAE` writes about them beside the dictionaries; made by `activation_buffer`."""
 
-    def __init__(self, loader: ShuffledDataLoader | OrderedDataLoader) -> None:
+    def __init__(self, loader: StoreLoader) -> None:
         super().__init__(loader, rows_of)
         self._described = loader
 
@@ -26,23 +26,23 @@ class ActivationBatches(Provider[torch.Tensor]):
     def config(self) -> dict[str, object]:
         """What is loaded, plain JSON: dictionary_learning's keys for width, batch size and device, and the store, layers and seed."""
         loader = self._described
-        cfg = loader.cfg
+        rows, options = rows_of_one_store(loader), loader.options
         return {
             "d_submodule": loader.d_model,
-            "out_batch_size": cfg.batch_size,
-            "device": cfg.device,
-            "store": loader.store.url,
-            "layers": [layer_name(key) for key in loader.layer_keys],
-            "tokens": cfg.tokens,
-            "dtype": cfg.dtype,
+            "out_batch_size": options.batch_size,
+            "device": options.device,
+            "store": rows.reader.transport.url,
+            "layers": [layer_name(key) for key in rows.layer_keys],
+            "tokens": options.tokens,
+            "dtype": options.dtype,
             "n_samples": loader.n_samples,
             "scale": loader.scale,
-            "normalize": cfg.normalize,
-            "seed": cfg.seed if isinstance(cfg, ShuffledConfig) else None,
+            "normalize": options.normalize,
+            "seed": options.seed if options.order == "shuffled" else None,
         }
 
 
-def activation_buffer(loader: ShuffledDataLoader | OrderedDataLoader) -> ActivationBatches:
+def activation_buffer(loader: StoreLoader) -> ActivationBatches:
     """Activations for `trainSAE` and `evaluate`: tensors (batch, d_model), epoch after epoch.
 
     It stands where an `ActivationBuffer` stands, but holds no model: `evaluate` measures the reconstruction, not the model's loss.
@@ -54,11 +54,11 @@ def activation_buffer(loader: ShuffledDataLoader | OrderedDataLoader) -> Activat
     Raises (from the buffer):
         ArgumentError: batches are of stacked layers.
 
-    >>> from saev_store.torch import ShuffledConfig, ShuffledDataLoader
-    >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=5, batch_size=8, drop_last=True))
+    >>> from saev_store.torch import StoreLoader
+    >>> loader = StoreLoader(SAMPLE, layer=5, batch_size=8, drop_last=True)
     >>> with activation_buffer(loader) as buffer:
     ...     tuple(next(buffer).shape), buffer.config["layers"], buffer.config["out_batch_size"]
     ((8, 8), ['5'], 8)
     """
-    check_loader(loader, of_one_store=True)
+    rows_of_one_store(loader)
     return ActivationBatches(loader)

@@ -16,9 +16,9 @@ import torch
 
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError
-from saev_store.integrations._provider import Provider, check_loader, rows_of
+from saev_store.integrations._provider import Provider, rows_of, rows_of_one_store
 from saev_store.integrations.saelens import by_hook, names_of
-from saev_store.torch import ExampleBatch, OrderedDataLoader, ShuffledDataLoader
+from saev_store.torch import ExampleBatch, StoreLoader
 
 
 class ActivationStream:
@@ -64,7 +64,7 @@ class ActivationStream:
 
 
 def activation_stream(
-    loader: ShuffledDataLoader | OrderedDataLoader,
+    loader: StoreLoader,
     hook_points: Sequence[str] | None = None,
     *,
     n_batches: int | None = None,
@@ -83,15 +83,15 @@ def activation_stream(
         ArgumentError: the names are not as many as the layers, or not different, `n_batches` is no positive integer, or several
             layers are not stacked.
 
-    >>> from saev_store.torch import ShuffledConfig, ShuffledDataLoader
-    >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=5, batch_size=8, drop_last=True))
+    >>> from saev_store.torch import StoreLoader
+    >>> loader = StoreLoader(SAMPLE, layer=5, batch_size=8, drop_last=True)
     >>> with activation_stream(loader, n_batches=100) as stream:
     ...     {name: tuple(rows.shape) for name, rows in next(iter(stream)).items()}
     {'blocks.5.hook_resid_post': (8, 8), 'tokens': (8,), 'mask': (8,)}
     """
-    check_loader(loader, of_one_store=True)
-    names = names_of(loader.layer_keys, hook_points)
-    if len(names) > 1 and not loader.cfg.stack_layers:
+    rows = rows_of_one_store(loader)
+    names = names_of(rows.layer_keys, hook_points)
+    if len(names) > 1 and not rows.space.stacks_layers:
         raise ArgumentError(
             f"the loader has {len(names)} layers, each in rows of its own; it must have them in one row",
             where="loader",

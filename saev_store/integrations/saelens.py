@@ -22,9 +22,9 @@ import torch
 
 from saev_store.core.layout import LayerKey, transformer_lens_name
 from saev_store.errors import ArgumentError, NotFoundError, brief
-from saev_store.integrations._provider import Provider, TensorLoader, check_loader, rows_of
+from saev_store.integrations._provider import Provider, TensorLoader, rows_of, rows_of_one_store
 from saev_store.store.store import ShardStore
-from saev_store.torch import ExampleBatch, OrderedDataLoader, ShuffledDataLoader
+from saev_store.torch import ExampleBatch, StoreLoader
 from saev_store.torch.batch import tensor_of
 from saev_store.transport.checks import from_os_error, os_errors
 
@@ -98,13 +98,13 @@ def data_provider(loader: TensorLoader) -> SaelensProvider[torch.Tensor]:
     `batch_size` is that of one rank.
 
     Args:
-        loader: A `ShuffledDataLoader` or `OrderedDataLoader`, without `stack_layers`.
+        loader: Without `stack_layers`.
 
     Raises (from the provider):
         ArgumentError: batches are of stacked layers, or of two stores.
 
-    >>> from saev_store.torch import ShuffledConfig, ShuffledDataLoader
-    >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=5, batch_size=8, drop_last=True))
+    >>> from saev_store.torch import StoreLoader
+    >>> loader = StoreLoader(SAMPLE, layer=5, batch_size=8, drop_last=True)
     >>> with data_provider(loader) as provider:
     ...     [tuple(next(provider).shape) for _ in range(4)]  # an epoch has three
     [(8, 8), (8, 8), (8, 8), (8, 8)]
@@ -113,7 +113,7 @@ def data_provider(loader: TensorLoader) -> SaelensProvider[torch.Tensor]:
 
 
 def multi_hook_data_provider(
-    loader: ShuffledDataLoader | OrderedDataLoader, hook_names: Sequence[str] | None = None
+    loader: StoreLoader, hook_names: Sequence[str] | None = None
 ) -> SaelensProvider[dict[str, torch.Tensor]]:
     """Activations for `MultiSAETrainer`: name of each hook to a tensor (batch, d_model), of the same tokens, epoch after epoch.
 
@@ -127,14 +127,14 @@ def multi_hook_data_provider(
         ArgumentError: the names are not as many as the layers, or not different; from the provider: batches are not of stacked
             layers.
 
-    >>> from saev_store.torch import ShuffledConfig, ShuffledDataLoader
-    >>> loader = ShuffledDataLoader(ShuffledConfig(shards=SAMPLE, layer=(5, 11), stack_layers=True, batch_size=8))
+    >>> from saev_store.torch import StoreLoader
+    >>> loader = StoreLoader(SAMPLE, layer=(5, 11), stack_layers=True, batch_size=8)
     >>> with multi_hook_data_provider(loader) as provider:
     ...     {name: tuple(rows.shape) for name, rows in next(provider).items()}
     {'blocks.5.hook_resid_post': (8, 8), 'blocks.11.hook_resid_post': (8, 8)}
     """
-    check_loader(loader, of_one_store=True)
-    return SaelensProvider(loader, partial(by_hook, names=names_of(loader.layer_keys, hook_names)))
+    names = names_of(rows_of_one_store(loader).layer_keys, hook_names)
+    return SaelensProvider(loader, partial(by_hook, names=names))
 
 
 def names_of(layer_keys: Sequence[LayerKey], names: Sequence[str] | None) -> tuple[str, ...]:

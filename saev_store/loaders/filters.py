@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,76 +13,93 @@ from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_flag, check_number
 from saev_store.core.indexing import Progression
 from saev_store.errors import ArgumentError, SelectionError, brief, kind_of
-from saev_store.loaders._identity import sampled_rows
+from saev_store.loaders.sample import sampled_rows
 from saev_store.stats import store_stats
-from saev_store.store.pair import PairSelection
+from saev_store.store.pair import PairSelection, StorePair
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
 from saev_store.store.text import DOCUMENT_IDS, POSITIONS
+from saev_store.store.token_arrays import MASK, TokenArrays
 
 #: Vectors whose norms are computed at once take about this many bytes, float32.
 _PIECE_BYTES = 8 << 20
+#: Tokens that are looked at together.
+_PIECE_TOKENS = 4 << 20
 
 TokenMask = npt.NDArray[np.bool_]
 
 
+@overload
 def filtered(
     store: ShardStore, rows: Selection, *, remove_bos: bool = False, max_norm_multiple: float | None = None
-) -> Selection:
-    """The same rows without tokens that trainers leave out.
+) -> Selection: ...
+@overload
+def filtered(
+    store: StorePair, rows: PairSelection, *, remove_bos: bool = False, max_norm_multiple: float | None = None
+) -> PairSelection: ...
+def filtered(
+    store: ShardStore | StorePair,
+    rows: Selection | PairSelection,
+    *,
+    remove_bos: bool = False,
+    max_norm_multiple: float | None = None,
+) -> Selection | PairSelection:
+    """Return the same rows without tokens that trainers leave out; of a pair, without those that are left out of either.
 
-    What stays is known when this returns: lengths are exact, every loader takes the result, in its own order, and a state is for
-    the same tokens. Special tokens stay.
+    What is kept is known when this returns: lengths are exact, every loader takes the result, and a state is for the same tokens. Special
+    tokens are kept.
 
     Args:
-        store: The store of the rows.
+        store: The store, or the pair, of the rows.
         rows: `store.sel(…)`.
         remove_bos: Leave out the first token of each context; see `behind_bos`.
         max_norm_multiple: Leave out tokens whose vectors are longer than so many mean norms; see `below_norms`. The mean norm of each
-            layer is that of the statistics of the store, which are computed and kept beside it if need be; where something was left out
+            layer is that of the statistics of the store, which are computed and kept beside it if need be; if something was left out
             of `rows` before, that of a seeded sample of `rows`. The chosen layers are read once for it, now.
 
     Raises:
         SelectionError: special tokens are chosen; or the store does not record where documents begin, which `remove_bos` needs.
         ArgumentError: the multiple is not a positive number, or a mean norm is zero.
         CorruptShardError: a shard is missing, short, or differs from its digests.
+
+    >>> from saev_store import ShardStore
+    >>> from saev_store.loaders import filtered
+    >>> store = ShardStore.open(SAMPLE)
+    >>> rows = store.sel(layer=5, tokens="content", ignore_labels=[0])
+    >>> len(rows), len(filtered(store, rows, max_norm_multiple=1.0))
+    (28, 14)
     """
-    if check_flag(remove_bos, name="remove_bos"):
+    check_flag(remove_bos, name="remove_bos")
+    multiple = None if max_norm_multiple is None else check_number(max_norm_multiple, name="max_norm_multiple")
+    if isinstance(rows, PairSelection) and isinstance(store, StorePair):
+        a, b = _filtered(store.a, rows.a, remove_bos, multiple), _filtered(store.b, rows.b, remove_bos, multiple)
+        return rows if a is rows.a and b is rows.b else PairSelection(a.only(b.kept), b.only(a.kept))
+    if isinstance(rows, Selection) and isinstance(store, ShardStore):
+        return _filtered(store, rows, remove_bos, multiple)
+    raise ArgumentError(
+        f"rows is {kind_of(rows)} and store is {kind_of(store)}", where="rows", remedy="Pass a store and store.sel(…)."
+    )
+
+
+def _filtered(store: ShardStore, rows: Selection, remove_bos: bool, multiple: float | None) -> Selection:
+    if remove_bos:
         rows = _only(rows, behind_bos(rows))
-    if max_norm_multiple is not None:
-        multiple = check_number(max_norm_multiple, name="max_norm_multiple")
+    if multiple is not None:
         rows = _only(rows, below_norms(rows, [multiple * norm for norm in mean_norms(store, rows)]))
     return rows
 
 
 def _only(rows: Selection, stays: TokenMask) -> Selection:
-    """The rows themselves where nothing more is left out: they are read faster, and a state of them goes on."""
+    """Return the rows without some tokens; the rows themselves if nothing more is left out, which are read faster."""
     left = rows.only(stays)
     return rows if len(left) == len(rows) else left
 
 
-def filtered_pair(
-    stores: tuple[ShardStore, ShardStore],
-    rows: PairSelection,
-    *,
-    remove_bos: bool = False,
-    max_norm_multiple: float | None = None,
-) -> PairSelection:
-    """The same rows of two stores, without tokens that `filtered` leaves out of either."""
-    a, b = (
-        filtered(store, part, remove_bos=remove_bos, max_norm_multiple=max_norm_multiple)
-        for store, part in zip(stores, (rows.a, rows.b), strict=True)
-    )
-    if a is rows.a and b is rows.b:
-        return rows
-    return PairSelection(a.only(b.kept), b.only(a.kept))
-
-
 def behind_bos(rows: Selection) -> TokenMask:
-    """Which content tokens are not the first of their context: bool (n_examples, content tokens), for `rows.only`.
+    """Return which content tokens are not the first of their context: bool (n_examples, content tokens), for `rows.only`.
 
-    The first of a context is the example's special token, where there is one: then no content token is. Else it is content token 0, and
-    in a stream of documents (`text["layout"]`) the first token of each document.
+    The first of a context is the example's special token, if there is one: then no content token is. Otherwise it is the first token that
+    the `mask` does not hide: of each example, or in a stream of documents (`text["layout"]`) of each document in an example.
 
     Raises:
         SelectionError: special tokens are chosen, which cannot be left out one by one; or it is a stream that has neither `positions`
@@ -89,7 +107,7 @@ def behind_bos(rows: Selection) -> TokenMask:
     """
     _check_rows(rows)
     space, layout, arrays = rows.space, rows.space.layout, rows.token_arrays
-    text = None if rows.metadata is None else rows.metadata.text
+    text = (None if rows.metadata is None else rows.metadata.text) or {}
     stays = np.ones_like(rows.kept)
     if layout.n_special_tokens:
         if space.tokens.start == 0:
@@ -97,21 +115,39 @@ def behind_bos(rows: Selection) -> TokenMask:
                 "the special token is the first of each context", where="remove_bos", remedy="Choose tokens='content'."
             )
         return stays
-    if (text or {}).get("layout") != "stream":
-        stays[:, 0] = bool((text or {}).get("bos"))  # a copy without special tokens has no BOS either
-        return stays
+    if text.get("layout") != "stream":
+        if text.get("bos"):
+            return stays  # a copy without special tokens has no BOS
+        begins = np.zeros_like(stays)
+        begins[:, 0] = True
+    else:
+        begins = _document_starts(arrays)
+    mask = arrays[MASK] if arrays is not None and MASK in arrays else None
+    step, is_found = max(1, _PIECE_TOKENS // layout.content_tokens_per_example), False
+    for first in range(0, layout.n_examples, step):
+        # Contexts are counted from 0, the one that goes on from the piece before.
+        context = np.cumsum(begins[first : first + step].reshape(-1))
+        shown = np.arange(context.size) if mask is None else np.flatnonzero(mask[first : first + step])
+        of_shown = context[shown]
+        is_first = np.diff(of_shown, prepend=0 if is_found else -1) != 0
+        stays[first : first + step].reshape(-1)[shown[is_first]] = False
+        last = int(context[-1])
+        is_found = bool(len(of_shown) and of_shown[-1] == last) or (last == 0 and is_found)
+    return stays
+
+
+def _document_starts(arrays: TokenArrays | None) -> TokenMask:
+    """Return which tokens of a stream begin a document: bool (n_examples, content tokens)."""
     if arrays is not None and POSITIONS in arrays:
-        return arrays[POSITIONS] != 0
+        return arrays[POSITIONS] == 0
     if arrays is None or DOCUMENT_IDS not in arrays:
         raise SelectionError(
-            "the store does not say where documents begin: it has neither positions nor document_ids",
+            "the store does not record where documents begin: it has neither positions nor document_ids",
             where="remove_bos",
             remedy="Record one of these token arrays, or pass tokens of your own to rows.only.",
         )
-    ids, flat = arrays[DOCUMENT_IDS].reshape(-1), stays.reshape(-1)
-    flat[0] = False
-    np.equal(ids[1:], ids[:-1], out=flat[1:])
-    return stays
+    ids = arrays[DOCUMENT_IDS].reshape(-1)
+    return (np.diff(ids, prepend=ids[0] - 1) != 0).reshape(arrays.shape)
 
 
 def _check_rows(rows: Selection) -> None:
@@ -120,9 +156,9 @@ def _check_rows(rows: Selection) -> None:
 
 
 def mean_norms(store: ShardStore, rows: Selection) -> list[float]:
-    """The mean L2 norm of the vectors of each chosen layer, without those that are not finite.
+    """Return the mean L2 norm of the vectors of each chosen layer, without those that are not finite.
 
-    By the statistics of the store; where something was left out of `rows`, or the store has lost examples, by a seeded sample of at most
+    By the statistics of the store; if something was left out of `rows`, or the store has lost examples, by a seeded sample of at most
     8,192 of them.
 
     Raises:
@@ -152,7 +188,7 @@ def mean_norms(store: ShardStore, rows: Selection) -> list[float]:
 
 
 def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
-    """Which content tokens have no vector, among the chosen layers, whose L2 norm is above a limit, NaN or infinite.
+    """Return which content tokens have no vector, among the chosen layers, whose L2 norm is above a limit, NaN or infinite.
 
     All vectors of the chosen layers and examples are read, by some threads, a few MiB at a time.
 
@@ -192,7 +228,7 @@ def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
     step = max(1, _PIECE_BYTES // (4 * space.vectors_per_row * layout.d_model))
 
     def below(first: int) -> TokenMask:
-        """Of some rows."""
+        """Return which of some rows are below the limits."""
         vectors = every.rows(slice(first, first + step)).astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
             return (np.vecdot(vectors, vectors) <= squared).all(axis=1)

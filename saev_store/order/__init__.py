@@ -1,26 +1,23 @@
-"""The order of rows, as arithmetic: nothing here opens, allocates or keeps anything that grows with the data.
+"""The order of rows as arithmetic: blocks are permuted, their rows are cut into pools, and each pool is one exact permutation.
 
-`ShuffledOrder` is a function of (seed, epoch, position), and `Placement` is its inverse, from rows to positions. `Batching`
-cuts storage order into batches. With ignored labels a `ShuffledOrder` keeps eight bytes a block, the only exception.
-`Permutation`, `derive` and `shuffled` are the seeded permutations below it.
+Nothing here reads or keeps anything that grows with the data, except for eight bytes a block if rows of blocks were left out.
 """
 
 from __future__ import annotations
 
-from saev_store.order._mixing import Mixing, predict_mixing
-from saev_store.order._partition import Partition, Placement
-from saev_store.order._permutation import Permutation, derive, shuffled
-from saev_store.order._shuffle import Batching, Blocks, ShuffledOrder
+from saev_store.order.mixing import Mixing, predict_mixing
+from saev_store.order.permutation import Permutation, derive, permutation
+from saev_store.order.pools import ORDER_VERSION, BlockOrder, Cut, Epoch, Pool
 
 __all__ = [
-    "Batching",
-    "Blocks",
+    "ORDER_VERSION",
+    "BlockOrder",
+    "Cut",
+    "Epoch",
     "Mixing",
-    "Partition",
     "Permutation",
-    "Placement",
-    "ShuffledOrder",
+    "Pool",
     "derive",
+    "permutation",
     "predict_mixing",
-    "shuffled",
 ]

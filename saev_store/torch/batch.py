@@ -18,7 +18,7 @@ _INTEGERS = frozenset({"example_idx", "layer", "layer_key_idx", "token_idx", "to
 
 
 class ExampleBatch(dict[str, Value]):
-    """A dict of tensors; `batch["image_i"]` and `batch["patch_i"]` are understood, but not among the keys.
+    """A dict of tensors. `batch["image_i"]` and `batch["patch_i"]` work, but are not among the keys.
 
     >>> batch = ExampleBatch(example_idx=torch.tensor([3]))
     >>> batch["image_i"], list(batch)
@@ -31,35 +31,24 @@ class ExampleBatch(dict[str, Value]):
         raise KeyError(key)
 
 
-def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
-    """The dtype of tensors for one of NumPy, bfloat16 of `ml_dtypes` included.
-
-    >>> torch_dtype(np.dtype(np.float16))
-    torch.float16
-    """
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
-
-
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """The same memory as a tensor."""
+    """Return the same memory as a tensor."""
     if array.dtype.name == "bfloat16":  # torch knows the bits, not the dtype of `ml_dtypes`
         return tensor_of(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing about the array
 
 
 def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
-    """A batch of NumPy arrays, such as that of a loader of two stores, as tensors of the same memory.
+    """Return a batch of NumPy arrays as tensors of the same memory.
 
-    `token_labels` become int64, because PyTorch takes uint8 tensors for masks when they index. What a window on a device has gathered
-    is a tensor already.
+    `token_labels` become int64, because PyTorch takes uint8 tensors for masks when they index.
 
     >>> tensors({"act_a": np.zeros((3, 8), np.float32)})["act_a"].shape
     torch.Size([3, 8])
     """
     found = ExampleBatch()
     for name, array in batch.items():
-        found[name] = array if isinstance(array, torch.Tensor) else tensor_of(array)
+        found[name] = tensor_of(array)
     labels = found.get("token_labels")
     if isinstance(labels, torch.Tensor):
         found["token_labels"] = labels.to(torch.int64)
@@ -90,7 +79,7 @@ class Examples(Sequence[ExampleBatch]):
 
 
 def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
-    """One example of a batch: `act` (d_model,) or (layers, d_model), everything else a number; the label of special tokens is 255.
+    """Return one example of a batch: `act` (d_model,) or (layers, d_model), everything else a number; the label of special tokens is 255.
 
     Positions and labels are Python's integers. Numbers of token arrays are NumPy's, of the array's dtype, which PyTorch's own
     `collate_fn` keeps.

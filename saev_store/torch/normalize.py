@@ -1,20 +1,20 @@
-"""Activations as trainers want them: centred on the mean of each layer, or scaled layer by layer. `scale_norm` is the loaders' own."""
+"""Activations as trainers want them: centred on the mean of each layer, or scaled, as a whole or layer by layer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from saev_store.core.layout import LayerKey
-from saev_store.errors import ArgumentError
-from saev_store.loaders import sampled_rows
+from saev_store.errors import ArgumentError, brief
+from saev_store.loaders.sample import is_factor, sampled_rows
 from saev_store.store.selection import Selection
 from saev_store.torch.batch import ExampleBatch, tensor_of
 
@@ -24,12 +24,12 @@ Normalize = Literal["scale_norm", "scale_norm_per_layer", "center", "center_and_
 #: What configs may want.
 DType = Literal["float32", "float64", "bfloat16", "float16", "stored"]
 #: What vectors are rounded to after they were normalized.
-_ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
 class Normalization:
-    """What a loader with `normalize=` does: `(act - mean) * scale`, for each layer. `act / scale + mean` undoes it.
+    """The normalization of a loader with `normalize=`: `(act - mean) * scale`, for each layer. `act / scale + mean` undoes it.
 
     Attributes:
         layer_keys: The layers, in the order of the loader.
@@ -43,7 +43,7 @@ class Normalization:
 
     @classmethod
     def of(cls, rows: Selection, kind: Normalize) -> Normalization:
-        """Of the mean and the mean norm of a fixed, seeded sample of at most 8,192 tokens of the rows: the same in every process.
+        """Return that of the mean and the mean norm of a fixed, seeded sample of at most 8,192 tokens of the rows: the same in every process.
 
         Raises:
             ArgumentError: there are no rows, or their mean or mean norm is zero or not finite.
@@ -86,7 +86,7 @@ class Normalization:
 
 
 def _mean_and_scale(sample: Floats, kind: Normalize) -> tuple[Floats, float]:
-    """What is subtracted from vectors (n, d_model), and what they are then multiplied by; not finite where there are none."""
+    """Return what is subtracted from vectors (n, d_model), and their factor; not finite if there are none."""
     d_model = int(sample.shape[1])
     if not len(sample):
         return np.full(d_model, np.nan), math.nan
@@ -102,62 +102,83 @@ def _mean_and_scale(sample: Floats, kind: Normalize) -> tuple[Floats, float]:
 
 
 class Normalizer:
-    """Normalizes the batches of a loader; what it needs is read with the first batch.
+    """Normalizes the batches of a loader. What it needs is read with the first batch, and is part of a state.
 
     Args:
-        kind: What to do; part of a loader's state.
+        kind: What to do.
         parts: Names of vectors in a batch, to the rows of the loader.
-        dtype: What they are rounded to afterwards; None where they are of that dtype already.
+        scale: Returns the factor of `"scale_norm"` for a part.
+        dtype: What vectors are rounded to afterwards; None if they are of that dtype already.
     """
 
-    def __init__(self, kind: Normalize, parts: Mapping[str, Selection], dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, kind: Normalize, parts: Mapping[str, Selection], scale: Callable[[str], float], dtype: torch.dtype | None
+    ) -> None:
         self.kind: Normalize = kind
-        self._parts, self._dtype = dict(parts), dtype
+        self._parts, self._scale_of, self._dtype = dict(parts), scale, dtype
+        self._scales: dict[str, float] = {}
 
     @cached_property
     def found(self) -> dict[str, Normalization]:
-        """Name of vectors in a batch to what is done to them."""
+        """Name of vectors in a batch to what is done to them; empty for `"scale_norm"`."""
+        if self.kind == "scale_norm":
+            return {}
         return {name: Normalization.of(rows, self.kind) for name, rows in self._parts.items()}
 
+    @property
+    def scales(self) -> dict[str, float]:
+        """Name of vectors in a batch to their factor; empty unless it is `"scale_norm"`."""
+        if self.kind == "scale_norm" and not self._scales:
+            self._scales = {name: self._scale_of(name) for name in self._parts}
+        return self._scales
+
+    def state(self) -> dict[str, object]:
+        """Return what a state has of it."""
+        return {"normalize": self.kind, **({"scale": self.scales} if self.kind == "scale_norm" else {})}
+
+    def load_state(self, state: Mapping[str, object]) -> None:
+        """Take over the factors of a state, so that a continued run has the same scale.
+
+        Raises:
+            ArgumentError: it has none that a loader writes.
+        """
+        if self.kind != "scale_norm":
+            return
+        scale = cast("object", state.get("scale"))
+        found = dict(cast("Mapping[str, object]", scale)) if isinstance(scale, Mapping) else {}
+        if set(found) != set(self._parts) or not all(is_factor(one) for one in found.values()):
+            raise ArgumentError(
+                f"the state has scale = {brief(state.get('scale'))}, which this loader never writes",
+                where="load_state_dict",
+            )
+        self._scales = cast("dict[str, float]", found)
+
     def __call__(self, batch: ExampleBatch) -> ExampleBatch:
-        """The batch itself, whose vectors are normalized in place, and then rounded."""
-        for name, how in self.found.items():
+        """Return the batch itself, whose vectors are normalized in place, and then rounded."""
+        for name in self._parts:
             act = batch[name]
-            if isinstance(act, torch.Tensor):
-                how.apply_(act, _layer_idx(batch, how.layer_keys))
-                batch[name] = act if self._dtype is None else act.to(self._dtype)
+            if not isinstance(act, torch.Tensor):
+                continue
+            if self.kind == "scale_norm":
+                act.mul_(self.scales[name])
+                continue
+            how = self.found[name]
+            how.apply_(act, _layer_idx(batch, how.layer_keys))
+            batch[name] = act if self._dtype is None else act.to(self._dtype)
         return batch
 
 
-def is_of_batches(kind: Normalize | None) -> bool:
-    """Whether batches are normalized after they were made; `"scale_norm"` is of the loader of NumPy batches."""
-    return kind is not None and kind != "scale_norm"
-
-
 def read_dtype(kind: Normalize | None, dtype: DType) -> DType:
-    """The dtype in which vectors are read: what is normalized is rounded to 16 bits once, at the end.
+    """Return the dtype in which vectors are read: vectors that are normalized by layer are rounded to 16 bits once, at the end.
 
     >>> read_dtype("center", "bfloat16"), read_dtype("scale_norm", "bfloat16"), read_dtype("center", "stored")
     ('float32', 'bfloat16', 'stored')
     """
-    return "float32" if is_of_batches(kind) and dtype in _ROUNDED else dtype
-
-
-def normalizer_of(kind: Normalize | None, parts: Mapping[str, Selection], dtype: str) -> Normalizer | None:
-    """What normalizes batches; None where nothing is to be done, or where the loader of NumPy batches does it.
-
-    Args:
-        kind: What to do.
-        parts: Names of vectors in a batch, to the rows of the loader, read in `read_dtype`.
-        dtype: What the config wants.
-    """
-    if kind is None or not is_of_batches(kind):
-        return None
-    return Normalizer(kind, parts, _ROUNDED.get(dtype))
+    return "float32" if kind not in (None, "scale_norm") and dtype in ROUNDED else dtype
 
 
 def _layer_idx(batch: ExampleBatch, layer_keys: tuple[LayerKey, ...]) -> torch.Tensor | None:
-    """The layer of each row, by position among the chosen ones; None where the vectors say it."""
+    """Return the layer of each row, by position among the chosen ones; None if the batch has no such column."""
     layer, position = batch.get("layer"), batch.get("layer_key_idx")
     if isinstance(position, torch.Tensor):
         return position

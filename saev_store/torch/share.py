@@ -1,41 +1,110 @@
-"""`SharedLoader`: one read, several training loops in threads of one process, the same memory."""
-
-# pyright: reportUnnecessaryIsInstance=false
+"""One read, several training loops in threads of one process, the same memory."""
 
 from __future__ import annotations
 
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 
 from saev_store.core.arguments import check_count, check_number
 from saev_store.errors import ArgumentError, DeadlineError, SaevStoreError
-from saev_store.torch._consumer import Consumer
-from saev_store.torch._sharing import Patience, Shareable, SharedBatch, written
 from saev_store.torch.batch import ExampleBatch
 
+if TYPE_CHECKING:
+    from saev_store.torch.loader import StoreLoader
+
 _logger = logging.getLogger("saev_store.torch")
+#: Waits are cut into slices, so that time in which the process was stopped does not count.
+_SLICE_S = 0.25
+
+
+class Consumer:
+    """One of the loops that share a loader: iterate it once for each epoch, as a loader, in a thread of its own.
+
+    Batches have the order, the values and the state of the loader. Their tensors are the same memory for all consumers: they must not be
+    written to. Use it as a context manager, so that the others know when its loop has failed.
+
+    Attributes:
+        name: What errors call it.
+    """
+
+    def __init__(self, shared: SharedLoader, name: str, number: int) -> None:
+        self.name = name
+        self._shared = shared
+        #: The batch that comes next, counted through all epochs; the thread that asked last; the latest batch.
+        self.number, self.thread = number, cast("threading.Thread | None", None)
+        self.held: ExampleBatch | None = None
+        self.is_between_epochs = True
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        return self._shared.n_batches
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch that comes next."""
+        return self.number // max(self._shared.n_batches, 1)
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        """Yield the batches of the epoch; after `load_state_dict`, those that had not been handed out.
+
+        Raises (from the iterator):
+            CorruptShardError, TransportError, DeadlineError: a shard could not be read; every consumer gets the error. The next iteration
+                tries the same batch again.
+            ArgumentError: a consumer has written into a batch, or sharing has ended; the message names the consumer.
+            SaevStoreError: this consumer was dropped before; the message has the reason.
+        """
+        end = (self.epoch + 1) * self._shared.n_batches
+        while self.number < end:
+            yield self._shared.take(self)
+        self._shared.end_epoch(self)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state of the loader in front of this consumer's next batch."""
+        return self._shared.state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue where `state_dict` was called. Other consumers may be at other batches: reading begins with the earliest.
+
+        Raises:
+            ArgumentError: the state is of another loader, or of another order than the state of another consumer; or reading has begun.
+        """
+        self._shared.move(self, state)
+
+    def close(self) -> None:
+        """Take no more batches: the others do not wait for this consumer any more."""
+        self._shared.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shared.leave(self, error)
 
 
 class SharedLoader:
     """A loader whose batches go to several consumers; made by `loader.share`. A context manager, and a sequence of consumers.
 
-    Each batch is read once, by whichever consumer first needs it, and is kept until all have taken it. The slowest decides: nobody is
-    more than `max_ahead` batches in front of it. Reading begins when every consumer has asked for its first batch.
+    Each batch is read once, by the consumer that first needs it, and is kept until all have taken it. No consumer is more than `max_ahead`
+    batches in front of the slowest. Reading begins when every consumer has asked for its first batch.
 
-    A consumer is dropped when its thread has ended within an epoch, when its `with` block was left by an error, or when it kept others waiting for
-    `timeout_s` seconds. The others go on without it. `dropped` has the error, which is logged, raised if that consumer asks again, and raised
-    when the `with` block of this object ends.
+    A consumer is dropped when its thread has ended within an epoch, when its `with` block was left by an error, or when it kept others
+    waiting for `timeout_s`. The others continue without it. Its error is logged, raised if that consumer asks again, and raised when the
+    `with` block of this object ends.
 
     Args:
-        loader: Of `saev_store.torch`. Nothing else iterates it.
+        loader: Nothing else iterates it.
         names: Names of the consumers, or how many there are.
-        max_ahead: Batches that are kept for those that are behind.
+        max_ahead: Batches that are kept for consumers that are behind.
         timeout_s: Seconds for which the others wait for a consumer.
 
     Raises:
@@ -47,36 +116,28 @@ class SharedLoader:
     """
 
     def __init__(
-        self, loader: Shareable, names: int | Sequence[str], *, max_ahead: int = 4, timeout_s: float = 300.0
+        self, loader: StoreLoader, names: int | Sequence[str], *, max_ahead: int = 4, timeout_s: float = 300.0
     ) -> None:
         self._loader = loader
         self._max_ahead = check_count(max_ahead, name="max_ahead")
         self._timeout_s = check_number(timeout_s, name="timeout_s")
         self.n_batches = len(loader)
         epoch, batch = loader.place
-        first = epoch * self.n_batches + batch
-        self.consumers = tuple(Consumer(self, name, first) for name in _names(names))
+        self._end = epoch * self.n_batches + batch
+        self.consumers = tuple(Consumer(self, name, self._end) for name in _names(names))
         self.dropped: dict[str, SaevStoreError] = {}
-        # Guards all that follows. Held itself: an interrupt within the methods of a condition would leave it locked.
-        self._mutex = threading.RLock()
-        #: Notified when a batch comes, a consumer moves on or leaves, or all is closed.
-        self._changed = threading.Condition(self._mutex)
+        #: Guards all that follows; notified when a batch comes, a consumer moves or leaves, or sharing ends.
+        self._changed = threading.Condition(threading.RLock())
         self._live = list(self.consumers)
-        #: Batches by their numbers, and the number of the one that is read next.
-        self._window: dict[int, SharedBatch] = {}
-        self._end = first
+        #: Batches by their numbers: what each consumer gets, and the event on a GPU after which it is there.
+        self._window: dict[int, tuple[dict[str, ExampleBatch], torch.cuda.Event | None]] = {}
         self._batches: Iterator[ExampleBatch] | None = None
-        self._has_begun = False
-        #: Whose turn it is to read.
-        self._reading: object = None
-        #: Whether a consumer has loaded a state, which says the order of all.
-        self._has_order = False
-        self._is_closed = False
-        #: Who has written into a batch.
+        self._has_begun = self._is_reading = self._has_order = self._is_closed = False
+        #: The error of a consumer that has written into a batch.
         self._spoiled: ArgumentError | None = None
 
     def __len__(self) -> int:
-        """How many consumers there are."""
+        """Number of consumers."""
         return len(self.consumers)
 
     def __getitem__(self, number: int) -> Consumer:
@@ -88,36 +149,46 @@ class SharedLoader:
     # -- consumers: called in their threads ----------------------------------------------------------------------------
 
     def take(self, consumer: Consumer) -> ExampleBatch:
-        """The consumer's next batch."""
-        consumer.thread, consumer.has_begun, consumer.is_between_epochs = threading.current_thread(), True, False
-        patience, turn = Patience(self._timeout_s), object()
-        with self._mutex:
+        """Return the consumer's next batch; read it if this consumer is the first that needs it."""
+        consumer.is_between_epochs = False
+        left_s, seen = self._timeout_s, cast("object", None)
+        with self._changed:
+            consumer.thread = threading.current_thread()
             self._give_back(consumer)
-        while True:
-            try:
-                with self._mutex:
-                    if (batch := self._waited(consumer, patience, turn)) is not None:
-                        return batch
-                self._read()
-            finally:
-                if self._reading is turn:
-                    self._reading = None
-                    with self._mutex:
-                        self._changed.notify_all()
+            while True:
+                self._check(consumer)
+                waited_for = [other for other in self._live if other.thread is None]
+                if not waited_for and not self._has_begun:
+                    self._start()
+                if not waited_for and consumer.number < self._end:
+                    return self._hand_out(consumer)
+                if not waited_for and not self._is_reading:
+                    if len(self._window) < self._max_ahead:
+                        self._read()
+                        continue
+                    waited_for = [other for other in self._live if other.number == min(self._window)]
+                self._drop_dead(waited_for)
+                now = [(other.name, other.number) for other in waited_for]
+                left_s, seen = (left_s, seen) if now and now == seen else (self._timeout_s, now)
+                if left_s <= 0:
+                    self._drop_slow(waited_for)
+                    continue
+                began_s = time.monotonic()
+                self._changed.wait(min(_SLICE_S, left_s))
+                left_s -= min(time.monotonic() - began_s, _SLICE_S)
 
     def end_epoch(self, consumer: Consumer) -> None:
         """Note that a consumer has had the last batch of an epoch."""
-        with self._mutex:
+        with self._changed:
             consumer.is_between_epochs = True
             self._give_back(consumer)
             if self._spoiled is not None:
                 raise self._spoiled
 
     def move(self, consumer: Consumer, state: Mapping[str, object]) -> None:
-        """Let a consumer go on from a state."""
-        with self._mutex:
+        """Let a consumer continue from a state."""
+        with self._changed:
             if _is_same(state, self.state_of(consumer)):
-                self._give_back(consumer)
                 self._has_order = True
                 return
             if self._has_begun:
@@ -126,29 +197,30 @@ class SharedLoader:
                     where="load_state_dict",
                     remedy="Load the states of all consumers before they take batches.",
                 )
-            before, order, place = self._loader.state_dict(), self._loader.state_at(0, 0), self._loader.place
+            loader = self._loader
+            before, order, place = loader.state_dict(), loader.state_at(0, 0), loader.place
             try:
-                self._loader.load_state_dict(state)
-                if self._has_order and self._loader.state_at(0, 0) != order:
+                loader.load_state_dict(state)
+                if self._has_order and loader.state_at(0, 0) != order:
                     raise ArgumentError(
                         f"the state of consumer {consumer.name!r} has another order or scale than the state of another consumer",
                         where="load_state_dict",
                         remedy="Load states of consumers of one loader.",
                     )
-                epoch, batch = self._loader.place
-                self._loader.load_state_dict(self._loader.state_at(*place))
+                epoch, batch = loader.place
+                loader.load_state_dict(loader.state_at(*place))
             except BaseException:
-                self._loader.load_state_dict(before)
+                loader.load_state_dict(before)
                 raise
             consumer.number, self._has_order = epoch * self.n_batches + batch, True
 
     def state_of(self, consumer: Consumer) -> dict[str, object]:
-        """The loader's state in front of the consumer's next batch."""
+        """Return the loader's state in front of the consumer's next batch."""
         return self._loader.state_at(*divmod(consumer.number, max(self.n_batches, 1)))
 
     def leave(self, consumer: Consumer, error: BaseException | None = None) -> None:
-        """Wait for a consumer no more; it is dropped if an error is why."""
-        with self._mutex:
+        """Do not wait for a consumer any more; it is dropped if there is an error."""
+        with self._changed:
             if consumer not in self._live:
                 return
             self._give_back(consumer)
@@ -160,137 +232,116 @@ class SharedLoader:
                 dropped.__cause__ = error
                 self._drop(consumer, dropped)
 
-    def _read(self) -> None:
-        """Bring one more batch into the window. Others may take what is there meanwhile.
-
-        Raises:
-            SaevStoreError: what the loader raises; it stands in front of the same batch then.
-        """
-        try:
-            # Tensors that are made in inference mode cannot be trained on, wherever they go.
-            with torch.inference_mode(False):
-                if self._batches is None:
-                    self._batches = iter(self._loader)
-                found = next(self._batches)
-                shared = SharedBatch(found, [one.name for one in self.consumers])
-                del found
-            with self._mutex:
-                self._window[self._end] = shared
-                self._end += 1
-                if self._end % self.n_batches == 0:
-                    self._batches = None  # the loader's next iteration is the next epoch
-        except BaseException:
-            self._batches = None
-            # Not where the loader stands: an interrupt may have come behind a batch that nobody has got.
-            self._loader.load_state_dict(self._loader.state_at(*divmod(self._end, self.n_batches)))
-            raise
-
     # -- with the condition held ---------------------------------------------------------------------------------------
 
-    def _skip(self) -> None:
-        """Read on with the earliest batch that a consumer needs: when reading begins, and when those that needed earlier ones have left."""
-        least = min(other.number for other in self._live)
-        if self._has_begun and self._end >= least:
-            return
-        # The end comes last: where an interrupt comes between, all is done again.
-        self._batches = None
-        self._loader.load_state_dict(self._loader.state_at(*divmod(least, self.n_batches)))
-        self._end = least
+    def _start(self) -> None:
+        """Begin to read with the earliest batch that a consumer needs."""
+        self._end = min(other.number for other in self._live)
+        self._loader.load_state_dict(self._loader.state_at(*divmod(self._end, self.n_batches)))
         self._has_begun = True
 
-    def _waited(self, consumer: Consumer, patience: Patience, turn: object) -> ExampleBatch | None:
-        """The consumer's next batch, after a wait; None if it is its turn to read one more."""
-        while True:
-            self._check(consumer)
-            self._forget()
-            waited_for = [other for other in self._live if not other.has_begun]
-            if not waited_for:
-                if self._reading is None:
-                    self._skip()
-                if consumer.number < self._end:
-                    return self._hand_out(consumer)
-                if self._reading is None:
-                    if len(self._window) < self._max_ahead:
-                        self._reading = turn
-                        return None
-                    waited_for = [other for other in self._live if other.number == min(self._window)]
-            self._drop_dead(waited_for)
-            if patience.is_over([(other.name, other.number) for other in waited_for]):
-                for other in waited_for:
-                    text = (
-                        f"consumer {other.name!r} kept others waiting for {self._timeout_s:g} s at {self._where(other)}"
-                    )
-                    remedy = "Allow more timeout_s, or close() a consumer that takes no more batches."
-                    self._drop(other, DeadlineError(text, where="share", remedy=remedy))
-            else:
-                patience.wait(self._changed)
+    def _read(self) -> None:
+        """Bring one more batch into the window; others take what is there in the meantime.
+
+        Raises:
+            SaevStoreError: what the loader raises; it is in front of the same batch then.
+        """
+        self._is_reading = True
+        names = [one.name for one in self._live]
+        try:
+            self._changed.release()
+            try:
+                # Tensors that are made in inference mode cannot be trained on, wherever they go.
+                with torch.inference_mode(False):
+                    self._batches = self._batches or iter(self._loader)
+                    batch = next(self._batches)
+                    event = _event(batch)
+                    found = {name: _alias(batch) for name in names}
+                    del batch
+            finally:
+                self._changed.acquire()
+            self._window[self._end] = found, event
+            self._end += 1
+            if self._end % self.n_batches == 0:
+                self._batches = None  # the loader's next iteration is the next epoch
+        except BaseException:
+            self._batches = None
+            if not self._is_closed:
+                self._loader.load_state_dict(self._loader.state_at(*divmod(self._end, self.n_batches)))
+            raise
+        finally:
+            self._is_reading = False
+            self._changed.notify_all()
 
     def _hand_out(self, consumer: Consumer) -> ExampleBatch:
-        """Take a batch out of the window for a consumer."""
+        """Return a batch of the window."""
         self._check_writes()
         self._check(consumer)
-        shared = self._window[consumer.number]
-        batch = shared.of(consumer.name)
-        found = ExampleBatch(batch)
-        # In one step for an interrupt: the batch is the next one, or it is handed out.
-        consumer.held, consumer.has_taken = batch, True
+        of, event = self._window[consumer.number]
+        consumer.held = batch = of.pop(consumer.name)
+        if event is not None:
+            _see(batch, event)
         consumer.number += 1
-        shared.forget(consumer.name)
         self._forget()
-        return found
+        return ExampleBatch(batch)
 
     def _forget(self) -> None:
         """Give back the memory of batches that all have taken."""
         least = min((other.number for other in self._live), default=self._end)
-        taken = [number for number in self._window if number < least]
-        for number in taken:
+        for number in [number for number in self._window if number < least]:
             del self._window[number]
-        if taken:
             self._changed.notify_all()
 
     def _check(self, consumer: Consumer) -> None:
-        """Raise what keeps a consumer from going on."""
+        """Raise what keeps a consumer from taking a batch."""
         if self._spoiled is not None:
             raise self._spoiled
         if consumer.name in self.dropped:
             raise self.dropped[consumer.name]
-        if self._is_closed:
-            raise ArgumentError("the loader is shared no more", where="share", remedy="Share the loader anew.")
-        if consumer not in self._live:
-            raise ArgumentError(
-                f"consumer {consumer.name!r} was closed", where="share", remedy="Share the loader anew."
-            )
+        if self._is_closed or consumer not in self._live:
+            what = "sharing has ended" if self._is_closed else f"consumer {consumer.name!r} was closed"
+            raise ArgumentError(what, where="share", remedy="Share the loader again.")
 
     def _give_back(self, consumer: Consumer) -> None:
-        """Note that a consumer is done with the batch that it had."""
+        """Note that a consumer is done with its batch."""
         self._check_writes()
         consumer.held = None
 
     def _check_writes(self) -> None:
-        """Find out who has written into a batch: others may have seen it, so nobody goes on."""
+        """Find out if a consumer has written into a batch: others may have seen it, so no consumer continues.
+
+        PyTorch counts writes by its own in-place functions, also through views, but not those of NumPy.
+        """
         for other in self.consumers:
-            name = None if other.held is None else written(other.held)
-            if name is not None and self._spoiled is None:
-                self._spoiled = ArgumentError(
-                    f"consumer {other.name!r} has written into {name} of {self._where(other)}, which others share",
-                    where="share",
-                    remedy="Let it clone what it changes, or let the loader do it (normalize=, dtype=).",
-                )
-                self._changed.notify_all()
+            for name, value in (other.held or ExampleBatch()).items():
+                if isinstance(value, torch.Tensor) and value._version and self._spoiled is None:  # noqa: SLF001  # torch has no public name for it
+                    self._spoiled = ArgumentError(
+                        f"consumer {other.name!r} has written into {name} of {self._where(other)}, which others share",
+                        where="share",
+                        remedy="Let it clone what it changes, or let the loader do it (normalize=, dtype=).",
+                    )
+                    self._changed.notify_all()
 
     def _drop_dead(self, waited_for: Sequence[Consumer]) -> None:
         """Drop consumers whose threads have ended; those that ended between two epochs have just left."""
         for other in waited_for:
-            if other.thread is not None and not other.thread.is_alive():
-                if other.is_between_epochs:
-                    self._remove(other)
-                else:
-                    text = f"the thread of consumer {other.name!r} has ended at {self._where(other)}"
-                    remedy = "Look for its error; close() a consumer that takes no more batches."
-                    self._drop(other, SaevStoreError(text, where="share", remedy=remedy))
+            if other.thread is None or other.thread.is_alive():
+                continue
+            if other.is_between_epochs:
+                self._remove(other)
+            else:
+                text = f"the thread of consumer {other.name!r} has ended at {self._where(other)}"
+                remedy = "Look for its error; close() a consumer that takes no more batches."
+                self._drop(other, SaevStoreError(text, where="share", remedy=remedy))
+
+    def _drop_slow(self, waited_for: Sequence[Consumer]) -> None:
+        for other in waited_for:
+            text = f"consumer {other.name!r} kept others waiting for {self._timeout_s:g} s at {self._where(other)}"
+            remedy = "Allow more timeout_s, or close() a consumer that takes no more batches."
+            self._drop(other, DeadlineError(text, where="share", remedy=remedy))
 
     def _drop(self, consumer: Consumer, error: SaevStoreError) -> None:
-        """Go on without a consumer."""
+        """Continue without a consumer."""
         if consumer in self._live:
             self._check_writes()
             self.dropped[consumer.name] = error
@@ -298,29 +349,25 @@ class SharedLoader:
             self._remove(consumer)
 
     def _remove(self, consumer: Consumer) -> None:
-        """Wait for a consumer no more, and keep no batches for it."""
+        """Keep no batches for a consumer."""
         self._live.remove(consumer)
-        if not self._live:
-            self._is_closed = True
-            self._window.clear()
-            self._loader.close()
-        for shared in self._window.values():
-            shared.forget(consumer.name)
+        for of, _ in self._window.values():
+            of.pop(consumer.name, None)
         self._forget()
+        if not self._live:
+            self.close()
         self._changed.notify_all()
 
     def _where(self, consumer: Consumer) -> str:
-        """The latest batch that a consumer took, in words."""
-        if not consumer.has_taken:
-            return "its start"
+        """Name the latest batch that a consumer took."""
         epoch, batch = divmod(consumer.number - 1, self.n_batches)
-        return f"batch {batch} of epoch {epoch}"
+        return "its start" if consumer.thread is None else f"batch {batch} of epoch {epoch}"
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the loader's threads and give back its memory. Consumers that ask for more are told."""
-        with self._mutex:
+        """End the loader's threads and give back its memory. Consumers that ask for more get an error."""
+        with self._changed:
             self._is_closed = True
             self._window.clear()
             self._changed.notify_all()
@@ -337,22 +384,45 @@ class SharedLoader:
             for dropped in self.dropped.values():
                 raise dropped
 
-    def __repr__(self) -> str:
-        return f"<SharedLoader of {[one.name for one in self.consumers]}>"
+
+def _alias(batch: ExampleBatch) -> ExampleBatch:
+    """Return the same memory in tensors whose writes are counted apart."""
+    return ExampleBatch(
+        {name: value.data if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    )
+
+
+def _event(batch: ExampleBatch) -> torch.cuda.Event | None:
+    """Return, on a GPU, what comes after the batch in the current stream of this thread."""
+    for value in batch.values():
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(value.device))
+            return event
+    return None
+
+
+def _see(batch: ExampleBatch, event: torch.cuda.Event) -> None:
+    """Let the current stream of this thread wait for the batch, and keep the memory until that stream is done with it."""
+    for value in batch.values():
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            stream = torch.cuda.current_stream(value.device)
+            stream.wait_event(event)
+            value.record_stream(stream)
 
 
 def _names(names: int | Sequence[str]) -> list[str]:
-    """The names of consumers.
+    """Return the names of consumers.
 
     Raises:
         ArgumentError: they are not different texts, or there are none.
     """
     if isinstance(names, int) and not isinstance(names, bool):
         return [str(number) for number in range(check_count(names, name="n"))]
-    # Callers may not check types.
-    is_list = isinstance(cast("object", names), Iterable) and not isinstance(cast("object", names), (str, bytes))
-    given = list(cast("Sequence[str]", names)) if is_list else []
-    if not given or not all(isinstance(name, str) for name in given) or len(set(given)) != len(given):
+    given: list[str] = []
+    with suppress(TypeError):  # callers may not check types
+        given = [] if isinstance(names, (str, bytes)) else list(cast("Sequence[str]", names))
+    if not given or not all(isinstance(cast("object", name), str) for name in given) or len(set(given)) != len(given):
         raise ArgumentError(
             f"consumers are {names!r}; they must be a number, or a list of different names", where="share"
         )
@@ -360,7 +430,7 @@ def _names(names: int | Sequence[str]) -> list[str]:
 
 
 def _is_same(state: object, mine: Mapping[str, object]) -> bool:
-    """Whether a state is equal to another one; one that is not JSON, such as of arrays, is not."""
+    """Return True if a state equals another one; one that is not JSON, such as of arrays, does not."""
     try:
         return json.dumps(state, sort_keys=True) == json.dumps(mine, sort_keys=True)
     except (TypeError, ValueError, RecursionError):

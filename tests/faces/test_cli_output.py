@@ -8,20 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
 
 import numpy as np
 import pytest
 from plain_stores import Plain, plain_store
-from pydantic import AfterValidator
 
 from saev_store import ShardStore, new_metadata
 from saev_store._runtime.progress import Progress, counted_so_far, counting
 from saev_store.cli import _tables, reading
 from saev_store.cli._common import naming_what_to_check
 from saev_store.cli._ends import end_line
-from saev_store.errors import ArgumentError, NotFoundError
-from saev_store.loaders.options import options_class
+from saev_store.errors import NotFoundError
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ("store", "size", "state")
@@ -347,22 +344,6 @@ def test_ctrl_c_during_the_imports_of_the_module_is_one_line():
     )
     found = subprocess.run([sys.executable, "-c", code, "--version"], cwd=ROOT, capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "interrupted\n")
-
-
-def odd(value: int) -> int:
-    if not value % 2:
-        raise ValueError("it must be odd")
-    return value
-
-
-def test_a_rule_of_an_option_is_told_without_words_of_pydantic():
-    @options_class(ArgumentError)
-    class Options:
-        size: Annotated[int, AfterValidator(odd)] = 1
-
-    with pytest.raises(ArgumentError, match="size is 2; it must be odd") as found:
-        Options(size=2)
-    assert "Value error" not in str(found.value)
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])

@@ -119,7 +119,7 @@ def fresh(language: Language, key: int, layout: str) -> object:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["stream", "window"])
 def test_documents_come_back_as_the_model_gives_them(language, tmp_path, layout, dtype):
-    from saev_store.torch import OrderedConfig, OrderedDataLoader
+    from saev_store.torch import StoreLoader
 
     cut = stream_of if layout == "stream" else windows_of
     n_tokens = [len(language.ids(text)) for text in language.texts]
@@ -147,5 +147,5 @@ def test_documents_come_back_as_the_model_gives_them(language, tmp_path, layout,
         around = store.context(int(found.example_idx[last]), int(found.token_idx[last]), before=1000)
         assert (around.document_id, around.position, around.after) == (key, last, ())
         assert [*around.before, around.token_id] == language.ids(text)
-    with OrderedDataLoader(OrderedConfig(shards=str(store.url), layer=2, batch_size=64, dtype="stored")) as loader:
+    with StoreLoader(str(store.url), layer=2, batch_size=64, dtype="stored", order="stored") as loader:
         assert sum(len(batch["act"]) for batch in loader) == sum(n_tokens)  # nothing of padding

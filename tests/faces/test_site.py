@@ -94,7 +94,7 @@ def test_the_references_have_every_public_name_and_command(site):
     names = pages[folder / "reference/saev_store.html"].names
     assert {f"saev_store.{name}" for name in saev_store.__all__ if not name.startswith("__")} <= names
     for module, name in {
-        "loaders": "ShuffledLoader", "torch": "ShuffledDataLoader", "record": "record", "view": "View", "stats": "Stats.scale",
+        "loaders": "Loader", "torch": "StoreLoader", "record": "record", "view": "View", "stats": "Stats.scale",
         "integrations.saelens": "data_provider", "sources.mmididx": "IndexedDataset",
     }.items():  # fmt: skip
         assert f"saev_store.{module}.{name}" in pages[folder / f"reference/saev_store.{module}.html"].names

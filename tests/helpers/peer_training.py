@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from page_blocks import page_block, smaller
 
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import StoreLoader
 
 BATCH, STEPS, STOP = 32, 300, 200
 
 
-def loader(store: str, **more: object) -> ShuffledDataLoader:
-    return ShuffledDataLoader(ShuffledConfig(shards=store, batch_size=BATCH, drop_last=True, **more))
+def loader(store: str, **more: object) -> StoreLoader:
+    return StoreLoader(store, batch_size=BATCH, drop_last=True, **more)
 
 
 class Stopped(Exception):

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from saev_store import ShardStore, pair
 from saev_store.errors import ArgumentError, SelectionError
 from saev_store.integrations.crosscoders import PairedActivations, layer_batches, model_batches, transcoder_batches
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader, ShuffledPairConfig, ShuffledPairDataLoader
+from saev_store.torch import StoreLoader
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +23,13 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [row_store(tmp_path_factory.mktemp("coders"), seed=seed) for seed in (0, 1)]
 
 
-def one(stores: list[Path], layer: tuple[int, ...] = (11, 5)) -> ShuffledDataLoader:
-    return ShuffledDataLoader(
-        ShuffledConfig(shards=str(stores[0]), layer=layer, stack_layers=True, batch_size=32, drop_last=True)
-    )
+def one(stores: list[Path], layer: tuple[int, ...] = (11, 5)) -> StoreLoader:
+    return StoreLoader(str(stores[0]), layer=layer, stack_layers=True, batch_size=32, drop_last=True)
 
 
-def two(stores: list[Path], **more: object) -> ShuffledPairDataLoader:
-    given = {"layer_a": 11, "layer_b": 11, **more}
-    return ShuffledPairDataLoader(
-        ShuffledPairConfig(shards_a=stores[0], shards_b=stores[1], batch_size=32, drop_last=True, **given)
-    )
+def two(stores: list[Path], layer_b: object = 11) -> StoreLoader:
+    a, b = map(ShardStore.open, stores)
+    return StoreLoader(pair(a, b).sel(layer_a=11, layer_b=layer_b), batch_size=32, drop_last=True)
 
 
 def dense(path: Path, position: int, rows: torch.Tensor) -> np.ndarray:

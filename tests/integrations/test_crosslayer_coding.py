@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from saev_store import ShardStore, new_metadata  # after the check that torch is there
 from saev_store.errors import ArgumentError  # after the check that torch is there
 from saev_store.integrations.crosslayer_coding import CrosslayerActivations  # after the check that torch is there
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader  # after the check that torch is there
+from saev_store.torch import StoreLoader
 
 N, TOKENS, D_MODEL, BATCH = 30, 4, 8, 16
 LAYERS, POINTS = (0, 0, 1, 1, 2, 2), ("mlp_out", "mlp_in") * 3
@@ -37,9 +37,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / metadata.hash
 
 
-def make(store: Path, layer: object = (*KEYS[1::2], *KEYS[::2]), **more: object) -> ShuffledDataLoader:
+def make(store: Path, layer: object = (*KEYS[1::2], *KEYS[::2]), **more: object) -> StoreLoader:
     given = {"stack_layers": True, "batch_size": BATCH, "window_bytes": 20_000, "drop_last": True, **more}
-    return ShuffledDataLoader(ShuffledConfig(shards=store, layer=layer, **given))
+    return StoreLoader(store, layer=layer, **given)
 
 
 def test_sources_and_targets_are_those_of_the_same_tokens(store: Path):
@@ -49,7 +49,7 @@ def test_sources_and_targets_are_those_of_the_same_tokens(store: Path):
         assert (found.device, found.train_batch_size_tokens, found.total_tokens) == (
             torch.device("cpu"),
             BATCH,
-            N * TOKENS,
+            7 * BATCH,
         )
         assert len(found) == N * TOKENS // BATCH == 7
         for batch in itertools.chain(plain, plain):  # the second epoch has another order

@@ -13,13 +13,14 @@ from row_stores import row_store
 
 torch = pytest.importorskip("torch")
 
+from saev_store import ShardStore, pair
 from saev_store.errors import ArgumentError
 from saev_store.integrations.crosscoders import layer_batches, model_batches, transcoder_batches
 from saev_store.integrations.crosslayer_coding import CrosslayerActivations
 from saev_store.integrations.dictionary_learning import activation_buffer
 from saev_store.integrations.llamascopium import activation_stream
 from saev_store.integrations.saelens import data_provider, multi_hook_data_provider
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader, ShuffledPairConfig, ShuffledPairDataLoader
+from saev_store.torch import StoreLoader
 
 BATCH, N_BATCHES = 32, 10  # of 336 rows; half a batch is dropped
 POINTS = {"layers": (0, 0), "hook_points": ("mlp_in", "mlp_out"), "protocol": "3.0", "token_arrays": {"token_ids": "int32"}}  # fmt: skip
@@ -32,23 +33,21 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [row_store(root, seed=0), row_store(root, seed=1), row_store(root, **POINTS)]
 
 
-def one(stores: list[Path], **more: object) -> ShuffledDataLoader:
-    return ShuffledDataLoader(
-        ShuffledConfig(**{"shards": stores[0], "layer": 11, "batch_size": BATCH, "drop_last": True, **more})
-    )
+def one(stores: list[Path], which: int = 0, **more: object) -> StoreLoader:
+    return StoreLoader(stores[which], **{"layer": 11, "batch_size": BATCH, "drop_last": True, **more})
 
 
-def stacked(stores: list[Path], **more: object) -> ShuffledDataLoader:
+def stacked(stores: list[Path], **more: object) -> StoreLoader:
     return one(stores, **{"layer": (5, 11), "stack_layers": True, **more})
 
 
-def two(stores: list[Path], **more: object) -> ShuffledPairDataLoader:
-    given = {"layer_a": 11, "layer_b": 11, "batch_size": BATCH, "drop_last": True, **more}
-    return ShuffledPairDataLoader(ShuffledPairConfig(shards_a=stores[0], shards_b=stores[1], **given))
+def two(stores: list[Path], **more: object) -> StoreLoader:
+    rows = pair(ShardStore.open(stores[0]), ShardStore.open(stores[1])).sel(layer_a=11, layer_b=11)
+    return StoreLoader(rows, **{"batch_size": BATCH, "drop_last": True, **more})
 
 
 def crosslayer(stores: list[Path], **more: object) -> CrosslayerActivations:
-    loader = stacked(stores, shards=stores[2], layer=((0, "mlp_in"), (0, "mlp_out")), **more)
+    loader = stacked(stores, which=2, layer=((0, "mlp_in"), (0, "mlp_out")), **more)
     return CrosslayerActivations(loader, source="mlp_in", target="mlp_out")
 
 
@@ -71,13 +70,6 @@ def flat(found: Any) -> list[float]:
     if isinstance(found, dict):
         return [number for part in found.values() for number in flat(part)]
     return [number for part in found for number in flat(part)] if isinstance(found, tuple) else found.flatten().tolist()
-
-
-def changed(state: dict[str, Any], **fields: object) -> dict[str, Any]:
-    """A state with other fields: of a pair, those of both stores."""
-    if "a" in state:
-        return {**state, "a": changed(state["a"], **fields), "b": changed(state["b"], **fields)}
-    return {**state, **fields}
 
 
 def taken(provider: Any, n: int) -> list[list[float]]:
@@ -105,7 +97,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(name: str, stores: list[Pa
         if not name.startswith("llamascopium"):  # of which each iteration begins where the state is
             taken(provider, 2)
         state = provider.state_dict()
-        wrong = [changed(state, batch=-1), changed(state, epoch="2"), changed(state, rows="of another store")]
+        wrong = [{**state, "batch": -1}, {**state, "epoch": "2"}, {**state, "rows": "of another store"}]
         for other in [seed.state_dict(), batch_size.state_dict(), {}, *wrong]:
             with pytest.raises(ArgumentError):
                 provider.load_state_dict(other)

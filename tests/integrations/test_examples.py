@@ -16,7 +16,7 @@ from sparse_stores import sparse_store
 
 torch = pytest.importorskip("torch")
 
-from saev_store.torch._epochs import EpochLoader
+from saev_store.torch import StoreLoader
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, PROCESS = ROOT / "examples", ROOT / "tests/helpers/example_process.py"
@@ -39,14 +39,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of each batch that a script in this process gets."""
     seen: list[list[int]] = []
-    iterate = EpochLoader.__iter__
+    iterate = StoreLoader.__iter__
 
     def watched(loader):
         for batch in iterate(loader):
             seen.append((batch["example_idx"] * 7 + batch["token_idx"]).tolist())
             yield batch
 
-    monkeypatch.setattr(EpochLoader, "__iter__", watched)
+    monkeypatch.setattr(StoreLoader, "__iter__", watched)
     return seen
 
 

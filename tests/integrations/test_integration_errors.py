@@ -30,12 +30,7 @@ from saev_store.integrations.saelens import (  # after the check that torch is t
     names_of,
     use_store,
 )
-from saev_store.torch import (  # after the check that torch is there
-    ShuffledConfig,
-    ShuffledDataLoader,
-    ShuffledPairConfig,
-    ShuffledPairDataLoader,
-)
+from saev_store.torch import StoreLoader
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +90,11 @@ def test_a_provider_closes_its_loader_where_it_stands():
 
 def test_streams_and_batches_close_their_loader(path: Path, monkeypatch: pytest.MonkeyPatch):
     closed: list[object] = []
-    close = ShuffledDataLoader.close
-    monkeypatch.setattr(ShuffledDataLoader, "close", lambda self: (closed.append(self), close(self))[1])
-    makers: list[Callable[[ShuffledDataLoader], Any]] = [activation_stream, data_provider, activation_buffer]
+    close = StoreLoader.close
+    monkeypatch.setattr(StoreLoader, "close", lambda self: (closed.append(self), close(self))[1])
+    makers: list[Callable[[StoreLoader], Any]] = [activation_stream, data_provider, activation_buffer]
     for make in makers:
-        loader = ShuffledDataLoader(ShuffledConfig(shards=str(path), layer=5, batch_size=8))
+        loader = StoreLoader(path, layer=5, batch_size=8)
         with make(loader) as found:
             next(iter(found))
             assert loader not in closed
@@ -157,8 +152,8 @@ def test_layers_by_hook_are_views():
 def test_the_order_of_layers_is_that_of_the_loader(path: Path):
     for layers in ((5, 11), (11, 5)):
 
-        def made(layers: tuple[int, int] = layers) -> ShuffledDataLoader:
-            return ShuffledDataLoader(ShuffledConfig(shards=str(path), layer=layers, stack_layers=True, batch_size=8))
+        def made(layers: tuple[int, int] = layers) -> StoreLoader:
+            return StoreLoader(path, layer=layers, stack_layers=True, batch_size=8)
 
         with (
             layer_batches(made()) as batches,
@@ -176,7 +171,7 @@ def test_the_order_of_layers_is_that_of_the_loader(path: Path):
 
 
 def test_checkpoints_that_are_none_say_what_to_do(path: Path, tmp_path: Path):
-    with data_provider(ShuffledDataLoader(ShuffledConfig(shards=str(path), layer=5, batch_size=8))) as provider:
+    with data_provider(StoreLoader(path, layer=5, batch_size=8)) as provider:
         error = refused(lambda: provider.save_to_checkpoint(tmp_path / "nowhere"))
         assert error.where == str(tmp_path / "nowhere" / STATE_NAME)
         error = refused(lambda: provider.load_from_checkpoint(tmp_path))
@@ -222,7 +217,7 @@ def test_errors_of_crosscoders(path: Path):
     store = ShardStore.open(path)
     error = refused(lambda: PairedActivations(pair(store, store).sel(layer_a="all", layer_b=5)))
     assert (error.where, "of one layer of each store" in error.message) == ("rows", True)
-    loader = ShuffledDataLoader(ShuffledConfig(shards=str(path), layer=(5, 11), stack_layers=True, batch_size=8))
+    loader = StoreLoader(path, layer=(5, 11), stack_layers=True, batch_size=8)
     error = refused(lambda: CrosslayerActivations(loader, source="a", target="b"))
     assert error.where == "loader"
     assert (
@@ -286,7 +281,7 @@ def test_what_dictionary_learning_is_told_of_other_settings(path: Path):
         "normalize": "scale_norm",
         "seed": 3,
     }
-    loader = ShuffledDataLoader(ShuffledConfig(shards=str(path), **given))
+    loader = StoreLoader(path, **given)
     with activation_buffer(loader) as buffer:
         told = buffer.config
     assert {name: told[name] for name in ("dtype", "tokens", "normalize", "seed", "out_batch_size")} == {
@@ -297,7 +292,7 @@ def test_what_dictionary_learning_is_told_of_other_settings(path: Path):
     assert told["device"] == "cpu"
 
 
-@pytest.mark.parametrize("wrong", [None, 5, "x", [1], ShuffledDataLoader], ids=str)
+@pytest.mark.parametrize("wrong", [None, 5, "x", [1], StoreLoader], ids=str)
 @pytest.mark.parametrize(
     "call",
     [
@@ -309,29 +304,26 @@ def test_what_dictionary_learning_is_told_of_other_settings(path: Path):
 def test_what_is_no_loader(call: Callable[[object], object], wrong: object) -> None:
     found = refused(lambda: call(wrong))
     assert (type(found), found.where) == (ArgumentError, "loader")
-    assert found.message.endswith("; it must be a loader of saev_store.torch")
 
 
 def test_what_is_no_loader_of_one_store(path: Path) -> None:
-    loader = ShuffledPairDataLoader(
-        ShuffledPairConfig(shards_a=path, shards_b=path, layer_a=5, layer_b=5, batch_size=4)
-    )
+    store = ShardStore.open(path)
+    loader = StoreLoader(pair(store, store).sel(layer_a=5, layer_b=5), batch_size=4)
     for call in (multi_hook_data_provider, activation_buffer, activation_stream):
         found = refused(lambda call=call: call(loader))
         assert (type(found), found.where) == (ArgumentError, "loader")
-        assert found.message.endswith("; it must be of one store")
 
 
 @pytest.mark.parametrize("names", [5, [1, 2], 1.5], ids=str)
 def test_names_of_hooks_are_a_list_of_texts(path: Path, names: object) -> None:
-    loader = ShuffledDataLoader(ShuffledConfig(path, layer=(5, 11), batch_size=4, stack_layers=True))
+    loader = StoreLoader(path, layer=(5, 11), batch_size=4, stack_layers=True)
     found = refused(lambda: multi_hook_data_provider(loader, names))
     assert (type(found), found.where) == (ArgumentError, "hook_names")
 
 
 @pytest.mark.parametrize("wrong", [5, 1.5, b"x"])
 def test_what_is_no_path_of_a_checkpoint(path: Path, wrong: object) -> None:
-    provider = data_provider(ShuffledDataLoader(ShuffledConfig(path, layer=5, batch_size=4)))
+    provider = data_provider(StoreLoader(path, layer=5, batch_size=4))
     for call in (provider.save_to_checkpoint, provider.load_from_checkpoint):
         assert refused(lambda call=call: call(wrong)).where == "checkpoint_path"
 

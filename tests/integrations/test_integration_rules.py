@@ -23,14 +23,7 @@ from saev_store.integrations.crosslayer_coding import CrosslayerActivations  # a
 from saev_store.integrations.dictionary_learning import activation_buffer  # after the check that torch is there
 from saev_store.integrations.hs_connectors import StoreTransfer  # after the check that torch is there
 from saev_store.integrations.llamascopium import activation_stream  # after the check that torch is there
-from saev_store.torch import (  # after the check that torch is there
-    OrderedConfig,
-    OrderedDataLoader,
-    ShuffledConfig,
-    ShuffledDataLoader,
-    ShuffledPairConfig,
-    ShuffledPairDataLoader,
-)
+from saev_store.torch import StoreLoader
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def narrow_store(root: Path) -> Path:
 
 @pytest.mark.parametrize(("layers", "fits"), [((2, 5), True), ((11, 2), True), ((2, 5, 11), False), ((5,), False)])
 def test_a_transcoder_takes_two_layers(three: Path, layers: tuple[int, ...], fits: bool) -> None:
-    loader = ShuffledDataLoader(ShuffledConfig(shards=str(three), layer=layers, stack_layers=True, batch_size=8))
+    loader = StoreLoader(three, layer=layers, stack_layers=True, batch_size=8)
     with transcoder_batches(loader) as batches:
         if fits:
             source, target = next(batches)
@@ -70,10 +63,9 @@ def test_a_transcoder_takes_two_layers(three: Path, layers: tuple[int, ...], fit
 def test_models_of_two_widths_are_for_transcoders_only(three: Path, tmp_path: Path) -> None:
     narrow = narrow_store(tmp_path)
 
-    def loader() -> ShuffledPairDataLoader:
-        return ShuffledPairDataLoader(
-            ShuffledPairConfig(shards_a=three, shards_b=narrow, layer_a=5, layer_b=5, batch_size=8)
-        )
+    def loader() -> StoreLoader:
+        a, b = ShardStore.open(three), ShardStore.open(narrow)
+        return StoreLoader(pair(a, b).sel(layer_a=5, layer_b=5), batch_size=8)
 
     with (
         model_batches(loader()) as batches,
@@ -107,15 +99,15 @@ def test_rows_of_two_models_by_any_kind_of_number(three: Path) -> None:
 
 def test_what_dictionary_learning_is_told(three: Path) -> None:
     shuffled = {"layer": (2, 11), "batch_size": 16, "drop_last": True, "seed": 41}
-    loader = ShuffledDataLoader(ShuffledConfig(shards=str(three), **shuffled))
+    loader = StoreLoader(three, **shuffled)
     url = ShardStore.open(three).url
     with activation_buffer(loader) as buffer:
         assert buffer.config == {
             "d_submodule": D_MODEL, "out_batch_size": 16, "device": "cpu", "store": url, "layers": ["2", "11"],
-            "tokens": "content", "dtype": loader.cfg.dtype, "n_samples": 2 * N_EXAMPLES * N_TOKENS, "scale": loader.scale,
-            "normalize": loader.cfg.normalize, "seed": 41,
+            "tokens": "content", "dtype": loader.options.dtype, "n_samples": 2 * N_EXAMPLES * N_TOKENS, "scale": loader.scale,
+            "normalize": loader.options.normalize, "seed": 41,
         }  # fmt: skip
-    ordered = OrderedDataLoader(OrderedConfig(shards=str(three), layer=5, batch_size=9, tokens="all", device="cpu:0"))
+    ordered = StoreLoader(three, layer=5, batch_size=9, tokens="all", device="cpu:0", order="stored")
     with activation_buffer(ordered) as buffer:
         told = buffer.config
         assert told["device"] == "cpu:0"
@@ -127,15 +119,15 @@ def test_what_dictionary_learning_is_told(three: Path) -> None:
     ("source", "target"), [("resid_post", "resid_post"), ("resid_post", "mlp_out"), ("mlp_in", "mlp_out")]
 )
 def test_crosslayer_sources_and_targets_differ_and_are_all_there(three: Path, source: str, target: str) -> None:
-    loader = ShuffledDataLoader(ShuffledConfig(shards=str(three), layer=(2, 5), stack_layers=True, batch_size=8))
+    loader = StoreLoader(three, layer=(2, 5), stack_layers=True, batch_size=8)
     with pytest.raises(ArgumentError, match="of each layer, and no others"):
         CrosslayerActivations(loader, source=source, target=target)
 
 
 def test_a_loaded_state_is_where_every_iteration_begins(three: Path) -> None:
     def stream(n_batches: int | None = None):
-        config = ShuffledConfig(shards=str(three), layer=5, batch_size=8, drop_last=True, token_arrays=("token_ids",))
-        return activation_stream(ShuffledDataLoader(config), n_batches=n_batches)
+        loader = StoreLoader(three, layer=5, batch_size=8, drop_last=True, token_arrays=("token_ids",))
+        return activation_stream(loader, n_batches=n_batches)
 
     hook = "blocks.5.hook_resid_post"
     with stream(6) as first:

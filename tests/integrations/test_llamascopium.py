@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 from saev_store import ShardStore
 from saev_store.errors import ArgumentError
 from saev_store.integrations.llamascopium import activation_stream
-from saev_store.loaders import ShuffledLoader
-from saev_store.torch import ShuffledConfig, ShuffledDataLoader
+from saev_store.loaders import Loader
+from saev_store.torch import StoreLoader
 
 BATCH = 32
 HOOK = "blocks.11.hook_resid_post"
@@ -30,12 +30,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(store: Path) -> list[np.ndarray]:
     """The batches of two epochs, from the NumPy loader."""
-    loader = ShuffledLoader(ShardStore.open(store).sel(layer=11, tokens="content"), batch_size=BATCH, drop_last=True)
+    loader = Loader(ShardStore.open(store).sel(layer=11, tokens="content"), batch_size=BATCH, drop_last=True)
     return [batch["act"].copy() for _ in range(2) for batch in loader]
 
 
-def make(store: Path, layer: object = 11, **more: object) -> ShuffledDataLoader:
-    return ShuffledDataLoader(ShuffledConfig(shards=str(store), layer=layer, batch_size=BATCH, drop_last=True, **more))
+def make(store: Path, layer: object = 11, **more: object) -> StoreLoader:
+    return StoreLoader(store, layer=layer, batch_size=BATCH, drop_last=True, **more)
 
 
 def test_every_iteration_begins_with_the_same_batch(store: Path, expected: list[np.ndarray]):

@@ -13,18 +13,11 @@ from row_stores import D_MODEL, row_store, rows_of
 
 torch = pytest.importorskip("torch")
 
-from saev_store import ShardStore
+from saev_store import ShardStore, pair
 from saev_store.errors import ArgumentError, NotFoundError, TransportError
 from saev_store.integrations.saelens import STATE_NAME, data_provider, multi_hook_data_provider
-from saev_store.loaders import ShuffledLoader
-from saev_store.torch import (
-    OrderedConfig,
-    OrderedDataLoader,
-    ShuffledConfig,
-    ShuffledDataLoader,
-    ShuffledPairConfig,
-    ShuffledPairDataLoader,
-)
+from saev_store.loaders import Loader
+from saev_store.torch import StoreLoader
 
 BATCH, N_BATCHES = 32, 10  # of 336 rows; half a batch is dropped
 
@@ -37,13 +30,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(store: Path) -> list[np.ndarray]:
     """The batches of three epochs, from the NumPy loader."""
-    loader = ShuffledLoader(ShardStore.open(store).sel(layer=11, tokens="content"), batch_size=BATCH, drop_last=True)
+    loader = Loader(ShardStore.open(store).sel(layer=11, tokens="content"), batch_size=BATCH, drop_last=True)
     return [batch["act"].copy() for _ in range(3) for batch in loader]
 
 
-def make(store: Path, **more: object) -> ShuffledDataLoader:
-    given: dict[str, object] = {"layer": 11, "batch_size": BATCH, "drop_last": True, "window_bytes": 2 << 30, **more}
-    return ShuffledDataLoader(ShuffledConfig(shards=str(store), **given))
+def make(store: Path, **more: object) -> StoreLoader:
+    given: dict[str, object] = {"layer": 11, "batch_size": BATCH, "drop_last": True, **more}
+    return StoreLoader(store, **given)
 
 
 def taken(provider: Iterator[torch.Tensor], n: int) -> list[np.ndarray]:
@@ -90,7 +83,7 @@ def test_a_closed_provider_goes_on(n: int, store: Path, expected: list[np.ndarra
     provider.close()
 
 
-class Interrupted(ShuffledDataLoader):
+class Interrupted(StoreLoader):
     """A loader whose batch number `n` does not come at the first try."""
 
     def __iter__(self) -> Iterator[dict]:
@@ -105,7 +98,7 @@ class Interrupted(ShuffledDataLoader):
 def test_after_an_error_the_batch_that_did_not_come_is_next(
     error: BaseException, store: Path, expected: list[np.ndarray]
 ):
-    loader = Interrupted(make(store).cfg)
+    loader = Interrupted(store, make(store).options)
     loader.error = error
     with data_provider(loader) as provider:
         first = taken(provider, 4)
@@ -128,7 +121,7 @@ def test_batches_of_another_shape_are_refused(store: Path):
         next(provider)
     with multi_hook_data_provider(make(store)) as many, pytest.raises(ArgumentError, match="stack_layers=True"):
         next(many)
-    pairs = ShuffledPairDataLoader(ShuffledPairConfig(shards_a=store, shards_b=store, layer_a=5, layer_b=11))
+    pairs = StoreLoader(pair(*[ShardStore.open(store)] * 2).sel(layer_a=5, layer_b=11))
     with data_provider(pairs) as provider, pytest.raises(ArgumentError, match="no act, but"):
         next(provider)
 
@@ -193,7 +186,7 @@ def test_a_folder_that_is_none_is_an_error_with_a_name(store: Path, tmp_path: Pa
 
 
 def test_ordered_loaders_are_providers_too(store: Path):
-    loader = OrderedDataLoader(OrderedConfig(shards=str(store), layer=11, batch_size=BATCH, drop_last=True))
+    loader = StoreLoader(store, layer=11, batch_size=BATCH, drop_last=True, order="stored")
     with data_provider(loader) as provider:
         found = [rows_of(batch) for batch in taken(provider, 2 * N_BATCHES)]
     assert found[:N_BATCHES] == found[N_BATCHES:]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from saev_store import ShardStore, new_metadata, pair
-from saev_store._next.loaders import Loader, behind_bos, below_norms, filtered
-from saev_store._next.loaders import filters as filters_module
 from saev_store.errors import ArgumentError, SelectionError
+from saev_store.loaders import Loader, behind_bos, below_norms, filtered
+from saev_store.loaders import filters as filters_module
 
 N, TOKENS, D = 6, 8, 4
 

@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from token_stores import ARRAYS, TokenStore, token_store
 
 from saev_store import ShardStore, pair
-from saev_store._next.loaders import Batch, Loader, LoaderOptions
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, MissingShardError
+from saev_store.loaders import Batch, Loader, LoaderOptions
 from saev_store.store.selection import Selection
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from row_stores import row_store
 
-from saev_store._next.torch import Consumer, SharedLoader, StoreLoader
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, SaevStoreError
+from saev_store.torch import Consumer, SharedLoader, StoreLoader
 
 N_BATCHES = 42  # 48 examples of 7 tokens in batches of 8
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +16,10 @@ from token_stores import token_store
 from torch.utils.data import DataLoader
 
 from saev_store import ShardStore, new_metadata, pair
-from saev_store._next.loaders import Loader
-from saev_store._next.torch import BatchDataset, ExampleBatch, StoreDataset, StoreLoader, StoreOptions
-from saev_store._next.torch.device import PlainCopies, copies_to, memory_for, moved
-from saev_store.errors import ArgumentError, SelectionError, StoreExistsError
+from saev_store.errors import ArgumentError, SelectionError
+from saev_store.loaders import Loader
+from saev_store.torch import BatchDataset, ExampleBatch, StoreDataset, StoreLoader, StoreOptions
+from saev_store.torch.device import PlainCopies, copies_to, memory_for, moved
 
 LAYERS, N, TOKENS, D = (3, 7), 17, 5, 8
 
@@ -128,7 +127,7 @@ class LateCopies(PlainCopies):
 def test_batches_of_late_copies_are_right_over_many_pools(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a loop is left, and its state says what was handed out."""
     expected = [batch["act"].clone() for batch in make(path)]
-    monkeypatch.setattr("saev_store._next.torch.loader.copies_to", lambda device: LateCopies())
+    monkeypatch.setattr("saev_store.torch.loader.copies_to", lambda device: LateCopies())
     loader = make(path)
     for _ in range(3):
         batches = iter(loader)
@@ -266,7 +265,7 @@ def test_options_that_make_no_sense_are_refused(path: Path) -> None:
 def test_tmpdir_holds_what_is_read(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     near = make(path, use_tmpdir=True, remove_bos=True)
-    assert os.path.dirname(near.store.url) == str(tmp_path)
+    assert Path(near.store.url).parents[1] == tmp_path
     state = make(path).state_dict()
     near.load_state_dict(state)
     assert rows_of(near) == rows_of(make(path))
@@ -274,7 +273,6 @@ def test_tmpdir_holds_what_is_read(path: Path, tmp_path: Path, monkeypatch: pyte
         make(ShardStore.open(str(path)), use_tmpdir=True)
     monkeypatch.delenv("TMPDIR")
     assert make(path, use_tmpdir=True).store.url == str(path)
-    assert issubclass(StoreExistsError, Exception)
 
 
 def test_dataset_has_the_rows_of_the_selection(path: Path) -> None:

@@ -24,7 +24,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore, new_metadata
-from saev_store.torch import OrderedConfig, OrderedDataLoader, ShuffledConfig, ShuffledDataLoader
+from saev_store.torch import StoreLoader
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 RANK = Path(__file__).parents[1] / "helpers" / "framework_rank.py"
@@ -78,7 +78,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(store: Path) -> list[list[list[int]]]:
     """The global batches of two epochs."""
-    loader = ShuffledDataLoader(ShuffledConfig(store, layer=11, batch_size=BATCH_SIZE, rank=0, world=1))
+    loader = StoreLoader(store, layer=11, batch_size=BATCH_SIZE, rank=0, world=1)
     batches = [
         torch.stack([batch["example_idx"], batch["token_idx"]], dim=1).tolist() for _ in range(2) for batch in loader
     ]
@@ -188,10 +188,10 @@ def test_lightning_validates_tests_and_predicts(kind: str, store: Path):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-4)
 
-    def loader() -> OrderedDataLoader | ShuffledDataLoader:
+    def loader() -> StoreLoader:
         if kind == "ordered":
-            return OrderedDataLoader(OrderedConfig(store, layer=5, batch_size=32))
-        return ShuffledDataLoader(ShuffledConfig(store, layer=5, batch_size=32))
+            return StoreLoader(store, layer=5, batch_size=32, order="stored")
+        return StoreLoader(store, layer=5, batch_size=32)
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     model, trainer = (
@@ -233,7 +233,7 @@ def test_lightning_goes_on_from_any_checkpoint(when: dict[str, int], limit: int 
 
     def train(n_epochs: int, checkpoint: Path | None) -> list[list[list[int]]]:
         model = Seen()
-        loader = ShuffledDataLoader(ShuffledConfig(store, layer=11, batch_size=8))
+        loader = StoreLoader(store, layer=11, batch_size=8)
         keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **when)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
         trainer = lightning.Trainer(max_epochs=n_epochs, callbacks=[keep], limit_train_batches=limit, **quiet)
@@ -241,7 +241,7 @@ def test_lightning_goes_on_from_any_checkpoint(when: dict[str, int], limit: int 
         return model.rows
 
     n_batches = limit or -(-N_EXAMPLES * N_TOKENS // 8)
-    alone = ShuffledDataLoader(ShuffledConfig(store, layer=11, batch_size=8))
+    alone = StoreLoader(store, layer=11, batch_size=8)
     epochs = [[rows_of(batch) for batch in alone][:n_batches] for _ in range(3)]
     whole = train(3, None)
     assert whole == [rows for epoch in epochs for rows in epoch]

@@ -24,7 +24,7 @@ from row_stores import row_store, rows_of
 from sparse_stores import sparse_store
 
 from saev_store import ShardStore
-from saev_store.loaders import ShuffledLoader
+from saev_store.loaders import Loader
 
 PEER = os.environ.get("SAEV_STORE_CACHES_PYTHON")
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def batches(store: Path) -> list[np.ndarray]:
     """The first 400 batches of layer 11, from the NumPy loader."""
-    loader = ShuffledLoader(ShardStore.open(store).sel(layer=11, tokens="content"), batch_size=BATCH, drop_last=True)
+    loader = Loader(ShardStore.open(store).sel(layer=11, tokens="content"), batch_size=BATCH, drop_last=True)
     return [batch["act"].copy() for _ in range(40) for batch in loader]
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saev_store._next.order import Cut, Epoch, Permutation, Pool, derive, permutation, predict_mixing
 from saev_store.core.layout import Layout
 from saev_store.core.rows import RowSpace, row_space
 from saev_store.errors import ArgumentError
+from saev_store.order import Cut, Epoch, Permutation, Pool, derive, permutation, predict_mixing
 
 
 def rows_of(space: RowSpace, pool: Pool) -> np.ndarray:

@@ -15,7 +15,6 @@ from saev_store import SaevStoreWarning, ShardStore, new_metadata
 from saev_store.core.layout import Layout
 from saev_store.documents import shards_bytes
 from saev_store.errors import ArgumentError
-from saev_store.loaders import OrderedLoader, ShuffledLoader
 from saev_store.store.estimate import PRICES, Price, estimate, price_of
 from saev_store.transport import LocalTransport as MmapTransport
 from saev_store.transport import ReadCost, Transport, open_transport
@@ -159,71 +158,6 @@ def test_the_scheme_decides_the_price(url: str, scheme: str | None, storage_opti
 def test_every_spelling_of_a_scheme_has_its_price(url: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Far, "url", url)
     assert price_of(Far({}, ReadCost(0, 1 << 20))) == PRICES["s3"]
-
-
-@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-@pytest.mark.parametrize("tokens", ["content", "special"])
-def test_a_shard_is_mapped_once_however_long_the_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, tokens: str
-):
-    """Blocks of a few kilobytes are gathered from maps, which cost what they cost once."""
-    layout = Layout(
-        n_examples=2000, layers=(3, 7), content_tokens_per_example=4, cls_token=True, d_model=16, examples_per_shard=300
-    )
-    for name, data in plain_store(layout).files.items():
-        (tmp_path / name).write_bytes(data)
-    store = opened(MmapTransport(tmp_path))
-    monkeypatch.setattr("saev_store.loaders._base._BUSY", ())  # two threads might map a shard at the same time
-    rows, more = store.sel(layer=3, tokens=tokens), {} if kind is OrderedLoader else {"window_blocks": 4}
-    with kind(rows, batch_size=16, n_threads=1, **more) as loader:
-        for _ in range(2):  # the second time they are there
-            expected, before = loader.explain().cost, store.transport.counters
-            assert sum(len(batch["act"]) for batch in loader) == len(rows)
-            after = store.transport.counters
-            assert expected.bytes_read == after.bytes_read - before.bytes_read
-            assert expected.requests == after.requests - before.requests
-
-
-@pytest.mark.parametrize("engine", ["mmap", "pread"])
-def test_nothing_is_read_to_say_what_it_costs(tmp_path: Path, engine: str):
-    """Also where many runs are read in one call."""
-    layout = Layout(
-        n_examples=300,
-        layers=(3, 7),
-        content_tokens_per_example=40,
-        cls_token=True,
-        d_model=128,
-        examples_per_shard=100,
-    )
-    for name, data in plain_store(layout).files.items():
-        (tmp_path / name).write_bytes(data)
-    store = opened(open_transport(str(tmp_path), engine=engine))
-    with ShuffledLoader(store.sel(layer=3), batch_size=64, window_blocks=20) as loader:
-        list(loader)  # sizes are known from now on
-        before = store.transport.counters
-        expected = loader.explain().cost
-        assert store.transport.counters == before
-        list(loader)
-        assert expected.requests == pytest.approx(loader.metrics().n_requests, rel=0.01)
-        assert expected.bytes_read == pytest.approx(loader.metrics().bytes_read, rel=0.01)
-
-
-@pytest.mark.parametrize(("dtype", "stack_layers"), [("float32", False), ("float16", False), ("float32", True)])
-def test_what_is_placed_after_it_was_read_costs_what_it_costs(tmp_path: Path, dtype: str, stack_layers: bool):
-    """Rows that do not go straight to a batch share requests across gaps."""
-    layout = Layout(
-        n_examples=30, layers=(3, 7), content_tokens_per_example=40, cls_token=True, d_model=128, examples_per_shard=10
-    )
-    for name, data in plain_store(layout).files.items():
-        (tmp_path / name).write_bytes(data)
-    store = opened(open_transport(str(tmp_path), engine="pread"))
-    rows = store.sel(tokens="content", dtype=dtype, stack_layers=stack_layers)
-    with OrderedLoader(rows, batch_size=400) as loader:
-        list(loader)  # sizes are known from now on
-        expected = loader.explain().cost
-        list(loader)
-        assert expected.requests == loader.metrics().n_requests
-        assert expected.bytes_read == loader.metrics().bytes_read
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kill_harness_oracle import case
 
 from saev_store import ShardStore
 from saev_store.errors import SaevStoreError, SaevStoreWarning, SelectionError
-from saev_store.loaders import OrderedLoader
+from saev_store.loaders import Loader
 
 N_BATCHES = 10
 CASES = [case(n=5, per_shard=2, content=3, d_model=2, protocol="3.0", seed=seed) for seed in range(4)]
@@ -205,7 +205,7 @@ def test_a_mask_that_hides_everything_leaves_no_content():
     assert len(store.sel(tokens="content", masked=True)) == 5 * 2 * 3
     specials = store.sel(tokens="all", dtype="stored")
     assert np.array_equal(specials.as_numpy().view(np.uint16), this.acts[:, :, 0].reshape(-1, 2).view(np.uint16))
-    assert list(OrderedLoader(store.sel(tokens="content"), batch_size=2)) == []
+    assert list(Loader(store.sel(tokens="content"), batch_size=2, order="stored")) == []
 
 
 def test_large_numbers_are_compared_exactly():

@@ -9,7 +9,7 @@ from token_stores import token_store
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError
-from saev_store.loaders import OrderedLoader, ShuffledLoader
+from saev_store.loaders import Loader
 from saev_store.store import reader
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -127,15 +127,14 @@ def test_a_view_has_the_stored_dtype(made):
 
 @pytest.mark.parametrize("engine", ["mmap", "pread"])
 @pytest.mark.parametrize("dtype", ["float32", "stored"])
-@pytest.mark.parametrize("kind", [OrderedLoader, ShuffledLoader])
-def test_loaders_hand_out_the_rows_of_their_coordinates(made, kind, dtype, engine):
+@pytest.mark.parametrize("order", ["stored", "shuffled"])
+def test_loaders_hand_out_the_rows_of_their_coordinates(made, order, dtype, engine):
     path, acts, arrays = made
     store = ShardStore.open(path, engine=engine)
     truth = acts if dtype == "stored" else acts.astype(np.float32)
     rows = store.sel(layer=[2, (5, "resid_post")], tokens="all", dtype=dtype)
-    options = {} if kind is OrderedLoader else {"seed": 3}
     seen, held = [], []
-    with kind(rows, batch_size=16, labels=store.labels, n_threads=2, **options) as loader:
+    with Loader(rows, batch_size=16, order=order, seed=3, window_bytes=1 << 14, labels=True, n_threads=2) as loader:
         for batch in loader:
             layer = np.where(batch["layer"] == 2, 0, 2)
             same(batch["act"], truth[batch["example_idx"], layer, batch["token_idx"] + 1])
@@ -192,18 +191,20 @@ def test_a_state_is_refused_by_other_conditions_and_hook_points(made):
     }
     assert counts == {1: N, 2: N}  # as many rows
     loaders = [
-        OrderedLoader(store.sel(layer=2, tokens="content", where={"positions": 1}, masked=True), batch_size=4),
-        OrderedLoader(store.sel(layer=2, tokens="content", where={"positions": 2}, masked=True), batch_size=4),
-        OrderedLoader(store.sel(layer=(5, "attn_out"), tokens="special"), batch_size=4),
-        OrderedLoader(store.sel(layer=(5, "resid_post"), tokens="special"), batch_size=4),
+        Loader(store.sel(layer=2, tokens="content", where={"positions": 1}, masked=True), batch_size=4, order="stored"),
+        Loader(store.sel(layer=2, tokens="content", where={"positions": 2}, masked=True), batch_size=4, order="stored"),
+        Loader(store.sel(layer=(5, "attn_out"), tokens="special"), batch_size=4, order="stored"),
+        Loader(store.sel(layer=(5, "resid_post"), tokens="special"), batch_size=4, order="stored"),
     ]
     for left_out in (0, 1):
         tokens = np.ones((N, CONTENT), bool)
         tokens[:, left_out] = False
-        loaders.append(OrderedLoader(store.sel(layer=2, tokens="content", masked=True).only(tokens), batch_size=4))
+        loaders.append(
+            Loader(store.sel(layer=2, tokens="content", masked=True).only(tokens), batch_size=4, order="stored")
+        )
     for one, other in ((loaders[0], loaders[1]), (loaders[2], loaders[3]), (loaders[4], loaders[5])):
         one.load_state_dict(one.state_dict())
-        with pytest.raises(ArgumentError, match="rows"):
+        with pytest.raises(ArgumentError):
             one.load_state_dict(other.state_dict())
 
 
@@ -244,16 +245,16 @@ def test_views_show_float32(made):
 
 def test_torch_batches(made):
     torch = pytest.importorskip("torch")
-    from saev_store.torch import IndexedConfig, IndexedDataset, OrderedConfig, OrderedDataLoader
+    from saev_store.torch import StoreDataset, StoreLoader
 
     path, acts, arrays = made
     flat = torch.from_numpy(acts[:, 0, 1:][arrays["mask"]].view(np.int16).copy()).view(getattr(torch, acts.dtype.name))
     for dtype, truth in (("stored", flat), ("float32", flat.float())):
-        with OrderedDataLoader(OrderedConfig(shards=str(path), layer=2, batch_size=16, dtype=dtype)) as loader:
+        with StoreLoader(path, layer=2, batch_size=16, dtype=dtype, order="stored") as loader:
             found = torch.cat([batch["act"] for batch in loader])
         assert found.dtype == truth.dtype
         assert torch.equal(found.view(torch.int16), truth.view(torch.int16))
-        dataset = IndexedDataset(IndexedConfig(shards=str(path), layer=2, dtype=dtype))
+        dataset = StoreDataset(path, layer=2, dtype=dtype)
         picked = [5, 0, 3]
         assert torch.equal(dataset.batch(picked)["act"].view(torch.int16), truth[picked].view(torch.int16))
 

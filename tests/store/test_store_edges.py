@@ -32,7 +32,7 @@ from saev_store.errors import (
     SelectionError,
     TokenArrayNotFoundError,
 )
-from saev_store.loaders import OrderedLoader, ShuffledLoader, stage
+from saev_store.loaders import Loader, stage
 from saev_store.names import CLAIM_PATH
 from saev_store.problems import Problem
 from saev_store.store import card
@@ -530,8 +530,8 @@ WIDE_READS = {
     "xarray": lambda store: store.as_xarray(),
     "stats": lambda store: store.stats(save=False, progress=False),
     "sample": lambda store: store.stats(sample=1, save=False, progress=False),
-    "ordered": lambda store: next(iter(OrderedLoader(store.sel(), batch_size=4))),
-    "shuffled": lambda store: next(iter(ShuffledLoader(store.sel(), batch_size=4, window_bytes=1 << 16))),
+    "ordered": lambda store: next(iter(Loader(store.sel(), batch_size=4, order="stored"))),
+    "shuffled": lambda store: next(iter(Loader(store.sel(), batch_size=4, window_bytes=1 << 16))),
 }
 
 
@@ -595,10 +595,10 @@ def test_arrays_for_all_rows_of_a_far_store_that_promises_too_many_are_refused(w
 
 
 @pytest.mark.parametrize("n_examples", [2**40, 2**55])
-@pytest.mark.parametrize("make", [OrderedLoader, ShuffledLoader])
-def test_a_loader_of_a_far_store_that_promises_too_many_looks_at_a_file_first(make, n_examples: int):
+@pytest.mark.parametrize("order", ["stored", "shuffled"])
+def test_a_loader_of_a_far_store_that_promises_too_many_looks_at_a_file_first(order, n_examples: int):
     with far_store_that_promises(n_examples) as store, pytest.raises(CorruptShardError, match="64 bytes"):
-        make(store.sel(layer=2), batch_size=1024)
+        Loader(store.sel(layer=2), batch_size=1024, order=order)
 
 
 @pytest.mark.parametrize("n_examples", [2**50, 2**55])

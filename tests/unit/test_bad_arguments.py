@@ -12,7 +12,7 @@ from api import MemoryTransport
 
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, IncompleteStoreError, SelectionError
-from saev_store.loaders import OrderedLoader, ShuffledLoader, behind_bos, below_norms, stage
+from saev_store.loaders import Loader, behind_bos, below_norms, stage
 from saev_store.record import Images, Texts
 from saev_store.sources import MapStyle, open_source, reopen
 from saev_store.sources._source import steps
@@ -56,7 +56,7 @@ def append_mask(root: Path, mask: object) -> None:
         writer.append(np.zeros((1, 2, 5, 8), np.float32), mask=mask)
 
 
-def loaded(loader: OrderedLoader, **changed: object) -> None:
+def loaded(loader: Loader, **changed: object) -> None:
     loader.load_state_dict({**loader.state_dict(), **changed})
 
 
@@ -74,7 +74,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "engine": lambda junk: ShardStore.open(SAMPLE, engine=junk),
         "list": ShardStore.list,
         "concat": ShardStore.concat,
-        "loader rows": ShuffledLoader,
+        "loader rows": Loader,
         "repair report": lambda junk: None if junk is None else store.repair(junk),
         "copy layers": lambda junk: copy_store(SAMPLE, root / "copy", layers=junk, progress=False),
         "index": lambda junk: store[junk],
@@ -122,11 +122,10 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
         "where of a pair": lambda junk: pair(store, store).sel(layer_a=2, layer_b=2, where=junk),
         "tokens that stay": rows.only,
-        "options of a loader": lambda junk: OrderedLoader(rows, junk),
-        "options of a shuffled loader": lambda junk: ShuffledLoader(rows, junk),
-        "state": lambda junk: OrderedLoader(rows, batch_size=2).load_state_dict(junk),
-        "rows of a state": lambda junk: loaded(OrderedLoader(rows, batch_size=2), rows=junk),
-        "batch of a state": lambda junk: loaded(OrderedLoader(rows, batch_size=2), batch=junk),
+        "options of a loader": lambda junk: Loader(rows, junk, order="stored"),
+        "state": lambda junk: Loader(rows, batch_size=2, order="stored").load_state_dict(junk),
+        "rows of a state": lambda junk: loaded(Loader(rows, batch_size=2, order="stored"), rows=junk),
+        "batch of a state": lambda junk: loaded(Loader(rows, batch_size=2, order="stored"), batch=junk),
         "limits of norms": lambda junk: below_norms(store.sel(layer=2), junk),
         "rows of a filter": behind_bos,
         "rows of limits": lambda junk: below_norms(junk, [1.0]),

@@ -98,11 +98,9 @@ HEAVY = {
     "pydantic": (
         "cli/_plan.py",
         "documents/",
-        "loaders/options.py",
         "sources/places.py",
         "sources/provenance.py",
         "stats/",
-        "torch/",
     ),
     "rich": ("cli/",),
     "s3fs": ("transport/fsspec",),
@@ -110,7 +108,6 @@ HEAVY = {
     "starlette": ("serve/", "view/"),
     "tensorstore": ("export/",),
     "torch": (
-        "_next/torch/",
         "torch/",
         "sources/llmbatch/reader.py",
         "record/",

@@ -33,7 +33,7 @@ ctypes.CDLL = refuse
 
 from saev_store import ShardStore
 from saev_store.errors import AccessError, ArgumentError
-from saev_store.loaders import ShuffledLoader
+from saev_store.loaders import Loader
 
 url, truth = sys.argv[1], numpy.load(sys.argv[2])
 for engine in ("mmap", "pread"):
@@ -43,7 +43,7 @@ for engine in ("mmap", "pread"):
     assert (zarr.open_array(store.as_zarr(), path="activations", mode="r")[:] == truth).all()
     assert (store.as_xarray()["activations"].values == truth).all()
     assert store.validate(deep=True).ok and store.stats().count.min() > 0
-    with ShuffledLoader(store.sel(layer=store.layers[1]), batch_size=8, seed=1) as loader:
+    with Loader(store.sel(layer=store.layers[1]), batch_size=8, seed=1) as loader:
         rows = numpy.concatenate([batch["act"].copy() for batch in loader])
     assert (numpy.sort(rows, axis=None) == numpy.sort(truth[:, 1], axis=None)).all()
 for error, call in (

@@ -34,14 +34,10 @@ PUBLIC = {
         write_kerchunk
     """,
     "saev_store.loaders": """
-        Allocate Batch BatchEntropy BatchIterator BufferPool Explanation Loader Medium Metrics
-        Mixing NO_LABEL OrderedLoader OrderedPairLoader PairBatches PairLoader ReadArguments ReadOptions RowNumbers
-        ScatteredReads ShuffleArguments ShuffleOptions ShuffleQuality ShuffledLoader ShuffledPairLoader TokenColumns
-        WAITING WINDOW_BYTES batch_entropy behind_bos below_norms filtered filtered_pair layer_columns medium_of
-        open_for_training options_class sampled_rows shuffle_quality stage stage_in_background stored_scale
+        Batch Explanation Loader LoaderOptions Mixing NO_LABEL behind_bos below_norms filtered stage
     """,
     "saev_store.order": """
-        Batching Blocks Mixing Partition Permutation Placement ShuffledOrder derive predict_mixing shuffled
+        BlockOrder Cut Epoch Mixing ORDER_VERSION Permutation Pool derive permutation predict_mixing
     """,
     "saev_store.record": """
         Adapter DemoResult ExampleSource HookPoint ImageBatches Images Part Photographs RecordedPart Recorder
@@ -75,9 +71,8 @@ PUBLIC = {
         ShardStore
     """,
     "saev_store.torch": """
-        BatchDataset ConfigError Consumer Dataset ExampleBatch IndexedConfig IndexedDataset Normalization
-        OrderedConfig OrderedDataLoader OrderedPairConfig OrderedPairDataLoader SharedLoader ShuffledConfig
-        ShuffledDataLoader ShuffledPairConfig ShuffledPairDataLoader tensors
+        BatchDataset Consumer ExampleBatch Normalization RowOptions SharedLoader StoreDataset StoreLoader StoreOptions
+        tensors
     """,
     "saev_store.transport": """
         Buffer Counters Engine Entry FileStat LocalTransport ReadCost Sink Transport UnfinishedUpload open_transport

@@ -31,13 +31,12 @@ from saev_store.errors import (
     TransportError,
     WriterConflictError,
 )
-from saev_store.loaders.staging import stage
 from saev_store.store.opening import open_documents
 from saev_store.transport import durable as _sink
 from saev_store.transport import open_transport
 from saev_store.transport.local import LocalTransport
 from saev_store.writer import create_store
-from saev_store.writer.copying import _copier, _layers, _metadata, _source, _whole, check_bytes, copy_store
+from saev_store.writer.copying import _copier, _layers, _metadata, _source, _whole, copy_store
 from saev_store.writer.folder import Folder
 
 
@@ -412,13 +411,8 @@ def test_a_finished_copy_that_has_rotted_is_not_returned(source, tmp_path, diges
         source.write_digests(256)
     url = copy_store(source.path, tmp_path / "to", **options)
     rotten(url)
-    for copied in (copy_store, stage):
-        if copied is copy_store:
-            with pytest.raises(CorruptShardError, match=r"acts000000\.bin.*damaged since"):
-                copy_store(source.path, tmp_path / "to", **options)
-        else:
-            with pytest.raises(CorruptShardError, match="damaged since"):
-                stage(source.path, tmp_path / "to", layers=options["layers"] if options else "all")
+    with pytest.raises(CorruptShardError, match=r"acts000000\.bin.*damaged since"):
+        copy_store(source.path, tmp_path / "to", **options)
     assert copy_store(source.path, tmp_path / "to", **options, replace=True) == url
     check(url, source, slice(1, 2) if options else slice(None))
 
@@ -441,49 +435,6 @@ def test_a_finished_copy_without_digests_is_compared_with_its_source(source, tmp
     rotten(url)
     with pytest.raises(CorruptShardError, match="damaged since"):
         copy_store(source.path, tmp_path / "to", **options)
-
-
-@pytest.mark.parametrize("digests", [False, True])
-def test_a_staged_copy_is_read_again_only_where_its_files_have_changed(source, tmp_path, monkeypatch, digests):
-    """Each rank of each run stages: reading terabytes again would cost as much as copying them."""
-    if digests:
-        source.write_digests(256)
-    checked: list[Folder] = []
-    monkeypatch.setattr(
-        "saev_store.writer.copying.check_bytes",
-        lambda folder, **_: (checked.append(folder), check_bytes(folder, progress=False)),
-    )
-    url = stage(source.path, tmp_path / "to")
-    assert stage(source.path, tmp_path / "to") == url and not checked
-    shard = Path(url) / "acts000000.bin"
-    os.utime(shard)
-    assert stage(source.path, tmp_path / "to") == url and len(checked) == 1
-    assert stage(source.path, tmp_path / "to") == url and len(checked) == 1
-    rotten(url)
-    for _ in range(2):
-        with pytest.raises(CorruptShardError, match="damaged since"):
-            stage(source.path, tmp_path / "to")
-
-
-@pytest.mark.parametrize("what", ["file", "shard"])
-@pytest.mark.parametrize("options", [{}, {"layers": 1}], ids=str)
-def test_a_staged_copy_without_digests_is_not_returned_once_its_files_have_changed(source, tmp_path, options, what):
-    layers = metadata_of(source).layout.layers[1] if options else "all"
-    source.write_digests(256)
-    url = stage(source.path, tmp_path / "to", layers=layers)
-    digests = Path(url) / "digests.json"
-    left = json.loads(digests.read_bytes())
-    digests.unlink()
-    if what == "shard":
-        del left["files"][rotten(url).name]
-        digests.write_text(json.dumps(left))
-    else:
-        rotten(url)
-    with pytest.raises(CorruptShardError, match=r"digests\.json (with .* is gone|lacks acts000000\.bin)"):
-        stage(source.path, tmp_path / "to", layers=layers)
-    shutil.rmtree(url)
-    assert stage(source.path, tmp_path / "to", layers=layers) == url
-    check(url, source, slice(1, 2) if options else slice(None))
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 1}, {"tokens": "special"}, {"dtype": "float16"}], ids=str)

@@ -23,7 +23,6 @@ from system_faults import KINDS, SystemFaults
 
 from saev_store import ShardStore
 from saev_store.errors import SaevStoreError, StoreExistsError
-from saev_store.loaders import stage
 from saev_store.sources.energon.prepare import prepare
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
@@ -211,7 +210,6 @@ OPERATIONS: dict[str, Callable[[], Operation]] = {
     "copy": lambda: Copy(lambda src, dst: copy_store(src, dst, progress=False)),
     "copy of layers": lambda: Copy(lambda src, dst: copy_store(src, dst, layers=[2, 5], progress=False)),
     "copy of layers 3.0": lambda: Copy(lambda src, dst: copy_store(src, dst, layers=[2, 5], progress=False), "3.0"),
-    "stage": lambda: Copy(lambda src, dst: stage(src, dst, timeout_s=20), "3.0"),
     "llmbatch": lambda: Source(Batches(np.random.default_rng(1), stream=False)),
     "llmbatch stream": lambda: Source(Batches(np.random.default_rng(1), stream=True)),
     "mmididx": lambda: Source(Documents(np.random.default_rng(2))),

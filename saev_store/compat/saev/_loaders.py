@@ -1,25 +1,30 @@
-"""Configs and loaders: those of `saev_store.torch` with the fields, attributes and dtypes of the reference project."""
+"""Configs and loaders of the reference project, on those of `saev_store.torch`."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, cast, get_args
 
 import torch
 
 from saev_store import torch as ours
 from saev_store.compat.saev._documents import IndexMap, Metadata, path_of
+from saev_store.core.arguments import check_choice, check_count, check_flag, check_number
 from saev_store.core.rows import Tokens
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, brief
+from saev_store.loaders.options import WINDOW_BYTES
 
-Ours = TypeVar("Ours", ours.IndexedConfig, ours.OrderedConfig, ours.ShuffledConfig)
 _SHARDS = Path("$SAEV_SCRATCH/saev/shards/abcdefg")
 _N_THREADS = 4
+#: Fields that are positive integers, positive numbers, booleans.
+_COUNTS, _SECONDS = ("batch_size", "n_threads", "buffer_size"), ("batch_timeout_s", "log_every_s")
+_FLAGS = ("drop_last", "debug", "scale_norm", "use_tmpdir")
 
 
 @dataclass(frozen=True)
@@ -27,41 +32,55 @@ class _Config:
     """The path of a store's folder.
 
     Raises:
-        ConfigError: an option makes no sense.
-        ArgumentError: `shards` is a URL, or no path.
+        ArgumentError: an option is out of range, or `shards` is a URL.
     """
 
     shards: Path
 
-    def check(self, make: type[Ours]) -> Ours:
-        """The same as a config of `saev_store.torch`, which checks it."""
+    def __post_init__(self) -> None:
+        given = cast("dict[str, object]", dict(vars(self)))
         path = path_of(self.shards, "shards")
         if "://" in str(self.shards):
             remedy = "Use a path, or saev_store.torch, which takes URLs."
             raise ArgumentError(f"shards is {str(self.shards)!r}, which is no path", where="shards", remedy=remedy)
         object.__setattr__(self, "shards", path)
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if values.get("n_threads") == _N_THREADS:
-            del values["n_threads"]
-        return make(**values)
+        check_choice(given["tokens"], get_args(Tokens), name="tokens")
+        if given["layer"] != "all":
+            check_count(given["layer"], name="layer", least=-(2**31))
+        for name in _COUNTS:
+            if name in given:
+                check_count(given[name], name=name)
+        for name in _SECONDS:
+            if name in given:
+                check_number(given[name], name=name)
+        for name in _FLAGS:
+            if name in given:
+                check_flag(given[name], name=name)
+        labels = given.get("ignore_labels", [])
+        if not isinstance(labels, (list, tuple)):
+            raise ArgumentError(f"ignore_labels is {brief(labels)}; it must be a list", where="ignore_labels")
+        for label in cast("Sequence[object]", labels):
+            check_count(label, name="ignore_labels", least=0, most=255)
+        if not 0 <= check_number(given.get("min_buffer_fill", 0.0), name="min_buffer_fill", zero_ok=True) <= 1:
+            raise ArgumentError(
+                f"min_buffer_fill is {self.__dict__['min_buffer_fill']}; it must be from 0 to 1",
+                where="min_buffer_fill",
+            )
 
 
 @dataclass(frozen=True)
 class IndexedConfig(_Config):
-    """Which rows an `IndexedDataset` has; see `saev_store.torch.IndexedConfig`."""
+    """Rows of an `IndexedDataset`."""
 
     shards: Path = _SHARDS
     tokens: Tokens = "content"
     layer: int | Literal["all"] = -2
     debug: bool = False
 
-    def __post_init__(self) -> None:
-        self.check(ours.IndexedConfig)
-
 
 @dataclass(frozen=True)
 class OrderedConfig(_Config):
-    """What an `OrderedDataLoader` loads; see `saev_store.torch.OrderedConfig`."""
+    """Options of an `OrderedDataLoader`. `buffer_size`, `debug` and `log_every_s` are understood, and not needed."""
 
     shards: Path = _SHARDS
     tokens: Tokens = "content"
@@ -73,13 +92,13 @@ class OrderedConfig(_Config):
     debug: bool = False
     log_every_s: float = 30.0
 
-    def __post_init__(self) -> None:
-        self.check(ours.OrderedConfig)
-
 
 @dataclass(frozen=True)
 class ShuffledConfig(_Config):
-    """What a `ShuffledDataLoader` loads; see `saev_store.torch.ShuffledConfig`. With 4 threads the medium decides how many."""
+    """Options of a `ShuffledDataLoader`. With 4 threads, the default, the storage decides how many.
+
+    The window holds `buffer_size` batches, at most 4 GiB. With `min_buffer_fill` an epoch begins with a full pool.
+    """
 
     shards: Path = _SHARDS
     tokens: Tokens = "content"
@@ -97,16 +116,13 @@ class ShuffledConfig(_Config):
     log_every_s: float = 30.0
     use_tmpdir: bool = False
 
-    def __post_init__(self) -> None:
-        self.check(ours.ShuffledConfig)
-
 
 def make_ordered_config(shuffled_cfg: ShuffledConfig, **overrides: object) -> OrderedConfig:
-    """An `OrderedConfig` with the values of `shuffled_cfg` where both have the field, and with `overrides`, which win.
+    """Return an `OrderedConfig` with the values of `shuffled_cfg` where both have the field, and with `overrides`, which win.
 
     Raises:
-        TypeError: a name in `overrides` is no field of `OrderedConfig`.
-        ConfigError, ArgumentError: a value breaks its rule.
+        TypeError: `OrderedConfig` has no field of a name in `overrides`.
+        ArgumentError: a value breaks its rule.
     """
     names = {field.name for field in fields(OrderedConfig)} & vars(shuffled_cfg).keys()
     values: dict[str, object] = {name: getattr(shuffled_cfg, name) for name in names}
@@ -118,11 +134,11 @@ def make_ordered_config(shuffled_cfg: ShuffledConfig, **overrides: object) -> Or
 class Reservoir:
     """The rows that are read and not handed out: `qsize()` of `capacity`, a share `fill()` from 0 to 1."""
 
-    def __init__(self, loader: ours.OrderedDataLoader | ours.ShuffledDataLoader, capacity: int) -> None:
+    def __init__(self, loader: ours.StoreLoader, capacity: int) -> None:
         self._loader, self.capacity = loader, capacity
 
     def fill(self) -> float:
-        return self._loader.metrics().window_fill
+        return self._loader.fill
 
     def qsize(self) -> int:
         return round(self.fill() * self.capacity)
@@ -133,12 +149,10 @@ class _DataLoader:
 
     ExampleBatch = ours.ExampleBatch
 
-    def __init__(
-        self, cfg: OrderedConfig | ShuffledConfig, loader: ours.OrderedDataLoader | ours.ShuffledDataLoader
-    ) -> None:
+    def __init__(self, cfg: OrderedConfig | ShuffledConfig, loader: ours.StoreLoader) -> None:
         self.cfg = cfg
         self.metadata = self.md = Metadata.load(cfg.shards)
-        self.n_samples, self.batch_size, self.drop_last = loader.n_samples, cfg.batch_size, cfg.drop_last
+        self.n_samples, self.batch_size, self.drop_last = len(loader.rows), cfg.batch_size, cfg.drop_last
         self.state_dict, self.load_state_dict, self.shutdown = loader.state_dict, loader.load_state_dict, loader.close
         self._loader = loader
 
@@ -154,11 +168,12 @@ class _DataLoader:
 
     @property
     def manager_pid(self) -> int:
-        return self._loader.manager_pid
+        """The process that makes batches: this one during an iteration (its threads do), otherwise -1."""
+        return os.getpid() if self._loader.is_iterating else -1
 
     @property
     def manager_proc(self) -> BaseProcess | None:
-        """The process that makes batches: this one during an iteration, else None."""
+        """The process that makes batches: this one during an iteration, otherwise None."""
         return multiprocessing.current_process() if self.manager_pid > 0 else None
 
     @property
@@ -171,21 +186,31 @@ class OrderedDataLoader(_DataLoader):
     """Batches in storage order; a batch is that of `saev_store.torch`."""
 
     def __init__(self, cfg: OrderedConfig) -> None:
-        super().__init__(cfg, ours.OrderedDataLoader(cfg.check(ours.OrderedConfig)))
+        loader = ours.StoreLoader(
+            cfg.shards, order="stored", layer=cfg.layer, tokens=cfg.tokens, batch_size=cfg.batch_size,
+            batch_timeout_s=cfg.batch_timeout_s, drop_last=cfg.drop_last,
+        )  # fmt: skip
+        super().__init__(cfg, loader)
         self.logger = logging.getLogger("ordered.DataLoader")
 
 
 class ShuffledDataLoader(_DataLoader):
     """Batches of a seeded shuffle; a batch is that of `saev_store.torch`, but with int32 for `example_idx` and `token_idx`.
 
-    `labels_mmap` is the store's labels, uint8 (n_examples, content tokens), if some are ignored, else None.
+    `labels_mmap` is the store's labels, uint8 (n_examples, content tokens), if some are ignored, otherwise None.
     """
 
     def __init__(self, cfg: ShuffledConfig) -> None:
-        loader = ours.ShuffledDataLoader(cfg.check(ours.ShuffledConfig))
+        window = cfg.buffer_size * cfg.batch_size * Metadata.load(cfg.shards).d_model * 4
+        loader = ours.StoreLoader(
+            cfg.shards, layer=cfg.layer, tokens=cfg.tokens, batch_size=cfg.batch_size, drop_last=cfg.drop_last,
+            scale_norm=cfg.scale_norm, ignore_labels=cfg.ignore_labels, seed=cfg.seed, batch_timeout_s=cfg.batch_timeout_s,
+            n_threads=None if cfg.n_threads == _N_THREADS else cfg.n_threads, window_bytes=min(window, WINDOW_BYTES),
+            early_start=not cfg.min_buffer_fill, use_tmpdir=cfg.use_tmpdir,
+        )  # fmt: skip
         super().__init__(cfg, loader)
         self.logger = logging.getLogger("shuffled.DataLoader")
-        self.labels_mmap = loader.store.labels if cfg.ignore_labels else None
+        self.labels_mmap = loader.store.labels if cfg.ignore_labels and loader.store is not None else None
 
     def __iter__(self) -> Iterator[ours.ExampleBatch]:
         return map(_with_int32, super().__iter__())
@@ -198,11 +223,11 @@ def _with_int32(batch: ours.ExampleBatch) -> ours.ExampleBatch:
 
 
 class IndexedDataset(torch.utils.data.Dataset[ours.ExampleBatch]):
-    """Rows by number; an example is that of `saev_store.torch.IndexedDataset`.
+    """Rows by number; an example is that of `saev_store.torch.StoreDataset`.
 
     Attributes:
-        md: What metadata.json says.
-        index_map: Where each row lies.
+        md: The content of metadata.json.
+        index_map: The place of each row.
         labels_mmap: The store's labels, uint8 (n_examples, content tokens), or None.
     """
 
@@ -210,12 +235,15 @@ class IndexedDataset(torch.utils.data.Dataset[ours.ExampleBatch]):
 
     def __init__(self, cfg: IndexedConfig) -> None:
         self.cfg = cfg
-        self._rows = ours.IndexedDataset(cfg.check(ours.IndexedConfig))
+        self._rows = ours.StoreDataset(cfg.shards, layer=cfg.layer, tokens=cfg.tokens)
         self.md = Metadata.load(cfg.shards)
         self.d_model = self.md.d_model
         self.index_map = IndexMap(self.md, cfg.tokens, cfg.layer, rows=self._rows.rows.space)
-        self.labels_mmap = self._rows.store.labels
-        self.transform = self._rows.transform
+        self.labels_mmap = self._rows.store.labels if self._rows.store is not None else None
+
+    def transform(self, act: object) -> torch.Tensor:
+        """Return a vector as a tensor of its own."""
+        return torch.tensor(act, dtype=torch.float32)
 
     def __len__(self) -> int:
         return len(self._rows)

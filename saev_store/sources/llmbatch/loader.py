@@ -18,7 +18,7 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_choice, check_count, check_flag
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, ResumeError, brief
-from saev_store.order import derive, shuffled
+from saev_store.order import derive, permutation
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.reader import BatchFileReader, TokenArray, as_tensor
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from saev_store.transport import Engine
 
 #: Changes when the order changes; stored in the states of loaders.
-BLOCK_ORDER = "saev-store-blocks-1"
+BLOCK_ORDER = "saev-store-blocks-2"
 _FIRST, _REST = 0x4C4C4D43, 0x4C4C4D44
 #: Bytes of one fetch from a remote file, at first and at most, and the number of concurrent fetches.
 _FIRST_BYTES, _GROUP_BYTES, _N_AHEAD = 1 << 20, 16 << 20, 4
@@ -77,7 +77,7 @@ class BatchNativeLoader:
     >>> n_batches = write_batch_file(path, np.arange(24).reshape(12, 2), 2, overwrite=True)
     >>> loader = BatchNativeLoader(path, block_size=2, seed=1, output="numpy")
     >>> loader.order().tolist(), next(iter(loader)).shape, loader.state_dict()["position"]
-    ([0, 1, 2, 3, 4, 5], (2, 2), 1)
+    ([4, 5, 0, 1, 2, 3], (2, 2), 1)
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class BatchNativeLoader:
         whole = np.arange(n, dtype=np.int64)
         if self.shuffle and n:
             n_blocks = -(-n // block)
-            begin = int(shuffled(derive(_FIRST, self.seed), n_blocks)[self.epoch % n_blocks])
-            rest = shuffled(derive(_REST, self.seed, self.epoch), n_blocks - 1)
+            begin = int(permutation(n_blocks, derive(_FIRST, self.seed))[self.epoch % n_blocks])
+            rest = permutation(n_blocks - 1, derive(_REST, self.seed, self.epoch))
             blocks = np.concatenate(([begin], rest + (rest >= begin)))
             batches = (blocks[:, None] * block + np.arange(block)).reshape(-1)
             whole = batches[batches < n]

@@ -1,0 +1,429 @@
+"""`Loader`: batches of one selection, or of the same rows of two stores, shuffled or in storage order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.context import get_spawning_popen
+from types import TracebackType
+from typing import Self, TypedDict, Unpack, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store._runtime.threads import n_cores
+from saev_store.core.arguments import check_count
+from saev_store.core.layout import IntArray, LayerKey
+from saev_store.errors import ArgumentError, kind_of
+from saev_store.loaders.columns import TokenColumns, layer_columns
+from saev_store.loaders.explain import Explanation, explain
+from saev_store.loaders.iteration import PoolReader, Reading, ended
+from saev_store.loaders.memory import MOST_POOLS, Allocate, PoolMemory, allocate
+from saev_store.loaders.options import LoaderOptions, Order, rank_and_world
+from saev_store.loaders.reads import Scratch, Side
+from saev_store.loaders.state import Place, check_state, state_of
+from saev_store.order import Cut, Epoch, Pool
+from saev_store.store.pair import PairSelection
+from saev_store.store.selection import Selection
+
+Batch = dict[str, npt.NDArray[np.generic]]
+#: Storage order reads ahead in pools of so many bytes: mixing does not need more.
+_STORED_POOL_BYTES = 64 << 20
+_N_THREADS_REMOTE = 16
+_ALIGN_BYTES = 64
+
+
+class Options(TypedDict, total=False):
+    """The fields of `LoaderOptions` as keyword arguments."""
+
+    batch_size: int
+    order: Order
+    seed: int
+    window_bytes: int
+    early_start: bool
+    n_partitions: int | None
+    drop_last: bool
+    rank: int | None
+    world: int | None
+    token_arrays: Sequence[str]
+    labels: bool
+    n_threads: int | None
+    batch_timeout_s: float
+
+
+class Loader:
+    """Batches of rows, each row once in an epoch, in the same order for the same arguments on every machine.
+
+    Iterate it once for each epoch. A batch is a dict of arrays: `act` (n, d_model), or (n, layers, d_model) with stacked layers, of the
+    dtype of the rows; `example_idx` and `token_idx` int64 (n,), -1 for the special token; with several layers that are not stacked
+    `layer` int64 (n,), and in stores with hook points `layer_key_idx`, the position in `layer_keys`; and the token arrays asked for.
+    A pair of stores gives `act_a` and `act_b`. A batch keeps its values while it, or a view of it, is referred to.
+
+    An epoch ends when its last batch is handed out; the next iteration is the next epoch. An iteration that is left earlier does not
+    count: the next one has the same batches. A new iteration ends the one before.
+
+    Args:
+        rows: `store.sel(…)`, or `pair(a, b).sel(…)`.
+        options: How to load; default: `LoaderOptions()`.
+        make_memory: Makes the memory of pools, such as pinned memory.
+        changed: Fields of `LoaderOptions`, instead of what `options` has.
+
+    Raises:
+        ArgumentError: an option is out of range, or does not divide what it must.
+
+    >>> from saev_store import ShardStore
+    >>> store = ShardStore.open(SAMPLE)
+    >>> with Loader(store.sel(layer=5, tokens="content"), batch_size=8, seed=1) as loader:
+    ...     [batch["act"].shape for batch in loader]
+    [(8, 8), (8, 8), (8, 8), (4, 8)]
+    """
+
+    def __init__(
+        self,
+        rows: Selection | PairSelection,
+        options: LoaderOptions | None = None,
+        *,
+        make_memory: Allocate = allocate,
+        **changed: Unpack[Options],
+    ) -> None:
+        given = cast("object", LoaderOptions() if options is None else options)
+        if not isinstance(given, LoaderOptions):
+            raise ArgumentError(f"options is {kind_of(given)}; it must be LoaderOptions(…)", where="options")
+        self.options = replace(given, **changed)
+        self.rows, self._make_memory = rows, make_memory
+        parts = _parts(rows)
+        nbytes = [
+            part.space.vectors_per_row * part.space.layout.d_model * part.dtype.itemsize for part in parts.values()
+        ]
+        self._row_nbytes, self._sizes = sum(nbytes), dict(zip(parts, nbytes, strict=True))
+        self._columns = TokenColumns(list(parts.values()), self.options.token_arrays, labels=self.options.labels)
+        for part in parts.values():
+            # Tables of the order grow with the rows that the documents promise; up to some 64 million they are small.
+            part.reader.check_wide()
+            part.reader.check_large(part.space.n_rows // 64)
+        self._parts, self._first = parts, next(iter(parts.values()))
+        self._memory: PoolMemory | None = None
+        self._scratch: Scratch = Scratch()
+        self._reader: PoolReader | None = None
+        #: The next batch, and the one that the next iteration begins with.
+        self._epoch, self._batch, self._resume_at = 0, 0, 0
+        #: What a state said that was loaded.
+        self._loaded: Place | None = None
+        self._ranks: tuple[int, int] | None = None
+        self._cut = self._cut_now()
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def _cut_now(self, *, begins: bool = False) -> Cut:
+        """Return the cut for the ranks as they are now; within an epoch, for those that its batches are of."""
+        if self._ranks is not None and not begins and (self._batch != self._resume_at or self.is_iterating):
+            return self._cut
+        options = self.options
+        ranks = rank_and_world(options.rank, options.world)
+        if ranks == self._ranks:
+            return self._cut
+        batch_nbytes = options.batch_size * self._row_nbytes
+        most = options.window_bytes // 2
+        is_stored = options.order == "stored"
+        cut = Cut(
+            self.n_rows, options.batch_size, ranks[1], options.drop_last,
+            n_partitions=options.partitions_for(ranks[1]),
+            pool_batches=max(1, (min(most, _STORED_POOL_BYTES) if is_stored else most) // batch_nbytes),
+            early_start=options.early_start or is_stored,
+        )  # fmt: skip
+        self._cut = self._adopted(cut, self._loaded)
+        self._ranks = ranks
+        return self._cut
+
+    def _adopted(self, cut: Cut, place: Place | None) -> Cut:
+        """Return a cut with the pools and partitions of a state."""
+        if place is None or cut.n_partitions is None:
+            return cut
+        needed = 2 * place.pool_batches * cut.batch_size * self._row_nbytes
+        if place.pool_batches > cut.pool_batches and min(place.pool_batches, cut.n_batches) > cut.pool_batches:
+            raise ArgumentError(
+                f"the pools of the state take {needed:,} bytes on each of {cut.world} rank(s), but window_bytes is "
+                f"{self.options.window_bytes:,}",
+                where="load_state_dict",
+                remedy=f"Make the loader with window_bytes={needed}.",
+            )
+        return replace(
+            cut, n_partitions=place.n_partitions, pool_batches=place.pool_batches, early_start=place.early_start
+        )
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, the same on every rank."""
+        return self._cut_now().n_batches
+
+    @property
+    def n_batches(self) -> int:
+        """Number of batches of an epoch, the same on every rank."""
+        return len(self)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the selection, over all ranks."""
+        return len(self._first)
+
+    @property
+    def n_samples(self) -> int:
+        """Rows of an epoch over all ranks; fewer than `n_rows` with `drop_last`."""
+        return self._cut_now().n_samples
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a full batch of this rank."""
+        return self.options.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """True if a last batch that is not full is left out."""
+        return self.options.drop_last
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among `world`, as it is now; within an epoch, as it was when that began."""
+        self._cut_now()
+        return (self._ranks or (0, 1))[0]
+
+    @property
+    def world(self) -> int:
+        """Number of processes that share the work, as it is now; within an epoch, as it was when that began."""
+        return self._cut_now().world
+
+    @property
+    def layer_keys(self) -> tuple[LayerKey, ...]:
+        """Chosen layers (of a pair those of `a`): labels, or with hook points pairs (label, hook point)."""
+        return self._first.layer_keys
+
+    @property
+    def d_model(self) -> int:
+        """Length of a vector (of a pair, of `a`)."""
+        return self._first.shape[-1]
+
+    # -- iterating -----------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that `iter(loader)` gives; it advances when the last batch of an epoch is handed out."""
+        return self._epoch
+
+    @property
+    def next_batch(self) -> int:
+        """The number, in its epoch, of the batch that is handed out next."""
+        return self._batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, from its beginning."""
+        self.end_iteration()
+        self._epoch, self._batch, self._resume_at = check_count(epoch, name="epoch", least=0), 0, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the batches of the epoch; after `load_state_dict`, those that had not been handed out.
+
+        Raises (from the iterator):
+            CorruptShardError, TransportError: a shard could not be read; the message names it.
+            DeadlineError: no batch within `batch_timeout_s`.
+        """
+        self.end_iteration()
+        cut = self._cut_now(begins=True)
+        first, self._resume_at = self._resume_at, 0
+        self._batch = first
+        pool_rows = int(np.diff(cut.pool_starts).max(initial=0)) * cut.batch_size
+        sides, end = list[Side](), 0
+        for name, part in self._parts.items():
+            sides.append(Side(name, part, end, self._sizes[name]))
+            end += -(-pool_rows * self._sizes[name] // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self._memory is None or self._memory.nbytes != end:
+            self._memory = PoolMemory(end, self._make_memory)
+        is_local = all(part.reader.transport.is_local for part in self._parts.values())
+        epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
+        reader = self._reader = PoolReader(
+            partial(self._pool, epoch, self.rank),
+            len(cut.pool_starts) - 1,
+            sides,
+            self._memory,
+            n_threads=self.options.n_threads or (min(max(n_cores(), 4), 16) if is_local else _N_THREADS_REMOTE),
+            scratch=self._scratch,
+            timeout_s=self.options.batch_timeout_s,
+        )
+        return self._batches(reader, sides, cut, first)
+
+    def _batches(self, reader: PoolReader, sides: Sequence[Side], cut: Cut, first: int) -> Iterator[Batch]:
+        """Yield the batches from number `first` on, each from a pool that is read while the one before is used."""
+        if first >= cut.n_batches:
+            return
+        number, n_pools = cut.pool_of(first), len(cut.pool_starts) - 1
+        try:
+            while number < n_pools:
+                reader.current = reading = reader.following or reader.waited(number)
+                plan, reader.following = reading.plan, None
+                end = plan.pool.first_batch + plan.pool.n_batches
+                # Two pools are enough unless batches are kept, if the caller has let go of the pool before by the second batch.
+                most = MOST_POOLS - (end - first > 1)
+                reader.following = reader.begin(number + 1, most)
+                reader.finish(reading)
+                reading = None
+                for batch in range(first, end):
+                    if reader.is_closed:
+                        raise ended()
+                    is_first = batch == first
+                    if reader.following is None:
+                        reader.following = reader.begin(number + 1, most if is_first else MOST_POOLS)
+                    # While kept batches hold earlier pools back, batches are copies. So a pool is free when the next one is needed.
+                    # The caller's variable still refers to the batch before, which may be of another pool.
+                    held = reader.n_lent - 1 - (reader.following is not None)
+                    yield self._hand_out(sides, reader.current, batch, copies=held > is_first)
+                reader.current = None
+                first, number = end, number + 1
+        finally:
+            reading = None  # an error refers to this frame
+            reader.close()
+
+    def _pool(self, epoch: Epoch, rank: int, number: int) -> tuple[Pool, dict[str, IntArray]]:
+        """Return a pool, and where its rows come from, by slot."""
+        pool, space = epoch.pool(number, rank), self._first.space
+        block, cell = pool.by_slot(pool.number, pool.cell)
+        ordinal, layer = np.divmod(block, np.int64(space.rows_per_token))
+        found = {
+            "example_idx": space.example(ordinal),
+            "token_idx": space.tokens.start - space.layout.n_special_tokens + cell,
+        }
+        return pool, found if space.rows_per_token == 1 else {**found, **layer_columns(space, layer)}
+
+    def _hand_out(self, sides: Sequence[Side], reading: Reading, number: int, *, copies: bool) -> Batch:
+        """Return a batch of a pool, and note that it is handed out."""
+        pool, columns = reading.plan.pool, reading.plan.columns
+        rows = slice(*pool.bounds[number - pool.first_batch :][:2].tolist())
+        found: Batch = {side.name: side.vectors(reading.memory, pool.n_slots)[rows] for side in sides}
+        found.update({name: column[rows] for name, column in columns.items()})
+        if copies:
+            found = {name: value.copy() for name, value in found.items()}
+        found.update(self._columns.at(columns["example_idx"][rows], columns["token_idx"][rows]))
+        is_last = number + 1 == self._cut.n_batches
+        self._epoch, self._batch = (self._epoch + 1, 0) if is_last else (self._epoch, number + 1)
+        return found
+
+    @property
+    def is_iterating(self) -> bool:
+        """True while an iteration of this loader is under way."""
+        return self._reader is not None and not self._reader.is_closed
+
+    @property
+    def fill(self) -> float:
+        """Share of the current pool that was not handed out, from 0 to 1; 0 if none is being used."""
+        reading = None if self._reader is None else self._reader.current
+        if reading is None:
+            return 0.0
+        pool = reading.plan.pool
+        return (pool.first_batch + pool.n_batches - self._batch) / pool.n_batches if self._batch else 0.0
+
+    def end_iteration(self) -> None:
+        """End the iteration that is under way, if there is one."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def close(self) -> None:
+        """End the current iteration and its threads, and give back all memory. The loader can be used again."""
+        self.end_iteration()
+        self._memory = None
+        self._scratch = Scratch()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- looking into it -----------------------------------------------------------------------------------------------
+
+    def explain(self) -> Explanation:
+        """Return what will be read and how much memory that takes; nothing is read for it. `print` it."""
+        cut = self._cut_now()
+        return explain(Epoch(self._first.space, cut, self.options.seed, self._epoch), self._parts, self._row_nbytes)
+
+    def examples_of(self, batch: int) -> IntArray:
+        """Return the examples of the rows of a batch of this rank in the epoch that comes next, by position: int64 (n,). Nothing is read.
+
+        Raises:
+            ArgumentError: there is no such batch.
+        """
+        cut = self._cut_now()
+        check_count(batch, name="batch", least=0, most=cut.n_batches - 1)
+        epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
+        pool, columns = self._pool(epoch, self.rank, cut.pool_of(batch))
+        at = batch - pool.first_batch
+        return columns["example_idx"][pool.bounds[at] : pool.bounds[at + 1]]
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, object]:
+        """Return which batch comes next: small JSON. It counts batches that were handed out, not those read ahead.
+
+        The states of all ranks are the same.
+        """
+        cut = self._cut_now()
+        state = {**state_of(self._parts, cut, self.options.seed), "epoch": self._epoch, "batch": self._batch}
+        if cut.n_partitions is not None:
+            state |= {
+                "n_partitions": cut.n_partitions,
+                "pool_batches": cut.pool_batches,
+                "early_start": cut.early_start,
+            }
+        return state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue where `state_dict` was called: the next iteration begins with the batch that came after it.
+
+        An iteration under way is ended. The state may come from another number of ranks, as long as ranks times batch size is the same,
+        and the ranks divide `n_partitions` of a shuffled loader.
+
+        Raises:
+            ArgumentError: the state is of other rows, another batch size, seed or version; the message names what differs.
+        """
+        cut = self._cut_now(begins=True)
+        place = check_state(state, state_of(self._parts, cut, self.options.seed), cut)
+        self._cut = self._adopted(cut, place)
+        self.end_iteration()
+        self._loaded, self._epoch, self._batch, self._resume_at = place, place.epoch, place.batch, place.batch
+
+    @property
+    def is_bound(self) -> bool:
+        """True if only ranks that can continue the epoch may take over: within an epoch, or after a state was loaded."""
+        return self._batch > 0 or self._loaded is not None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what the loader was made with, and its place; threads, batches and made memory stay here."""
+        options = self.options
+        if get_spawning_popen() is not None and self.world > 1:
+            # In a process that is started now, torch.distributed is not initialised.
+            options = replace(options, rank=self.rank, world=self.world)
+        return _again, (self.rows, options, self.state_dict(), self.is_bound)
+
+
+def _again(
+    rows: Selection | PairSelection, options: LoaderOptions, state: Mapping[str, object], is_bound: bool
+) -> Loader:
+    """Return the loader that was pickled, at its place."""
+    loader = Loader(rows, options)
+    if is_bound:
+        loader.load_state_dict(state)
+    else:
+        loader.set_epoch(check_count(state["epoch"], name="epoch", least=0))
+    return loader
+
+
+def _parts(rows: object) -> dict[str, Selection]:
+    """Return the selections that are read, by their keys in a batch.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(rows, Selection):
+        return {"act": rows}
+    if isinstance(rows, PairSelection):
+        return {"act_a": rows.a, "act_b": rows.b}
+    raise ArgumentError(f"rows is {kind_of(rows)}", where="rows", remedy="Pass store.sel(…), or pair(a, b).sel(…).")

@@ -1,0 +1,152 @@
+"""Batches on their way to a device: each is copied while the one before is used."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Protocol, cast
+
+import torch
+
+from saev_store.errors import ArgumentError
+from saev_store.loaders.memory import Bytes, allocate
+from saev_store.torch.batch import ExampleBatch
+
+
+class Copies(Protocol):
+    """Copies batches to a device. The one for CUDA uses a stream of its own; another one simulates late copies in tests."""
+
+    def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
+        """Begin to copy. Returns the batch on the device, and a function that returns True when the copy is done."""
+        ...
+
+    def ready(self, batch: ExampleBatch) -> None:
+        """Let everything that is begun on the device from now on see the complete copy."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all copies are done."""
+        ...
+
+
+class CudaCopies:
+    """Copies on a side stream.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]  # "cuda" has none
+        self.device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self.device)
+        self._events: dict[int, torch.cuda.Event] = {}
+
+    def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
+        """Begin to copy on the side stream. The vectors lie in pinned memory, the small columns do not."""
+        with torch.cuda.stream(self._stream):
+            moved = _moved(batch, self.device)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._events[id(moved)] = event
+        return moved, event.query
+
+    def ready(self, batch: ExampleBatch) -> None:
+        """Let the current stream wait for the copy, and keep the memory until that stream is done with it."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self._events.pop(id(batch)))
+        for value in batch.values():
+            if isinstance(value, torch.Tensor):
+                value.record_stream(current)
+
+    def wait(self) -> None:
+        """Wait for the side stream."""
+        self._stream.synchronize()
+
+
+class PlainCopies:
+    """Copies at once, to a device without streams.
+
+    Args:
+        device: Any device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
+        """Copy."""
+        return _moved(batch, self.device), lambda: True
+
+    def ready(self, batch: ExampleBatch) -> None:
+        """Do nothing: the copy is complete."""
+
+    def wait(self) -> None:
+        """Do nothing: no copy is under way."""
+
+
+def _moved(batch: ExampleBatch, device: torch.device) -> ExampleBatch:
+    return ExampleBatch(
+        {
+            name: value.to(device, non_blocking=value.is_pinned()) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
+    )
+
+
+def copies_to(device: str) -> Copies | None:
+    """Return how to copy to a device; None for the CPU.
+
+    Raises:
+        ArgumentError: there is no such device here.
+    """
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"{device!r} is not a device: {error}", where="device") from error
+    if wanted.type == "cpu":
+        return None
+    if wanted.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ArgumentError(f"{device!r} was asked for, but PyTorch sees no GPU", where="device")
+        return CudaCopies(wanted)
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:  # NotImplementedError is one
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(f"{device!r} was asked for, but cannot be used here: {reason}", where="device") from error
+    return PlainCopies(wanted)
+
+
+def memory_for(device: str) -> Callable[[int], Bytes]:
+    """Return what makes the memory of pools: pinned for CUDA, so that batches cross the bus without a copy by the CPU."""
+    return _pinned if torch.device(device).type == "cuda" else allocate
+
+
+def _pinned(nbytes: int) -> Bytes:
+    return cast("Bytes", torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())  # pyright: ignore[reportUnknownMemberType]  # torch has no type for it
+
+
+def moved(batches: Iterator[ExampleBatch], copies: Copies) -> Generator[ExampleBatch]:
+    """Yield the batches on the device, each copied while the one before it is used.
+
+    A batch is held until its copy is done, so that its pool is not filled again too early.
+    """
+    under_way: deque[ExampleBatch] = deque()
+    sources: deque[tuple[Callable[[], bool], ExampleBatch]] = deque()
+    try:
+        for batch in batches:
+            there, is_done = copies.start(batch)
+            under_way.append(there)
+            sources.append((is_done, batch))
+            del there, batch
+            while sources and sources[0][0]():
+                sources.popleft()
+            if len(under_way) > 1:
+                copies.ready(under_way[0])
+                yield under_way.popleft()
+        while under_way:
+            copies.ready(under_way[0])
+            yield under_way.popleft()
+    finally:
+        copies.wait()
