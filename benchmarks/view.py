@@ -35,10 +35,12 @@ import sys
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
-from saev_store.serve import listen, serve
-listening, address = listen("127.0.0.1", 0)
-print(address, flush=True)
-serve(Starlette(routes=[Route("/{n:int}", lambda request: Response(bytes(request.path_params["n"])))]), listening)
+import socket
+import uvicorn
+listening = socket.create_server(("127.0.0.1", 0))
+print(f"http://127.0.0.1:{listening.getsockname()[1]}/", flush=True)
+app = Starlette(routes=[Route("/{n:int}", lambda request: Response(bytes(request.path_params["n"])))])
+uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listening])
 """
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import webbrowser
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -10,6 +12,8 @@ import typer
 from saev_store._runtime.optional import need
 from saev_store.cli._common import AsJson, Pairs, StorageOptions, Url, emit, emit_json, storage_options
 from saev_store.errors import ArgumentError
+from saev_store.store.store import ShardStore
+from saev_store.view import View
 
 
 def view(
@@ -25,38 +29,23 @@ def view(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FILE", help="For stores of texts: a tokenizer.json, to show words for ids.")
     ] = None,
-    sae: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Show the features of a sparse autoencoder: a safetensors file."),
-    ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in the web browser.")] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
 ) -> None:
     """Show a store on a local web page, until Ctrl-C: card, layers, examples, tokens and their neighbours. Writes nothing."""
-    for library in ("starlette", "uvicorn"):
-        need(library, install="saev-store[view]", where="view")
-    from saev_store.view import open_pages, run
-
-    def tell(address: str) -> None:
-        emit_json({"url": address}, indent=None) if as_json else emit(address)
+    opened, read_options = None, storage_options(options, option)
+    store = ShardStore.open(url, read_options, damaged_ok=True)
+    if other is not None:
+        opened = ShardStore.open(other, read_options, damaged_ok=True)
+    data = None if source is None else store.source(url=source)
+    with View(store, other=opened, source=data, tokenizer=_decoder(tokenizer), port=port) as page:
+        emit_json({"url": page.url}, indent=None) if as_json else emit(page.url)
         if show:
-            import webbrowser
-
-            webbrowser.open(address)
-
-    if sae == "":
-        raise ArgumentError("it is empty: pass the path or URL of a safetensors file", where="--sae")
-    pages = open_pages(
-        url,
-        storage_options(options, option),
-        other=other,
-        source_url=source,
-        tokenizer=_decoder(tokenizer),
-        sae_url=sae,
-    )
-    run(pages, port=port, tell=tell)
+            webbrowser.open(page.url)
+        with suppress(KeyboardInterrupt):
+            page.wait()
 
 
 def _decoder(name: str | None) -> Callable[[int], str] | None:

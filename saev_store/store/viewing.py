@@ -1,8 +1,7 @@
-"""What shows a store as a page in a notebook; a part of `ShardStore`."""
+"""The page of a store in a notebook; a part of `ShardStore`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Viewing:
-    """What `ShardStore` has for looking at it."""
+    """The method of `ShardStore` that shows it."""
 
     def view(
         self,
@@ -21,7 +20,6 @@ class Viewing:
         other: ShardStore | None = None,
         source: Source[object] | None = None,
         tokenizer: Callable[[int], str] | None = None,
-        sae: str | os.PathLike[str] | None = None,
         height_px: int = 720,
     ) -> View:
         """A running page of this store, which a notebook shows in a frame; it ends with the returned object.
@@ -33,19 +31,11 @@ class Viewing:
             source: The data set that the store was recorded from, for images and texts; default: where the metadata say, if
                 that is on this machine.
             tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
-            sae: The safetensors file of a sparse autoencoder whose features are shown.
             height_px: The height of the frame.
 
         Raises:
             MissingDependencyError: the extra `view` is not installed.
-            SaevStoreError: there is no such SAE, or it takes vectors of another length.
         """
-        from saev_store._runtime.optional import need
-
-        for library in ("starlette", "uvicorn"):
-            need(library, install="saev-store[view]", where="view")
         from saev_store.view import View
 
-        return View(
-            cast("ShardStore", self), other=other, source=source, tokenizer=tokenizer, sae=sae, height_px=height_px
-        )
+        return View(cast("ShardStore", self), other=other, source=source, tokenizer=tokenizer, height_px=height_px)

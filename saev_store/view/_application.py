@@ -1,18 +1,20 @@
-"""The ASGI application of the page: addresses, access, and answers as JSON. Only GET, only from the page itself."""
+"""The ASGI application of the page: its addresses, the hosts that it answers for, and answers as JSON."""
 
 from __future__ import annotations
 
-import hmac
 import json
-import logging
-from importlib.resources import files
+import mimetypes
+from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from saev_store.errors import (
     ArgumentError,
@@ -21,126 +23,118 @@ from saev_store.errors import (
     NotFoundError,
     SaevStoreError,
     SelectionError,
+    brief,
 )
-from saev_store.serve import is_known_host
-from saev_store.view._answers import Answer, error_answer
-from saev_store.view._pages import Pages, Query, integer
+from saev_store.view._answers import Answer, store_answer
+from saev_store.view._compare import compare_answer
+from saev_store.view._examples import example_answer, token_answer
+from saev_store.view._layers import layers_answer
+from saev_store.view._pictures import picture_bytes
+from saev_store.view._viewed import Viewed
 
-_LOG = logging.getLogger("saev_store.view")
-_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-    "LICENSE": "text/plain; charset=utf-8",
+#: Nothing from other hosts. Notebook servers on this machine may show the page in a frame.
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; "
+        "frame-ancestors 'self' http://localhost:* http://127.0.0.1:* https://localhost:* vscode-webview:"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
 }
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors {}"
-)
-#: Pages that may hold the page in a frame: none, or those of notebook servers on this machine.
-_NO_FRAME, _NOTEBOOK_FRAME = (
-    "'none'",
-    "'self' http://localhost:* http://127.0.0.1:* https://localhost:* vscode-webview:",
+#: A web page of another host could name itself as an address of this machine (DNS rebinding).
+_HOSTS = ["127.0.0.1", "localhost"]
+#: The status of an answer by the class of an error; the first that matches.
+_STATUS = (
+    ((ArgumentError, SelectionError, LayerNotFoundError), 400),
+    (CorruptShardError, 410),
+    (NotFoundError, 404),
+    (SaevStoreError, 502),
 )
 
+mimetypes.add_type("text/javascript", ".js")  # the registry of Windows may name another one
 
-def application(pages: Pages, *, token: str, in_notebook: bool = False) -> Starlette:
-    """An ASGI application of the page.
+
+def application(viewed: Viewed, other: Viewed | None, *, token: str) -> Starlette:
+    """An ASGI application of the page of a store.
 
     Args:
-        pages: The stores, and what is answered about them.
-        token: All addresses begin with it; whoever does not know it gets 404.
-        in_notebook: Whether pages of a notebook server on this machine may hold the page in a frame.
+        viewed: The store.
+        other: A second store, to compare the first one with.
+        token: The first part of all addresses; other addresses are not found.
     """
-    answers = _Application(pages, token, _POLICY.format(_NOTEBOOK_FRAME if in_notebook else _NO_FRAME))
-    every = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
-    return Starlette(routes=[Route("/{path:path}", answers.answer, methods=every)])
+    views = _views(viewed, other)
+
+    def answer(request: Request) -> Response:
+        view = views.get(request.path_params["view"])
+        if view is None:
+            raise NotFoundError(f"there is no view {brief(request.path_params['view'])}", where="view")
+        return _json(view(request.query_params))
+
+    def image(request: Request) -> Response:
+        return Response(picture_bytes(viewed, request.path_params["example"]), media_type="image/png")
+
+    routes = [
+        Route("/api/{view}", answer, methods=["GET"]),
+        Route("/image/{example:int}", image, methods=["GET"]),
+        Mount("/", StaticFiles(packages=[("saev_store.view", "static")], html=True)),
+    ]
+    return Starlette(
+        routes=[Mount(f"/{token}", routes=routes)],
+        middleware=[
+            Middleware(BaseHTTPMiddleware, dispatch=_with_headers),
+            Middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS, www_redirect=False),
+        ],
+        exception_handlers={SaevStoreError: _failure},
+    )
 
 
-class _Application:
-    """Answers requests."""
+def _views(viewed: Viewed, other: Viewed | None) -> Mapping[str, Callable[[Mapping[str, str]], Answer]]:
+    """The functions that answer, by the names of the views."""
 
-    def __init__(self, pages: Pages, token: str, policy: str) -> None:
-        self._pages, self._token = pages, token
-        self._static = _static_files()
-        self._headers = {
-            "Content-Security-Policy": policy,
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "no-store",
-        }
+    def compare(query: Mapping[str, str]) -> Answer:
+        if other is None:
+            raise ArgumentError("there is no second store to compare with", where="compare")
+        return compare_answer(viewed, other, _integer(query, "example"), query.get("layer"), query.get("layer_b"))
 
-    async def answer(self, request: Request) -> Response:
-        """The response to one request."""
-        response = self._refusal(request) or await self._found(request)
-        response.headers.update(self._headers)
-        return response
-
-    def _refusal(self, request: Request) -> Response | None:
-        """Why a request is refused; None if it is not."""
-        headers = request.headers
-        host = headers.get("host", "")
-        if not is_known_host(host):
-            return PlainTextResponse("this server does not answer for this host name\n", status_code=421)
-        origin = headers.get("origin")
-        if origin is not None and origin != f"http://{host}":
-            return PlainTextResponse("pages of other origins are not answered\n", status_code=403)
-        # A link from elsewhere that knows the token may open the page, but no foreign page may read or embed parts of it.
-        is_foreign = headers.get("sec-fetch-site", "none") in {"cross-site", "same-site"}
-        if is_foreign and headers.get("sec-fetch-mode") != "navigate":
-            return PlainTextResponse("pages of other origins are not answered\n", status_code=403)
-        if request.method != "GET":
-            return PlainTextResponse("only GET\n", status_code=405, headers={"Allow": "GET"})
-        return None
-
-    async def _found(self, request: Request) -> Response:
-        token, slash, path = cast("str", request.path_params["path"]).partition("/")
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
-            return PlainTextResponse("there is nothing here\n", status_code=404)
-        if not slash:
-            return RedirectResponse(f"/{self._token}/", status_code=307)
-        static = self._static.get(path or "index.html")
-        if static is not None:
-            body, content_type = static
-            return Response(body, media_type=content_type)
-        try:
-            if path.startswith("image/"):
-                example = integer(path.removeprefix("image/"), "example")
-                return Response(await run_in_threadpool(self._pages.image, example), media_type="image/png")
-            call = self._pages.views.get(path.removeprefix("api/")) if path.startswith("api/") else None
-            if call is None:
-                return PlainTextResponse("there is nothing here\n", status_code=404)
-            return _json(await run_in_threadpool(call, Query(request.query_params)))
-        except SaevStoreError as error:
-            return JSONResponse(error_answer(error, self._pages.places), status_code=_status(error))
-        except Exception as error:  # a defect of this package: the terminal gets the traceback, the page its name
-            _LOG.exception("a view failed")
-            message = f"this view failed: {type(error).__name__}; the terminal of the server has more"
-            return JSONResponse({"error": {"kind": "defect", "message": message}}, status_code=500)
+    return {
+        "store": lambda _: {**store_answer(viewed), "other": None if other is None else other.store.name},
+        "layers": lambda query: layers_answer(viewed, query.get("layer")),
+        "example": lambda query: example_answer(
+            viewed,
+            _integer(query, "example"),
+            query.get("layer"),
+            first=_integer(query, "first") if "first" in query else None,
+            token=_integer(query, "token") if "token" in query else 0,
+        ),
+        "token": lambda query: token_answer(
+            viewed, _integer(query, "example"), _integer(query, "token"), query.get("layer")
+        ),
+        "compare": compare,
+    }
 
 
-def _json(document: Answer) -> Response:
-    body = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Response(body.encode("utf-8", "replace"), media_type="application/json")
+def _integer(query: Mapping[str, str], name: str) -> int:
+    try:
+        return int(query.get(name, ""))
+    except ValueError:
+        raise ArgumentError(f"{name} must be an integer, got {brief(query.get(name))}", where=name) from None
 
 
-def _status(error: SaevStoreError) -> int:
-    if isinstance(error, (ArgumentError, SelectionError, LayerNotFoundError)):
-        return 400
-    if isinstance(error, NotFoundError):
-        return 404
-    return 410 if isinstance(error, CorruptShardError) else 502
+def _json(answer: Answer, status_code: int = 200) -> Response:
+    return Response(json.dumps(answer, allow_nan=False), status_code, media_type="application/json")
 
 
-def _static_files() -> dict[str, tuple[bytes, str]]:
-    """The files of the page by their addresses, with their types."""
-    folder = files("saev_store.view") / "static"
-    found: dict[str, tuple[bytes, str]] = {}
-    for prefix, entries in (("", folder.iterdir()), ("vendor/", (folder / "vendor").iterdir())):
-        for entry in entries:
-            content_type = _TYPES.get(entry.name.rpartition(".")[2])
-            if entry.is_file() and content_type is not None:
-                found[f"{prefix}{entry.name}"] = (entry.read_bytes(), content_type)
-    return found
+def _failure(_: Request, error: Exception) -> Response:
+    refused = cast("SaevStoreError", error)
+    status = next(status for classes, status in _STATUS if isinstance(error, classes))
+    found = {"kind": refused.kind, "message": refused.message, "where": refused.where, "remedy": refused.remedy}
+    return _json({"error": found}, status)
+
+
+async def _with_headers(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+    response = await answer(request)
+    response.headers.update(_HEADERS)
+    return response

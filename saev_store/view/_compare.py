@@ -1,4 +1,4 @@
-"""What the page is told of two stores side by side: whether they agree on their examples, and how similar their layers are."""
+"""The answer about two stores of the same tokens: norms and cosine similarities of an example, similarity between layers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from saev_store.errors import ArgumentError
 from saev_store.store.pair import pair
-from saev_store.view._answers import Answer
-from saev_store.view._arithmetic import cosine_rows, linear_cka, norms_of
-from saev_store.view._places import plain, without_places
+from saev_store.view._answers import Answer, plain
+from saev_store.view._arithmetic import cosine_rows, norms_of
+from saev_store.view._layers import TOO_LARGE, similarity_answer
 
 if TYPE_CHECKING:
     from saev_store.view._viewed import Viewed
@@ -34,15 +34,11 @@ def compare_answer(a: Viewed, b: Viewed, example: int, layer_a: str | None, laye
         SelectionError, LayerNotFoundError: there is no such example or layer.
         CorruptShardError: the example is lost in one of them.
     """
-    why_not = a.once(f"pair {b.n_renewed}", lambda: _difference(a, b))
-    answer: Answer = {
-        "names": [a.store.name, b.store.name],
-        "layers_b": b.layer_names,
-        "why_not": without_places(why_not, (*a.places, *b.places)),
-    }
+    why_not = a.once("pair", lambda: _difference(a, b))
+    answer: Answer = {"names": [a.store.name, b.store.name], "layers_b": b.layer_names, "why_not": why_not}
     if why_not:
         return answer
-    example = a.check_example(example)
+    a.check(example=example)
     places = a.layer_at(layer_a), b.layer_at(layer_b)
     most = max(1, min(one.budget.nbytes // one.layout.vector_nbytes for one in (a, b)))
     n_tokens = min(a.layout.content_tokens_per_example, most)
@@ -50,14 +46,12 @@ def compare_answer(a: Viewed, b: Viewed, example: int, layer_a: str | None, laye
         one.store.read((example, at, slice(one.layout.n_special_tokens, one.layout.n_special_tokens + n_tokens)))
         for one, at in zip((a, b), places, strict=True)
     ]
-    is_same_size = acts[0].shape == acts[1].shape
     return {
         **answer,
-        "example": example,
         "layers": [one.layer_names[at] for one, at in zip((a, b), places, strict=True)],
         "norms": [plain(norms_of(found)) for found in acts],
-        "cosine": plain(cosine_rows(*acts)) if is_same_size else None,
-        "similarity": a.once(f"similarity to the other {b.n_renewed}", lambda: _similarity(a, b)),
+        "cosine": plain(cosine_rows(*acts)) if acts[0].shape == acts[1].shape else None,
+        "similarity": a.once("similarity to the other", lambda: _similarity(a, b)),
     }
 
 
@@ -73,16 +67,10 @@ def _difference(a: Viewed, b: Viewed) -> str:
 def _similarity(a: Viewed, b: Viewed) -> Answer:
     found_a, found_b = a.whole(), b.whole()
     if found_a is None or found_b is None:
-        return {"matrix": None, "why_not": "one example is larger than what this page reads at once"}
+        return {"why_not": TOO_LARGE}
     # Examples that both stores have whole, out of the smaller sample.
     examples_a, acts_a = a.read_whole(min((found_a[0], found_b[0]), key=len))
     examples, acts_b = b.read_whole(examples_a)
     acts_a = acts_a[np.isin(examples_a, examples)]  # without those that are lost in the other
-    grams = [a.grams(examples, acts_a), b.grams(examples, acts_b)]
-    if len(grams[0][0]) != len(grams[1][0]) or len(grams[0][0]) < 2:
-        return {"matrix": None, "why_not": "some vectors are not finite"}
-    return {
-        "matrix": plain(np.round(linear_cka(*grams), 6)),
-        "n_vectors": len(grams[0][0]),
-        "n_examples": len(examples),
-    }
+    kept = np.logical_and(*(one.kept(examples)[:, one.layout.n_special_tokens :] for one in (a, b)))
+    return similarity_answer(a.grams(acts_a, kept), b.grams(acts_b, kept), len(examples))

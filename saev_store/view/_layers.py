@@ -1,4 +1,4 @@
-"""What the page is told of layers: norms by token, dimensions that stand out or are dead, similarity between layers."""
+"""The answer about layers: norms by token, dimensions that stand out or are dead, similarity between layers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saev_store.errors import SaevStoreError
-from saev_store.stats import Stats, kept_stats, kept_vectors, stats_of
+from saev_store.stats import Stats, kept_stats, stats_of
+from saev_store.view._answers import Answer, plain
 from saev_store.view._arithmetic import Floats, linear_cka
-from saev_store.view._places import plain, without_places
 
 if TYPE_CHECKING:
     from saev_store.view._viewed import Sample, Viewed
@@ -18,23 +17,22 @@ if TYPE_CHECKING:
 OUTLIER_RATIO = 6.0
 #: Points of a plot over tokens, and dimensions that are listed.
 _MOST_TOKENS, _MOST_DIMENSIONS = 1024, 24
+TOO_LARGE = "one example is larger than this page reads at once"
 
 
-def layers_answer(viewed: Viewed, layer: str | None) -> dict[str, object]:
+def layers_answer(viewed: Viewed, layer: str | None) -> Answer:
     """Statistics of all layers, and the dimensions of one of them.
 
     The statistics are those that are kept beside the store, else those of some whole examples.
     """
     layer_idx = viewed.layer_at(layer)
-    answer: dict[str, object] = {
+    return {
         "layers": viewed.layer_names,
         "layer": viewed.layer_names[layer_idx],
-        "n_special": viewed.layout.n_special_tokens,
         "stats": viewed.once("stats", lambda: _table(_stats(viewed))),
         "dimensions": viewed.once(f"dimensions {layer_idx}", lambda: _dimensions(viewed.sample(layer_idx))),
         "similarity": viewed.once("similarity", lambda: _similarity(viewed)),
     }
-    return answer
 
 
 def _stats(viewed: Viewed) -> Stats | None:
@@ -43,43 +41,41 @@ def _stats(viewed: Viewed) -> Stats | None:
     if kept is not None:
         return kept
     found = viewed.whole()
-    return None if found is None else stats_of(viewed.layout, found[1], kept_vectors(viewed.store, found[0]))
+    return None if found is None else stats_of(viewed.layout, found[1], viewed.kept(found[0]))
 
 
-def _table(stats: Stats | None) -> dict[str, object] | None:
+def _table(stats: Stats | None) -> Answer | None:
     if stats is None:
         return None
-    per_layer = stats.per_layer()
     tokens = np.arange(stats.layout.tokens_per_example)
     step = -(-len(tokens) // _MOST_TOKENS)
     return {
         "n_examples": stats.n_examples,
         "is_sample": stats.is_sample,
-        "per_layer": {name: plain(values) for name, values in per_layer.items()},
+        "per_layer": {name: plain(values) for name, values in stats.per_layer().items()},
         "tokens": plain(tokens[::step]),
         "norm_by_token": plain(stats.mean_norm[:, ::step]),
     }
 
 
-def _dimensions(sample: Sample) -> dict[str, object]:
+def _dimensions(sample: Sample) -> Answer:
     """Dimensions that stand out, and dead ones, in the finite vectors of a sample."""
-    finite = np.isfinite(sample.norms)
-    acts = sample.acts[finite]
+    acts = sample.acts[np.isfinite(sample.norms)]
     if not len(acts):
-        return {"n_vectors": 0, "outliers": [], "n_dead": 0, "dead": []}
+        return {"n_vectors": 0}
     rms = root_mean_squares(acts)
     median = float(np.median(rms))
     dead = np.flatnonzero(~acts.any(axis=0))
     order = np.argsort(-rms, kind="stable")
-    outliers = [int(at) for at in order if median > 0 and rms[at] > OUTLIER_RATIO * median]
-    means = acts[:, outliers].mean(axis=0, dtype=np.float64)
+    outliers = order[rms[order] > OUTLIER_RATIO * median] if median > 0 else order[:0]
+    listed = outliers[:_MOST_DIMENSIONS]
+    means = acts[:, listed].mean(axis=0, dtype=np.float64)
     return {
         "n_vectors": len(acts),
-        "median_rms": plain(median),
-        "rms": plain(np.array([float(f"{value:.8g}") for value in rms.tolist()])),
+        "rms": plain(rms),
         "outliers": [
-            {"dimension": at, "rms": plain(rms[at]), "ratio": plain(rms[at] / median), "mean": plain(mean)}
-            for at, mean in list(zip(outliers, means, strict=True))[:_MOST_DIMENSIONS]
+            {"dimension": int(at), "rms": float(rms[at]), "ratio": float(rms[at]) / median, "mean": float(mean)}
+            for at, mean in zip(listed, means, strict=True)
         ],
         "n_outliers": len(outliers),
         "n_dead": len(dead),
@@ -100,18 +96,21 @@ def root_mean_squares(acts: np.ndarray) -> Floats:
     return np.sqrt(total / max(1, len(acts)))
 
 
-def _similarity(viewed: Viewed) -> dict[str, object]:
-    try:
-        found = viewed.whole()
-    except SaevStoreError as error:
-        return {"matrix": None, "why_not": without_places(error.message, viewed.places)}
+def _similarity(viewed: Viewed) -> Answer:
+    found = viewed.whole()
     if found is None:
-        return {"matrix": None, "why_not": "one example is larger than what this page reads at once"}
-    grams = viewed.grams(*found)
-    if not grams or len(grams[0]) < 2:
-        return {"matrix": None, "why_not": "too few vectors are finite"}
+        return {"why_not": TOO_LARGE}
+    examples, acts = found
+    grams = viewed.grams(acts, viewed.kept(examples)[:, viewed.layout.n_special_tokens :])
+    return similarity_answer(grams, grams, len(examples))
+
+
+def similarity_answer(grams_a: list[Floats], grams_b: list[Floats], n_examples: int) -> Answer:
+    """The similarities between layers of the same vectors, or why there are none."""
+    if len(grams_a[0]) != len(grams_b[0]) or len(grams_a[0]) < 2:
+        return {"why_not": "too few vectors are finite"}
     return {
-        "matrix": plain(np.round(linear_cka(grams, grams), 6)),
-        "n_vectors": len(grams[0]),
-        "n_examples": len(found[0]),
+        "matrix": plain(np.round(linear_cka(grams_a, grams_b), 6)),
+        "n_vectors": len(grams_a[0]),
+        "n_examples": n_examples,
     }

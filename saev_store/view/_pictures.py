@@ -1,17 +1,18 @@
-"""The image of an example as the model saw it, and where in it its tokens are."""
+"""The image of an example as the model saw it, and the places of its tokens."""
 
 from __future__ import annotations
 
 import io
+import math
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
+from saev_store.errors import DocumentError, NotFoundError
 from saev_store.sources.pictures import is_pillow, picture_of
 from saev_store.sources.pixels import decode_rgb, to_rgb
 from saev_store.sources.places import Content, Patches
-from saev_store.view._places import described_data, without_places
+from saev_store.view._answers import Answer
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
@@ -22,38 +23,39 @@ if TYPE_CHECKING:
 _MOST_PX = 448
 
 
-def picture_answer(viewed: Viewed, example: int) -> dict[str, object] | None:
-    """Where the image of an example is served, and the grid of its tokens; None for a store of no images.
+def picture_answer(viewed: Viewed, example: int) -> Answer | None:
+    """The grid of tokens, and where the image of an example is served; None for a store of texts. Does not read the image.
 
-    Without reading the image. `grid` is None where it is not known which part of the image the model saw: then no token can
-    be placed in it.
+    `is_framed` is false where it is not known which part of the image the model saw, so that no token can be placed in it.
     """
-    patches = viewed.once("patches", lambda: patches_of(viewed))
+    patches = viewed.once("patches", lambda: _patches(viewed))
     if patches is None:
-        return None
+        edge = math.isqrt(viewed.layout.content_tokens_per_example)
+        if viewed.is_text or edge < 2 or edge**2 != viewed.layout.content_tokens_per_example:
+            return None
+        # Not described, but a square number of tokens per image.
+        return {"grid": [edge, edge], "covered": [1.0, 1.0], "image_px": [edge, edge], "is_framed": False, "src": None}
     source, why_not = viewed.source()
     (rows, columns), (height, width) = patches.grid, patches.image_px
     high, wide = patches.patch_px or (height // rows, width // columns)
-    answer: dict[str, object] = {
+    return {
         "grid": [rows, columns],
         # Pixels behind the last whole patch belong to none.
         "covered": [rows * high / height, columns * wide / width],
         "image_px": [height, width],
         "is_framed": patches.framing is not None,
+        "src": None if source is None else f"image/{example}",
+        "why_not": why_not,
     }
-    if source is None:
-        return {**answer, "src": None, "why_not": without_places(why_not, viewed.places)}
-    return {**answer, "src": f"image/{example}"}
 
 
-def patches_of(viewed: Viewed) -> Patches | None:
+def _patches(viewed: Viewed) -> Patches | None:
     """The grid of patches that the metadata describe; None where they describe none that fits."""
-    content = described_data(viewed.store.metadata.data).get("content")
     try:
-        found = Content.model_validate(content).patches
+        found = Content.model_validate(viewed.described.get("content")).patches
     except ValueError:
         return None
-    if found is None or found.grid[0] * found.grid[1] < viewed.layout.content_tokens_per_example:
+    if found is None or math.prod(found.grid) < viewed.layout.content_tokens_per_example:
         return None
     return found
 
@@ -65,26 +67,20 @@ def picture_bytes(viewed: Viewed, example: int) -> bytes:
         NotFoundError: the store has no images, or its data set is not there.
         DocumentError: the image does not decode.
     """
-    patches = viewed.once("patches", lambda: patches_of(viewed))
+    patches = viewed.once("patches", lambda: _patches(viewed))
     source, why_not = viewed.source()
     if patches is None or source is None:
-        raise NotFoundError(why_not or "the examples of this store are no images", where="image")
-    origin = viewed.store.origin(viewed.check_example(example), source=source)
-    picture = picture_of(source, origin.sample, patches.image_key, where="image")
-    try:
-        image = _as_rgb(picture)
-        if patches.framing is not None:
-            height, width = patches.image_px
-            framing = patches.framing.framing()
-            box = framing.original_box((0, 0, width, height), (image.height, image.width))
-            if box is not None:
-                # Of what is cut, Pillow fills the outside with black.
-                image = image.crop(cast("tuple[int, int, int, int]", tuple(round(edge) for edge in box)))
-                image = image.resize((min(width, 4096), min(height, 4096)))
-    except SaevStoreError:
-        raise
-    except Exception as error:  # Pillow raises many kinds of errors
-        raise DocumentError(f"the image cannot be shown: {type(error).__name__}", where="image") from None
+        raise NotFoundError(why_not or "the examples of this store are not known to be images", where="image")
+    viewed.check(example=example)
+    image = _as_rgb(
+        picture_of(source, viewed.store.origin(example, source=source).sample, patches.image_key, where="image")
+    )
+    if patches.framing is not None:
+        height, width = patches.image_px
+        box = patches.framing.framing().original_box((0, 0, width, height), (image.height, image.width))
+        if box is not None:
+            image = image.crop(cast("tuple[int, int, int, int]", tuple(round(edge) for edge in box)))
+            image = image.resize((min(width, 4096), min(height, 4096)))
     image.thumbnail((_MOST_PX, _MOST_PX))
     file = io.BytesIO()
     image.save(file, "PNG")
@@ -92,7 +88,7 @@ def picture_bytes(viewed: Viewed, example: int) -> bytes:
 
 
 def _as_rgb(picture: object) -> PilImage:
-    """What `picture_of` returns, as an image of Pillow that is this function's own."""
+    """The result of `picture_of` as an image of Pillow that this function owns."""
     if isinstance(picture, bytes):
         return decode_rgb(picture, where="image")
     if is_pillow(picture):
@@ -101,5 +97,5 @@ def _as_rgb(picture: object) -> PilImage:
 
     values = np.asarray(picture)
     if values.ndim != 3 or values.shape[2] != 3 or values.dtype != np.uint8:
-        raise DocumentError("the image is no array of uint8 (height, width, 3)", where="image")
+        raise DocumentError("the image must be an array of uint8 (height, width, 3)", where="image")
     return Image.fromarray(values)

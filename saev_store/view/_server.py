@@ -1,102 +1,32 @@
-"""Opens what is looked at, and runs the page: until Ctrl-C, or beside a notebook."""
+"""A running page: a thread of this process that listens on this machine only."""
 
 from __future__ import annotations
 
 import html
-import os
 import secrets
+import socket
+import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Self
 
-from saev_store.core.arguments import check_count
-from saev_store.errors import (
-    ArgumentError,
-    CorruptShardError,
-    DocumentError,
-    IncompleteStoreError,
-    UnsafeContentError,
-    brief,
-)
-from saev_store.serve import listen, serve, serve_in_thread
-from saev_store.sources import Source
-from saev_store.store.store import ShardStore
-from saev_store.view._application import application
-from saev_store.view._pages import Pages
-from saev_store.view._sae import read_sae
+from saev_store._runtime.optional import need
+from saev_store.errors import ArgumentError
 from saev_store.view._viewed import Viewed
 
-#: The only address that the page is served at.
-_LOOPBACK = "127.0.0.1"
-#: Errors of a store that is there and broken: its page says what is wrong.
-_BROKEN = (CorruptShardError, DocumentError, IncompleteStoreError, UnsafeContentError)
+if TYPE_CHECKING:
+    import uvicorn
 
-
-def open_pages(
-    url: str | os.PathLike[str],
-    storage_options: Mapping[str, object] | None = None,
-    *,
-    other: str | None = None,
-    source_url: str | None = None,
-    tokenizer: Callable[[int], str] | None = None,
-    sae_url: str | os.PathLike[str] | None = None,
-) -> Pages:
-    """The pages of a store; of one that is broken those that say what is wrong with it.
-
-    Args:
-        url: The store's folder, as `ShardStore.open` takes it.
-        storage_options: Options of its file system.
-        other: The folder of a second store, opened with the same options, to compare the first one with.
-        source_url: Where the data set is now that it was recorded from; default: where its metadata say, if that is on this
-            machine.
-        tokenizer: Gives the text of a token id.
-        sae_url: The safetensors file of a sparse autoencoder whose features are shown; see `read_sae`.
-
-    Raises:
-        SaevStoreError: there is no store, or it cannot be reached; there is no such data set at `source_url`; or no such SAE.
-    """
+    from saev_store.sources import Source
     from saev_store.store.store import ShardStore
 
-    places = (str(os.fspath(url)),)
-    try:
-        store = ShardStore.open(url, storage_options, damaged_ok=True)
-    except _BROKEN as error:
-        return Pages(None, name=name_of(places[0]), error=error, places=places)
-    source = None if source_url is None else store.source(url=source_url)
-    second = None if other is None else Viewed(ShardStore.open(other, storage_options, damaged_ok=True))
-    sae = None if sae_url is None else read_sae(sae_url, d_model=store.metadata.d_model)
-    viewed = Viewed(store, source=source, tokenizer=tokenizer, sae=sae)
-    return Pages(viewed, other=second, places=(*places, *(() if other is None else (other,))))
-
-
-def name_of(url: str) -> str:
-    """The last component of an address, without a query.
-
-    >>> name_of("s3://user:pw@bucket/shards/1a2b3c4d/?versionId=7")
-    '1a2b3c4d'
-    """
-    return url.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition("@")[2] or "store"
-
-
-def run(pages: Pages, *, port: int, tell: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C.
-
-    Args:
-        pages: What is answered.
-        port: The port; 0 takes any free one.
-        tell: Is called with the address, which has the token.
-
-    Raises:
-        ArgumentError: the port is taken or not allowed.
-    """
-    token = secrets.token_urlsafe(16)
-    listening, address = listen(_LOOPBACK, port)
-    tell(f"{address}{token}/")
-    serve(application(pages, token=token), listening)
+_LOOPBACK = "127.0.0.1"
+#: Seconds that answers may still take after `close`.
+_GRACE_S = 2
 
 
 class View:
-    """A running page of a store, for notebooks; it ends with this object, or with `close`.
+    """A running page of a store; it ends with this object, or with `close`. A notebook shows it in a frame.
 
     Attributes:
         url: The address of the page. Whoever has it, and is on this machine, can read the store.
@@ -106,8 +36,17 @@ class View:
         other: A second one, to compare it with.
         source: The data set that it was recorded from; default: where its metadata say, if that is on this machine.
         tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
-        sae: The safetensors file of a sparse autoencoder whose features are shown.
         height_px: The height of the frame in a notebook.
+        port: The port to listen on; 0 takes any free one.
+
+    Raises:
+        MissingDependencyError: the extra `view` is not installed.
+        ArgumentError: the port is taken or not allowed.
+
+    >>> from saev_store import ShardStore
+    >>> with ShardStore.open(SAMPLE).view() as view:
+    ...     view.url.startswith("http://127.0.0.1:")
+    True
     """
 
     def __init__(
@@ -117,42 +56,45 @@ class View:
         other: ShardStore | None = None,
         source: Source[object] | None = None,
         tokenizer: Callable[[int], str] | None = None,
-        sae: str | os.PathLike[str] | None = None,
         height_px: int = 720,
+        port: int = 0,
     ) -> None:
-        if other is not None and not isinstance(other, ShardStore):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ArgumentError(f"other is {brief(other)}; it must be a ShardStore", where="other")
-        if source is not None and not isinstance(source, Source):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ArgumentError(f"source is {brief(source)}; it must be a data set, of open_source(…)", where="source")
-        if tokenizer is not None and not callable(tokenizer):  # pyright: ignore[reportUnnecessaryComparison]  # callers may not check types
-            raise ArgumentError(f"tokenizer is {brief(tokenizer)}; it must be a function", where="tokenizer")
-        self._height_px = check_count(height_px, name="height_px", most=100_000)
-        found = None if sae is None else read_sae(sae, d_model=store.metadata.d_model)
+        for library in ("starlette", "uvicorn"):
+            need(library, install="saev-store[view]", where="view")
+        import uvicorn
+
+        from saev_store.view._application import application
+
         token = secrets.token_urlsafe(16)
-        second = None if other is None else Viewed(other)
-        pages = Pages(Viewed(store, source=source, tokenizer=tokenizer, sae=found), other=second)
-        listening, address = listen(_LOOPBACK, 0)
-        self.url = f"{address}{token}/"
-        stop = serve_in_thread(application(pages, token=token, in_notebook=True), listening)
-        try:
-            # The thread refers to the application, never to this object, so the object ends when nobody refers to it.
-            self._finalizer = weakref.finalize(self, stop)
-        except BaseException:  # Ctrl-C: nobody gets what would stop it
-            stop()
-            raise
+        viewed = Viewed(store, source=source, tokenizer=tokenizer)
+        app = application(viewed, None if other is None else Viewed(other), token=token)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+            )
+        )
+        listening = _listen(port)
+        self.url = f"http://{_LOOPBACK}:{listening.getsockname()[1]}/{token}/"
+        self._height_px = height_px
+        # Neither thread nor finalizer refers to this object, so the page ends when the last reference to it is gone.
+        self._thread = threading.Thread(target=_run, args=(server, listening), name="saev-store-view", daemon=True)
+        self._finalizer = weakref.finalize(self, setattr, server, "should_exit", True)
+        self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether the page is served."""
+        """True while the page is served."""
         return self._finalizer.alive
 
     def close(self) -> None:
         """Stop serving; the store stays open."""
-        if (kept := self._finalizer.peek()) is not None:
-            # Not by the finalizer: after an interrupt in its call it may be dead, and have stopped nothing.
-            stop = kept[1]
-            stop()
-            self._finalizer.detach()
+        self._finalizer()
+        self._thread.join(2 * _GRACE_S)
+
+    def wait(self) -> None:
+        """Block until the page is closed, or until Ctrl-C raises `KeyboardInterrupt`."""
+        while self._thread.is_alive():
+            self._thread.join(1)  # on Windows, Ctrl-C does not end a `join` without a time-out
 
     def __enter__(self) -> Self:
         return self
@@ -171,3 +113,22 @@ class View:
             f'<iframe src="{url}" title="saev_store: view of a store" width="100%" height="{self._height_px}" '
             f'style="border:1px solid #8888"></iframe><p><a href="{url}" target="_blank" rel="noreferrer">Open in a tab</a></p>'
         )
+
+
+def _listen(port: int) -> socket.socket:
+    if not 0 <= port <= 65_535:
+        raise ArgumentError(f"port must be from 0 to 65535, got {port}", where="port")
+    try:
+        listening = socket.create_server((_LOOPBACK, port))
+    except OSError as error:
+        raise ArgumentError(
+            f"cannot listen on port {port}: {error}", where="port", remedy="Choose another port; 0 takes any free one."
+        ) from error
+    # Connections inherit it. Without it a small body waits up to 40 ms for the acknowledgement of its headers.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def _run(server: uvicorn.Server, listening: socket.socket) -> None:
+    with listening:
+        server.run(sockets=[listening])

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store.errors import SaevStoreError
-from saev_store.sources.places import ids_of
+from saev_store.sources.places import TokenPlace, ids_of
 from saev_store.store.text import TOKEN_IDS
 from saev_store.view._answers import Answer
-from saev_store.view._places import described_data
 
 if TYPE_CHECKING:
     from saev_store.view._viewed import Viewed
@@ -20,22 +19,9 @@ _CONTEXT = 6
 
 
 def texts_of(viewed: Viewed, example: int, content: slice) -> list[str] | None:
-    """The text of some content tokens of an example, or their ids as text; None for what is no text."""
+    """The texts of some content tokens of an example, or their ids as texts; None for an example without token ids."""
     ids = _token_ids(viewed, example)
-    if ids is None:
-        return None
-    return [text_of(viewed, int(token_id)) for token_id in ids[content].tolist()]
-
-
-def text_of(viewed: Viewed, token_id: int) -> str:
-    """The text of a token id; the number where there is no tokenizer."""
-    if viewed.decode is None or token_id < 0:
-        return str(token_id)
-    try:
-        found = viewed.decode(token_id)
-    except Exception:  # the tokenizer is a foreign library, or of another vocabulary
-        return str(token_id)
-    return found if isinstance(found, str) else str(token_id)  # pyright: ignore[reportUnnecessaryIsInstance]  # nobody checks what it gives
+    return None if ids is None else [_text(viewed, token_id) for token_id in ids[content].tolist()]
 
 
 def context_of(viewed: Viewed, example: int, token: int) -> Answer | None:
@@ -44,9 +30,19 @@ def context_of(viewed: Viewed, example: int, token: int) -> Answer | None:
     at = token - viewed.layout.n_special_tokens
     if ids is None or not 0 <= at < len(ids):
         return None
-    pieces = [ids[max(0, at - _CONTEXT) : at], ids[at : at + 1], ids[at + 1 : at + 1 + _CONTEXT]]
-    before, this, after = ([text_of(viewed, int(token_id)) for token_id in piece.tolist()] for piece in pieces)
+    pieces = ids[max(0, at - _CONTEXT) : at], ids[at : at + 1], ids[at + 1 : at + 1 + _CONTEXT]
+    before, this, after = ([_text(viewed, token_id) for token_id in piece.tolist()] for piece in pieces)
     return {"before": before, "token": this[0], "after": after}
+
+
+def _text(viewed: Viewed, token_id: int) -> str:
+    """The text of a token id; the number where there is no tokenizer."""
+    if viewed.decode is None or token_id < 0:
+        return str(token_id)
+    try:
+        return str(viewed.decode(token_id))
+    except Exception:  # the tokenizer is a foreign library, or of another vocabulary
+        return str(token_id)
 
 
 def _token_ids(viewed: Viewed, example: int) -> np.ndarray | None:
@@ -61,18 +57,17 @@ def _token_ids(viewed: Viewed, example: int) -> np.ndarray | None:
 
 
 def _ids_in_source(viewed: Viewed, example: int) -> np.ndarray | None:
-    """The ids of an example that is one sample of the data set, or the beginning of one."""
+    """The ids of an example that is one sample of the data set, or a part of one."""
     source, _ = viewed.source()
-    examples = described_data(viewed.store.metadata.data).get("examples")
+    examples = viewed.described.get("examples")
     if isinstance(examples, dict) and "by_token" in examples:  # several samples in one example
         return None
     try:
-        origin = viewed.store.origin(example, source=source)
-        ids = ids_of(origin.sample)
-        if ids is None:
-            return None
-        place = viewed.store.origin(example, 0, source=source, neighbours=0).place
+        origin = viewed.store.origin(example, 0, source=source, neighbours=0)
     except SaevStoreError:
         return None
-    first = getattr(place, "position", 0)
+    ids = ids_of(origin.sample)
+    if ids is None:
+        return None
+    first = origin.place.position if isinstance(origin.place, TokenPlace) else 0
     return ids[first : first + viewed.layout.content_tokens_per_example]

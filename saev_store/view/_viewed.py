@@ -1,11 +1,11 @@
-"""A store as the page looks at it: a bounded sample of its vectors, held in memory, and what is computed from that."""
+"""A store as the page looks at it: a bounded sample of its vectors, held in memory, and results computed from that."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.layout import LayerKey, layer_name
+from saev_store.core.layout import layer_name
 from saev_store.errors import CorruptShardError, LayerNotFoundError, SaevStoreError, SelectionError, brief
-from saev_store.store.identity import RecordingIdentity, recording_identity
-from saev_store.validation import local_folder
+from saev_store.store.token_arrays import MASK
 from saev_store.view._arithmetic import (
     Components,
     Floats,
@@ -27,19 +26,17 @@ from saev_store.view._arithmetic import (
     principal_components,
     unit_vectors,
 )
-from saev_store.view._places import described_data, places_in
 
 if TYPE_CHECKING:
     from saev_store.sources import Source
     from saev_store.store.store import ShardStore
-    from saev_store.view._sae import Sae
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the page reads at most for one view.
+    """Upper bounds of what the page reads for one view.
 
     Attributes:
         examples: Examples of the sample of a layer; each is about one request.
@@ -76,9 +73,6 @@ class Sample:
     example: Ints
     token: Ints
 
-    def __len__(self) -> int:
-        return len(self.acts)
-
     @cached_property
     def norms(self) -> Floats:
         """Their L2 norms; NaN where a number is not finite."""
@@ -97,14 +91,12 @@ class Sample:
 
 
 class Viewed:
-    """A store, and what its page holds in memory. May be used by several threads; one at a time computes.
+    """A store, and what its page holds in memory. Several threads may use it; one at a time computes.
 
     Args:
         store: An opened store; damaged ones too. It must stay open.
         source: The data set that it was recorded from; default: opened where its metadata say, if that is on this machine.
-        budget: What is read at most; default: `LOCAL` or `REMOTE`.
         tokenizer: Gives the text of a token id, for stores of texts.
-        sae: A sparse autoencoder whose features are shown.
     """
 
     def __init__(
@@ -112,51 +104,30 @@ class Viewed:
         store: ShardStore,
         *,
         source: Source[object] | None = None,
-        budget: Budget | None = None,
         tokenizer: Callable[[int], str] | None = None,
-        sae: Sae | None = None,
     ) -> None:
-        self.is_local = local_folder(store.transport) is not None or store.transport.is_local
-        self.store = store.unmapped()  # a file that is cut while it is read must not end the server
+        self.is_local = store.transport.is_local
+        self.store = store.unmapped()  # a file that is cut while it is read must not end the process
         self.layout = store.layout
-        self.budget = budget or (LOCAL if self.is_local else REMOTE)
-        self.decode, self.sae = tokenizer, sae
+        self.budget = LOCAL if self.is_local else REMOTE
+        self.decode = tokenizer
+        self.layer_names = [layer_name(key) for key in self.layout.layer_keys]
+        self.is_text = store.metadata.text is not None
+        #: Names of the tokens before the content.
+        self.special = (["BOS"] if self.is_text else ["CLS"]) * self.layout.n_special_tokens
         self._source, self._source_error = source, ""
-        metadata = store.metadata
-        self._named = (store.url, *places_in([metadata.dataset, described_data(metadata.data)]))
         self._lock = threading.RLock()
         self._samples: OrderedDict[int, Sample] = OrderedDict()
         self._kept: dict[str, object] = {}
-        self._recording: RecordingIdentity | None = None
-        #: How often files were found to be replaced: what is kept of two stores is of the files of both.
-        self.n_renewed = 0
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """Addresses that no answer may have: of the store, and of data sets that its metadata or its caller name."""
-        return (*self._named, *(() if self._source is None else (self._source.url,)))
-
-    def renew(self) -> None:
-        """Forget what was computed of a store on this machine if files were replaced since, as by a repair."""
-        if local_folder(self.store.transport) is None:
-            return
-        with self._lock, suppress(SaevStoreError):  # what cannot be looked at is told by reading it
-            files = self.store.recorded_files()
-            now = recording_identity(self.store.transport, self.layout, files=files, prefer="versions")
-            if now != self._recording:
-                self._kept.clear()
-                self._samples.clear()
-                self.n_renewed += 1
-            self._recording = now
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """What `compute` returns, computed once."""
+        """The result of `compute`, which is called once."""
         with self._lock:
             if name not in self._kept:
                 self._kept[name] = compute()
             return cast("T", self._kept[name])
 
-    # -- what is asked for ---------------------------------------------------------------------------------------------
+    # -- arguments -----------------------------------------------------------------------------------------------------
 
     def layer_at(self, name: str | None) -> int:
         """The position of a layer by its name, as in `5` or `5:attn_out`; the last one if none is given.
@@ -164,38 +135,27 @@ class Viewed:
         Raises:
             LayerNotFoundError: it was not recorded.
         """
-        names = self.layer_names
         if name is None:
-            return len(names) - 1
-        if name not in names:
+            return len(self.layer_names) - 1
+        if name not in self.layer_names:
             raise LayerNotFoundError(
-                f"layer {brief(name)} was not recorded; there are {', '.join(names)}", where="layer"
+                f"layer {brief(name)} was not recorded; there are {', '.join(self.layer_names)}", where="layer"
             )
-        return names.index(name)
+        return self.layer_names.index(name)
 
-    @property
-    def layer_names(self) -> list[str]:
-        """The layers as text, in storage order."""
-        keys: Iterable[LayerKey] = self.layout.layer_keys
-        return [layer_name(key) for key in keys]
-
-    def check_example(self, example: int) -> int:
-        """The position of an example; `SelectionError` if there is none."""
-        return _checked(example, self.layout.n_examples, "example")
-
-    def check_token(self, token: int) -> int:
-        """The position of a token in storage order; `SelectionError` if there is none."""
-        return _checked(token, self.layout.tokens_per_example, "token")
+    def check(self, *, example: int, token: int = 0) -> None:
+        """Raise `SelectionError` if there is no such example or token."""
+        for name, position, n in (
+            ("example", example, self.layout.n_examples),
+            ("token", token, self.layout.tokens_per_example),
+        ):
+            if not 0 <= position < n:
+                raise SelectionError(f"{name} {brief(position)} does not exist; there are 0 to {n - 1}", where=name)
 
     # -- the sample ----------------------------------------------------------------------------------------------------
 
-    @property
-    def n_sample_tokens(self) -> int:
-        """Tokens of each example that are in the sample: all, unless an example is larger than the budget."""
-        return max(1, min(self.layout.tokens_per_example, self.budget.nbytes // self.layout.vector_nbytes))
-
-    def _most(self, examples: int, nbytes_each: int) -> int:
-        return max(1, min(examples, self.budget.nbytes // max(1, nbytes_each)))
+    def _most(self, examples: int, vectors_each: int) -> int:
+        return max(1, min(examples, self.budget.nbytes // (vectors_each * self.layout.d_model * 4)))
 
     def _readable(self) -> Ints:
         """Examples that are not known to be lost; evenly spread ones where there are very many."""
@@ -208,7 +168,7 @@ class Viewed:
         return some[within < limits[shard]]
 
     def sample(self, layer_idx: int) -> Sample:
-        """The sample of a layer; read when it is first asked for.
+        """The sample of a layer without tokens that the mask leaves out; read when it is first asked for.
 
         Raises:
             CorruptShardError: nothing of the sample can be read.
@@ -216,11 +176,13 @@ class Viewed:
         with self._lock:
             found = self._samples.get(layer_idx)
             if found is None:
-                n_tokens = self.n_sample_tokens
-                n = self._most(self.budget.examples, n_tokens * self.layout.d_model * 4)
+                # All tokens, unless one example is larger than the budget.
+                n_tokens = min(self.layout.tokens_per_example, self._most(1 << 62, 1))
+                n = self._most(self.budget.examples, n_tokens)
                 examples, acts = self._read(evenly(self._readable(), n), slice(layer_idx, layer_idx + 1), n_tokens)
-                tokens = np.tile(np.arange(n_tokens), len(examples))
-                found = Sample(acts.reshape(-1, self.layout.d_model), np.repeat(examples, n_tokens), tokens)
+                kept = self.kept(examples)[:, :n_tokens]
+                row, token = np.nonzero(kept)
+                found = Sample(acts[:, 0][kept], examples[row], token)
                 self._samples[layer_idx] = found
                 while len(self._samples) > _LAYERS_HELD:
                     self._samples.popitem(last=False)
@@ -229,9 +191,10 @@ class Viewed:
 
     def whole(self) -> tuple[Ints, Singles] | None:
         """Some examples and all their vectors, (example, layer, token, d_model); None where one exceeds the budget."""
-        if self.layout.vectors_per_example * self.layout.d_model * 4 > self.budget.nbytes:
+        n_vectors = self.layout.vectors_per_example
+        if n_vectors * self.layout.d_model * 4 > self.budget.nbytes:
             return None
-        n = self._most(self.budget.whole_examples, self.layout.vectors_per_example * self.layout.d_model * 4)
+        n = self._most(self.budget.whole_examples, n_vectors)
         return self.once("whole", lambda: self.read_whole(evenly(self._readable(), n)))
 
     def read_whole(self, examples: Ints) -> tuple[Ints, Singles]:
@@ -241,34 +204,56 @@ class Viewed:
     def _read(self, examples: Ints, layers: slice, n_tokens: int) -> tuple[Ints, Singles]:
         """Examples and their vectors; without those that are found to be lost."""
         tokens = slice(0, n_tokens)
-        if len(examples):
-            try:
+        try:
+            if len(examples):
                 return examples, self.store.read((examples, layers, tokens))
-            except CorruptShardError:
-                pass  # example by example, to find those that are left
+        except CorruptShardError:
+            pass  # example by example, to find those that are left
         parts: list[Singles] = []
         kept: list[int] = []
-        failure: CorruptShardError | None = None
         for example in examples.tolist():
             try:
                 parts.append(self.store.read((slice(example, example + 1), layers, tokens)))
                 kept.append(example)
-            except CorruptShardError as error:
-                failure = error
+            except CorruptShardError:
+                continue
         if not parts:
-            raise failure or CorruptShardError("all examples of the store are lost", where=self.store.name)
+            raise CorruptShardError("all examples of the sample are lost", where=self.store.name)
         return np.array(kept, np.int64), np.concatenate(parts)
 
-    def grams(self, examples: Ints, acts: Singles) -> list[Floats]:
-        """For each layer the inner products of the content tokens of some examples, evenly spread where they are many."""
-        content = acts[:, :, self.layout.n_special_tokens :]
-        n_rows = len(examples) * content.shape[2]
-        rows = evenly(n_rows, _MOST_COMPARED)
-        flat = content.swapaxes(0, 1).reshape(content.shape[1], n_rows, -1)[:, rows]
+    def kept(self, examples: Ints) -> npt.NDArray[np.bool_]:
+        """True for each token (example, token) that the mask does not leave out."""
+        kept = np.ones((len(examples), self.layout.tokens_per_example), np.bool_)
+        mask = self.arrays()[0].get(MASK)
+        if mask is not None:
+            kept[:, self.layout.n_special_tokens :] = mask[examples] != 0
+        return kept
+
+    def grams(self, acts: Singles, kept: npt.NDArray[np.bool_]) -> list[Floats]:
+        """For each layer the inner products of content tokens, evenly spread where they are many.
+
+        Args:
+            acts: Vectors (example, layer, token, d_model).
+            kept: The tokens that count, (example, content token).
+        """
+        content = acts[:, :, self.layout.n_special_tokens :].swapaxes(0, 1)
+        rows = evenly(np.flatnonzero(kept), _MOST_COMPARED)
+        flat = content.reshape(len(content), kept.size, -1)[:, rows]
         finite = np.isfinite(flat).all(axis=(0, 2))
         return [centred_gram(layer[finite]) for layer in flat]
 
     # -- beside the vectors --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def described(self) -> Mapping[str, object]:
+        """`metadata.data` as a mapping; empty where it is something else, such as a pickle, which is not loaded."""
+        data: object = self.store.metadata.data
+        if isinstance(data, str):
+            try:
+                data = json.loads(data)
+            except (ValueError, RecursionError):
+                return {}
+        return cast("Mapping[str, object]", data) if isinstance(data, Mapping) else {}
 
     def arrays(self) -> tuple[dict[str, npt.NDArray[np.generic]], list[str]]:
         """The token arrays that are not too large to read, and what is wrong with the others."""
@@ -281,8 +266,7 @@ class Viewed:
         try:
             names = list(arrays)
         except SaevStoreError as error:
-            name = (error.where or "token arrays").rpartition("/")[2]
-            return {}, [f"{name}: {error.message}"]
+            return {}, [f"token arrays: {error.message}"]
         for name in names:
             try:
                 if arrays.declared(name).nbytes(self.layout) > self.budget.array_nbytes:
@@ -315,9 +299,3 @@ def evenly(of: Ints | int, most: int) -> Ints:
     n = of if isinstance(of, int) else len(of)
     picked = np.arange(n) if n <= most else np.round(np.linspace(0, n - 1, most)).astype(np.int64)
     return picked if isinstance(of, int) else of[picked]
-
-
-def _checked(position: int, n: int, name: str) -> int:
-    if not 0 <= position < n:
-        raise SelectionError(f"{name} {brief(position)} does not exist; there are 0 to {n - 1}", where=name)
-    return position

@@ -681,7 +681,6 @@ def test_the_list_of_commands_has_whole_descriptions(run):
         (["head", "STORE", "--token-array", "nix"], "--token-array"),
         (["copy", "STORE", "OUT", "--layers", "99"], "--layers"),
         (["serve", "STORE", "--port", "70000"], "--port"),
-        (["view", "STORE", "--sae", ""], "--sae"),
     ],
 )
 def test_errors_name_options_instead_of_arguments(run, store, tmp_path, arguments, name):

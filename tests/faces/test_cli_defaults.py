@@ -109,17 +109,6 @@ def test_serve(calls: Calls, store: ShardStore) -> None:
     assert listened == {"host": "127.0.0.1", "port": 8000}
 
 
-def test_view(calls: Calls) -> None:
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    calls.catch_at("saev_store.view.open_pages", then=lambda: "the pages")
-    calls.catch_at("saev_store.view.run")
-    assert main(["view", "memory://a"]) == DONE
-    opened, ran = calls.found
-    assert {name: value for name, value in opened.items() if value is not None} == {"url": "memory://a"}
-    assert (ran["pages"], ran["port"]) == ("the pages", 0)
-
-
 def test_stats_and_validate(calls: Calls, store: ShardStore) -> None:
     calls.catch(ShardStore, "stats")
     calls.catch(ShardStore, "validate")
@@ -332,13 +321,10 @@ def test_an_address_is_one_line(
     monkeypatch.setattr("saev_store.serve.application", lambda *_, **__: None)
     monkeypatch.setattr("saev_store.serve.listen", lambda *_: (None, "http://here/"))
     monkeypatch.setattr("saev_store.serve.serve", lambda *_: None)
-    monkeypatch.setattr("saev_store.view.open_pages", lambda *_, **__: None)
-    monkeypatch.setattr("saev_store.view.run", lambda _, *, port, tell: tell(f"http://here/{port}"))
     page = (tmp_path / "_site" / "index.html").as_uri()
     for command, address in (
         (["docs", "--no-open"], page),
         (["serve", store.url], "http://here/"),
-        (["view", store.url], "http://here/0"),
     ):
         assert main([*command, *(["--json"] if as_json else [])]) == 0
         shown = capsys.readouterr().out
@@ -346,5 +332,3 @@ def test_an_address_is_one_line(
     assert opened == []
     assert main(["docs", *(["--json"] if as_json else [])]) == 0
     assert opened == ([] if as_json else [page])
-    assert main(["view", store.url, "--open", *(["--json"] if as_json else [])]) == 0
-    assert opened[-1] == "http://here/0"

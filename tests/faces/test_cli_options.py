@@ -331,29 +331,6 @@ def test_serve(calls: Calls, store: ShardStore) -> None:
     assert listened == {"host": "0.0.0.0", "port": 81}
 
 
-def test_view(calls: Calls, tmp_path: Path) -> None:
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    tokenizers = pytest.importorskip("tokenizers")
-    own = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "cat": 1}, unk_token="<s>"))
-    own.add_special_tokens(["<s>"])
-    own.save(str(tmp_path / "own.json"))
-    arguments = (
-        "--port", "81", "--source", "memory://data", "--tokenizer", str(tmp_path / "own.json"), "--sae", "memory://sae", *STORAGE,
-    )  # fmt: skip
-    check_all_are_given("view", arguments, also={"--open"})
-    pages = object()
-    calls.catch_at("saev_store.view.open_pages", then=lambda: pages)
-    calls.catch_at("saev_store.view.run")
-    assert main(["view", "memory://a", "memory://b", *arguments]) == DONE
-    opened, ran = calls.found
-    decode = opened.pop("tokenizer")
-    assert [decode(0), decode(1)] == ["<s>", "cat"]
-    given = {"url": "memory://a", "other": "memory://b", "source_url": "memory://data", "sae_url": "memory://sae"}
-    assert opened == {**given, "storage_options": STORAGE_FOUND}
-    assert (ran["pages"], ran["port"]) == (pages, 81)
-
-
 def test_finalize(calls: Calls) -> None:
     pytest.importorskip("torch")
     arguments = ("--no-verify", "--takeover", "--no-progress", *STORAGE)

@@ -1,19 +1,21 @@
-"""Stores that a page can show: of images with their folder, of texts; with vectors that have a structure to see."""
+"""Stores that a page can show, of images with their folder and of texts; and a client of their pages."""
 
 from __future__ import annotations
 
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from urllib.parse import urlencode, urlsplit
 
 import numpy as np
+from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
 from saev_store.sources.framing import Framing
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.provenance import recorded_from
-
-if TYPE_CHECKING:
-    from saev_store.view import Viewed
 
 GRID, INPUT_PX = 4, 64
 
@@ -96,8 +98,35 @@ def store_of(root: Path, acts: np.ndarray, *, cls: bool = True, labels: np.ndarr
     return Path(writer.url)
 
 
-def viewed(folder: Path, **options: object) -> Viewed:
-    """A store, damaged or not, as a page sees it."""
-    from saev_store.view import Viewed
+def get(url: str, path: str = "", method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HANG_S)
+    try:
+        connection.request(method, f"{parts.path}{path}", headers=headers)
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        connection.close()
 
-    return Viewed(ShardStore.open(folder, damaged_ok=True), **options)
+
+class Page:
+    """A running page, and its answers."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __call__(self, view: str, **query: object) -> dict:
+        status, _, body = get(self.url, f"api/{view}?{urlencode(query)}")
+        assert status == 200, body
+        return json.loads(body)
+
+    def error(self, view: str, **query: object) -> tuple[int, str]:
+        status, _, body = get(self.url, f"api/{view}?{urlencode(query)}")
+        return status, json.loads(body)["error"]["kind"]
+
+
+@contextmanager
+def shown(store: object, **options: object) -> Iterator[Page]:
+    opened = store if isinstance(store, ShardStore) else ShardStore.open(store, damaged_ok=True)
+    with opened.view(**options) as view:
+        yield Page(view.url)

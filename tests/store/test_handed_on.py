@@ -41,7 +41,7 @@ CALLS = [
     ("source", "numpy", "saev_store.sources.provenance", "source_of", {"url": "s3://b", "outside_ok": True}),
     (
         "view", "uvicorn", "saev_store.view", "View",
-        {"other": "o", "source": "s", "tokenizer": str, "sae": "file", "height_px": 1},
+        {"other": "o", "source": "s", "tokenizer": str, "height_px": 1},
     ),
     (
         "validate", "numpy", "saev_store.validation", "validate", {"deep": True, "client": "tcp://a", "progress": False},

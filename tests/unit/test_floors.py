@@ -117,7 +117,7 @@ HEAVY = {
     "tqdm": ("_runtime/progress.py", "validation/", "cli/"),
     "transformers": ("record/",),
     "typer": ("cli/",),
-    "uvicorn": ("serve/",),
+    "uvicorn": ("serve/", "view/"),
     "virtualizarr": ("export/",),
     "xarray": ("xarray/", "zarr/", "export/"),
     "zarr": ("zarr/", "xarray/", "dask/", "export/", "serve/"),

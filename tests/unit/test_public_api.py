@@ -82,7 +82,7 @@ PUBLIC = {
         quick_checks survey_store validate
     """,
     "saev_store.view": """
-        Budget LOCAL Pages REMOTE Sae View Viewed application open_pages read_sae run
+        View
     """,
     "saev_store.writer": """
         Cleaned Digests FileDigests Leftover Progress RepairWriter RepairedFile ShardWriter Unfinished

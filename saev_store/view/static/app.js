@@ -2,7 +2,6 @@
 import { compareKeys, compareView } from "./compare_view.js";
 import { element } from "./dom.js";
 import { exampleKeys, exampleView } from "./example_view.js";
-import { featureKeys, featuresView, featureView } from "./features_view.js";
 import { layersView } from "./layers_view.js";
 import { address, ask, go, kept, read } from "./state.js";
 import { storeView } from "./store_view.js";
@@ -13,17 +12,15 @@ const VIEWS = {
   layers: { title: "Layers", key: "l", draw: layersView },
   example: { title: "Examples", key: "e", draw: exampleView, keys: exampleKeys },
   compare: { title: "Compare", key: "c", draw: compareView, keys: compareKeys, needs: "other" },
-  features: { title: "Features", key: "f", draw: featuresView, needs: "sae" },
-  feature: { draw: featureView, keys: featureKeys },
   token: { draw: tokenView, keys: tokenKeys },
 };
 const KEYS = [
   ["/", "go to an example"],
   ["?", "this list"],
   ["s, l, e", "store, layers, examples"],
-  ["c, f", "comparison with a second store, features of an SAE"],
+  ["c", "comparison with a second store"],
   ["[ and ]", "previous and next layer"],
-  ["n and p", "next and previous example, or feature"],
+  ["n and p", "next and previous example"],
   ["arrows", "move over the tokens"],
   ["Enter", "open the chosen token"],
   ["Escape", "from a token back to its example"],
@@ -34,12 +31,13 @@ let shown = null;
 
 async function draw() {
   const state = read();
-  const view = VIEWS[state.view] || VIEWS.store;
+  const view = VIEWS[state.view];
   const main = find("main");
   main.setAttribute("aria-busy", "true");
   try {
     store ??= await ask("store");
     header(state);
+    if (!view) throw new Error(`There is no view ${state.view}.`);
     const parts = await view.draw(state, store);
     const hadFocus = main.contains(document.activeElement);
     // A link in the middle of a page leads to the top of the next one.
@@ -70,17 +68,14 @@ function failure(error) {
 
 function header(state) {
   const layer = state.query.get("layer");
-  const links = Object.entries(VIEWS).filter(([name, view]) => view.title && (store.is_open || name === "store") && (!view.needs || store[view.needs]));
+  const links = Object.entries(VIEWS).filter(([name, view]) => view.title && (!view.needs || store[view.needs]));
   find("nav").replaceChildren(
     ...links.map(([name, view]) => {
-      const isCurrent = name === state.view || (name === "example" && state.view === "token") || (name === "features" && state.view === "feature");
-      const to = name === "example" && state.view === "token" ? address("example", [state.parts[0]], { ...kept(state.query), token: state.parts[1] }) : address(name, [], { layer });
+      const isCurrent = name === state.view || (name === "example" && state.view === "token");
+      const to = name === "example" && state.view === "token" ? address("example", [state.parts[0]], { ...kept(), token: state.parts[1] }) : address(name, [], { layer });
       return element("a", { href: to, "aria-current": isCurrent ? "page" : null }, view.title);
     }),
   );
-  find("jump").hidden = false;
-  for (const name of ["layer", "example"]) find(name).disabled = !store.is_open;
-  if (!store.is_open) return;
   const chosen = layer ?? store.layers.at(-1);
   find("layer").replaceChildren(...store.layers.map((name) => element("option", { value: name, selected: name === chosen }, name)));
   find("example").value = ["example", "token", "compare"].includes(state.view) ? state.parts[0] || "0" : "";
@@ -115,7 +110,7 @@ function onKey(event) {
   const state = read();
   const named = Object.entries(VIEWS).find(([, view]) => view.key === event.key && (!view.needs || store?.[view.needs]));
   if (event.key === "?") help(true);
-  else if (!store?.is_open) return;
+  else if (!store) return;
   else if (event.key === "/") find("example").select();
   else if (event.key === "[" || event.key === "]") nextLayer(event.key === "]" ? 1 : -1);
   else if (named) go(named[0], [], { layer: state.query.get("layer") });
@@ -140,7 +135,7 @@ find("jump").addEventListener("submit", (event) => {
     return;
   }
   find("main").focus();
-  go("example", [example], kept(read().query));
+  go("example", [example], kept());
 });
 addEventListener("keydown", onKey);
 addEventListener("hashchange", draw);

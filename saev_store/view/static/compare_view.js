@@ -1,6 +1,6 @@
 // The view of two stores: one example in both, and the similarity of their layers.
 import { element, section } from "./dom.js";
-import { heat } from "./layers_view.js";
+import { similarity } from "./layers_view.js";
 import { plot } from "./plots.js";
 import { address, ask, go } from "./state.js";
 
@@ -12,35 +12,25 @@ export async function compareView({ parts, query }, store) {
   const [a, b] = answer.layers;
   const choose = element("select", { id: "other-layer", on: { change: (event) => go("compare", [example], { layer: a, layer_b: event.target.value }) } },
     answer.layers_b.map((name) => element("option", { value: name, selected: name === b }, name)));
+  const [first, second] = answer.norms;
   return [
     title,
     element("p", {}, element("label", { for: "other-layer" }, "Layer of the other store "), choose, " ",
       element("a", { href: address("example", [example], { layer: a }) }, `Example ${example}`)),
-    section(`Example ${example}: layer ${a}, and layer ${b} of the other`, norms(answer), cosine(answer)),
-    similarity(answer, store),
+    section(
+      `Example ${example}: layer ${a}, and layer ${b} of the other`,
+      plot({
+        title: "L2 norms by content token; the solid line is the first store",
+        xLabel: "content token",
+        yLabel: "norm",
+        lines: [{ label: "other", values: second }, { label: "first", values: first, strong: true }],
+      }),
+      answer.cosine
+        ? plot({ title: "Cosine similarity by content token", xLabel: "content token", yLabel: "cosine similarity", lines: [{ label: "cosine", values: answer.cosine, strong: true }] })
+        : element("p", {}, "The vectors have different lengths, so they have no cosine similarity."),
+    ),
+    similarity(answer.similarity, store.layers, answer.layers_b),
   ];
-}
-
-function norms({ norms: [first, second] }) {
-  return plot({
-    title: "L2 norms by content token; the solid line is the first store",
-    x: first.map((_, at) => at), xLabel: "content token", yLabel: "norm",
-    lines: [{ label: "other", values: second }, { label: "first", values: first, strong: true }],
-  });
-}
-
-function cosine({ cosine: values }) {
-  if (!values) return element("p", {}, "The vectors have different lengths, so they have no cosine similarity.");
-  return plot({
-    title: "Cosine similarity by content token", x: values.map((_, at) => at), xLabel: "content token", yLabel: "cosine similarity",
-    lines: [{ label: "cosine", values, strong: true }],
-  });
-}
-
-function similarity({ similarity: found, layers_b: others }, store) {
-  if (!found.matrix) return section("Similarity between layers", element("p", {}, `Not computed: ${found.why_not}.`));
-  const caption = `Linear CKA over ${found.n_vectors} content tokens of ${found.n_examples} examples; rows are layers of the first store`;
-  return section("Similarity between layers", heat(caption, store.layers, others, found.matrix));
 }
 
 export function compareKeys(event, state, store) {

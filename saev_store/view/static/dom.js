@@ -9,7 +9,7 @@ export function element(name, properties = {}, ...children) {
     else if (key === "class") made.className = value;
     else made.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return made;
 }
 
@@ -54,6 +54,11 @@ export function extent(values) {
     else if (value > found[1]) found[1] = value;
   }
   return found;
+}
+
+// The name of a token by its place in storage order: as `token_idx` of loaders counts; special tokens by their names.
+export function tokenName({ special }, token) {
+  return special[token] ?? `${token - special.length}`;
 }
 
 // A text of a token as one can see it: without line breaks, controls, and marks that change the direction; not too long.
@@ -106,25 +111,4 @@ export function categorical(number) {
     return 255 * (0.55 - 0.3 * Math.max(-1, Math.min(k - 3, 9 - k, 1)));
   };
   return hex(f(0), f(8), f(4));
-}
-
-export function problemList(problems) {
-  if (!problems.length) return element("p", {}, "None known.");
-  return element(
-    "ul",
-    { class: "problems" },
-    problems.map((problem) =>
-      element(
-        "li",
-        { class: problem.severity },
-        element("strong", {}, problem.severity),
-        ` ${problem.kind} `,
-        problem.where ? element("code", {}, problem.where) : null,
-        element("p", {}, problem.message),
-        problem.lost?.length
-          ? element("p", {}, `Lost examples: ${problem.lost.map(([a, b]) => (b - a > 1 ? `${a} to ${b - 1}` : `${a}`)).join(", ")}`)
-          : null,
-      ),
-    ),
-  );
 }

@@ -12,6 +12,11 @@ export function address(view, parts = [], query = {}) {
   return `#/${[view, ...parts].join("/")}${text ? `?${text}` : ""}`;
 }
 
+// Addresses count content tokens, as `token_idx` of loaders does: -1 is a special token.
+export function tokenAddress({ special }, example, token, query) {
+  return address("token", [example, token - special.length], query);
+}
+
 export function go(view, parts, query) {
   location.hash = address(view, parts, query);
 }
@@ -19,13 +24,13 @@ export function go(view, parts, query) {
 // Changes the address without a step in the history and without drawing again.
 export function amend(query) {
   const now = read();
-  for (const [name, value] of Object.entries(query)) now.query.set(name, value);
-  history.replaceState(null, "", address(now.view, now.parts, Object.fromEntries(now.query)));
+  history.replaceState(null, "", address(now.view, now.parts, { ...Object.fromEntries(now.query), ...query }));
 }
 
-// What stays the same on the way between an example and its tokens.
-export function kept(query) {
-  return Object.fromEntries(["layer", "colour", "overlay", "feature"].map((name) => [name, query.get(name)]));
+// Choices that stay the same on the way between an example and its tokens.
+export function kept() {
+  const { query } = read();
+  return Object.fromEntries(["layer", "colour", "overlay"].map((name) => [name, query.get(name)]));
 }
 
 let running = null;
@@ -36,8 +41,7 @@ export async function ask(name, query = {}) {
   running = new AbortController();
   const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
   const response = await fetch(`api/${name}?${new URLSearchParams(given)}`, { signal: running.signal });
-  const type = response.headers.get("content-type") || "";
-  if (!type.startsWith("application/json")) throw new Error(`the server answered ${response.status}`);
+  if (response.headers.get("content-type") !== "application/json") throw new Error(`the server answered ${response.status}`);
   const answer = await response.json();
   if (answer.error) throw Object.assign(new Error(answer.error.message), answer.error);
   return answer;

@@ -49,9 +49,9 @@ async function keyboard() {
   await press(page, ["n"], "Example 4, layer 5");
   await press(page, ["p"], "Example 3, layer 5");
   await press(page, ["ArrowRight", "ArrowRight", "ArrowDown"], "Example 3, layer 5");
-  await at(/token=6/);
+  await at(/token=5/);
   await press(page, ["Enter"], "Token 5 of example 3, layer 5");
-  await at(/^#\/token\/3\/6\?layer=5$/);
+  await at(/^#\/token\/3\/5\?layer=5$/);
   await press(page, ["ArrowRight"], "Token 6 of example 3");
   await press(page, ["ArrowUp"], "Token 2 of example 3");
   await press(page, ["]"], "Token 2 of example 3, layer 11");
@@ -63,23 +63,18 @@ async function keyboard() {
   await page.reload();
   await press(page, [], "Example 3, layer 11");
   await press(page, ["c"], "Compared with");
-  await press(page, ["f"], "Features of sae.safetensors on layer 11");
-  await press(page, ["["], "Features of sae.safetensors on layer 5");
-  await page.focus("#feature");
-  await press(page, ["1", "4", "Enter"], "Feature 14, layer 5");
-  await page.focus("main");
-  await press(page, ["n"], "Feature 15, layer 5");
-  await press(page, ["Escape"], "Features of sae.safetensors on layer 5");
   await press(page, ["s"], "Store");
   // What an example is coloured by stays the same on the way to a token and back; an address may be wrong.
   await page.goto(`${told.images}#/example/3?layer=5&token=7&colour=norm&overlay=x`);
   await press(page, [], "Example 3, layer 5");
-  await press(page, ["ArrowRight", "Enter"], "Token 7 of example 3");
+  await press(page, ["ArrowRight", "Enter"], "Token 8 of example 3");
   await press(page, ["ArrowRight", "Escape"], "Example 3, layer 5");
   await at(/colour=norm.*token=9/);
   await page.goto(`${told.images}#/example/3?token=none`);
   await press(page, [], "This cannot be shown");
-  if (!/token is 'none'/.test(await page.innerText("main"))) problems.push(await page.innerText("main"));
+  if (!/token must be an integer/.test(await page.innerText("main"))) problems.push(await page.innerText("main"));
+  await page.goto(`${told.images}#/nothing`);
+  await press(page, [], "This cannot be shown");
   // The page of an example with the token that one comes from.
   await page.goto(`${told.long}#/token/1/2400`);
   await press(page, [], "Token 2400");

@@ -17,14 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dense_stores import plain_store
-from safetensors_files import safetensors
 from viewed_stores import image_store, text_store
 
 pytest.importorskip("starlette")
 
+from saev_store import ShardStore
 from saev_store.core.layout import Layout
-from saev_store.serve import listen, serve_in_thread
-from saev_store.view import application, open_pages
 from saev_store.view._arithmetic import principal_components
 
 MODULES = os.environ.get("SAEV_STORE_VIEW_TESTS", "")
@@ -45,65 +43,42 @@ def test_the_page_in_a_browser(tmp_path):
     chromium = os.environ.get("SAEV_STORE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     assert chromium, "no Chromium on PATH, although SAEV_STORE_VIEW_TESTS asks for one"
     images, texts = image_store(tmp_path / "images"), text_store(tmp_path / "texts")
-    damaged, broken = tmp_path / "damaged" / images.name, tmp_path / "broken" / images.name
-    for copy in (damaged, broken):
-        shutil.copytree(images, copy)
+    damaged = tmp_path / "damaged" / images.name
+    shutil.copytree(images, damaged)
     (damaged / "acts000001.bin").unlink()
     (damaged / "acts000002.bin").unlink()
-    (broken / "metadata.json").write_text("{}")
     lost = plain_store(Layout(3, (2, 5), 4, True, 8, 2)).write(tmp_path / "lost")
     for shard in lost.glob("acts*.bin"):
         np.full(shard.stat().st_size // 4, np.nan, np.float32).tofile(shard)
     # Longer than a page, than what a function of JavaScript takes as arguments, and than a line.
     long = plain_store(Layout(2, (2,), 2500, False, 4, 2)).write(tmp_path / "long")
     wide = plain_store(Layout(2, (2,), 3, False, 200_000, 2)).write(tmp_path / "wide")
-    sae = tmp_path / "sae.safetensors"
-    rng = np.random.default_rng(6)
-    encoder = rng.normal(size=(16, 48)).astype(np.float32)
-    bias = np.full(48, -15, np.float32)
-    sae.write_bytes(safetensors({"W_enc": encoder, "b_enc": bias, "W_dec": encoder.T.copy() / 16}))
     folder = Path(os.environ.get("SAEV_STORE_VIEW_PICTURES") or tmp_path).resolve()
     with ExitStack() as stack:
         urls = {}
         stores = {
-            "images": images, "texts": texts, "odd": texts, "damaged": damaged, "broken": broken, "lost": lost, "long": long,
+            "images": images,
+            "texts": texts,
+            "odd": texts,
+            "damaged": damaged,
+            "lost": lost,
+            "long": long,
             "wide": wide,
-        }  # fmt: skip
+        }
         for name, store in stores.items():
-            listening, address = listen("127.0.0.1", 0)
-            stack.callback(
-                serve_in_thread(
-                    application(
-                        open_pages(
-                            store,
-                            other=str(store) if name == "images" else None,
-                            sae_url=sae if name in {"images", "texts"} else None,
-                            tokenizer=(lambda i: ODD[i % len(ODD)]) if name == "odd" else None,
-                        ),
-                        token=name,
-                    ),
-                    listening,
-                )
-            )
-            urls[name] = f"{address}{name}/"
+            opened = ShardStore.open(store, damaged_ok=True)
+            tokenizer = (lambda i: ODD[i % len(ODD)]) if name == "odd" else None
+            view = stack.enter_context(opened.view(other=opened if name == "images" else None, tokenizer=tokenizer))
+            urls[name] = view.url
         shown = {
             "store": f"{urls['damaged']}#/store",
             "layers": f"{urls['images']}#/layers?layer=5",
             "example": f"{urls['images']}#/example/3?layer=5&token=7",
-            "token": f"{urls['images']}#/token/3/6?layer=5",
+            "token": f"{urls['images']}#/token/3/5?layer=5",
             "compare": f"{urls['images']}#/compare/3?layer=5&layer_b=11",
             "text": f"{urls['texts']}#/example/2?colour=norm",
-            "features": f"{urls['images']}#/features?layer=5",
-            "feature": f"{urls['images']}#/feature/14?layer=5",
-            "activations": f"{urls['images']}#/example/3?layer=5&feature=14&colour=feature",
         }
-        others = [
-            f"{urls['images']}#/store",
-            f"{urls['texts']}#/token/2/7",
-            f"{urls['texts']}#/feature/3",
-            f"{urls['damaged']}#/example/5",
-            urls["broken"],
-        ]
+        others = [f"{urls['images']}#/store", f"{urls['texts']}#/token/2/7", f"{urls['damaged']}#/example/5"]
         # Pages on which every number and text is there, and as narrow as the window.
         sound = [f"{urls['odd']}#/{view}" for view in ("example/2", "token/2/7")]
         sound += [f"{urls['lost']}#/{view}" for view in ("store", "layers", "example/1?colour=norm", "token/1/0")]

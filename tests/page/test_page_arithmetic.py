@@ -1,11 +1,10 @@
-"""What the page computes, against dense NumPy."""
+"""The arithmetic of the page against dense NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from saev_store.errors import ArgumentError
 from saev_store.view._arithmetic import (
     centred_gram,
     cosine_rows,
@@ -16,8 +15,6 @@ from saev_store.view._arithmetic import (
     principal_components,
     unit_vectors,
 )
-from saev_store.view._pages import Query, integer
-from saev_store.view._places import plain, without_places
 
 RNG = np.random.default_rng(0)
 
@@ -97,54 +94,3 @@ def test_a_vector_without_a_direction_has_no_cosine_on_either_side(odd):
 def test_cosines_of_rows():
     a, b = np.array([[1, 0], [1, 1], [0, 0]], np.float32), np.array([[0, 2], [3, 3], [1, 1]], np.float32)
     np.testing.assert_allclose(cosine_rows(a, b), [0, 1, np.nan], atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("/home/me/my data/s/acts0.bin is short", "s/acts0.bin is short"),
-        ("cannot read s3://key:secret@bucket/a/b?token=x: gone", "cannot read b gone"),
-        ("simplecache::s3://bucket/a/b.", "b."),
-        ("3/4 of 1.5/2 and and/or stay", "3/4 of 1.5/2 and and/or stay"),
-        ("'~/secret/x' and \"/a/b\"", "'x' and \"b\""),
-        ("memory://user:pw@host", "host"),
-    ],
-)
-def test_of_places_the_last_component_is_left(text, expected):
-    assert without_places(text, ["/home/me/my data/s/"]) == expected
-
-
-def test_answers_are_json():
-    assert plain({1: np.float32(2), "a": [np.nan, np.array([1, np.inf])], "b": np.bool_(True)}) == {
-        "1": 2.0,
-        "a": [None, [1.0, None]],
-        "b": True,
-    }
-
-
-@pytest.mark.parametrize("text", ["0", "7", "-7", "007", "9" * 18, "-" + "9" * 18])
-def test_parameters_that_are_integers(text):
-    assert integer(text, "example") == int(text)
-    assert Query({"example": text}).integer("example") == int(text)
-    assert Query({"example": text}).integer_or_none("example") == int(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "-", "--1", "+1", "1.0", "1e3", "1_0", " 1", "0x1", "\u0663", "\u00b2", "9" * 19, "1" + "0" * 18]
-)
-def test_parameters_that_are_none(text):
-    query = Query({"example": text})
-    for ask in (query.integer, query.integer_or_none, lambda name: query.integer(name, 3)):
-        with pytest.raises(ArgumentError, match="it must be an integer") as caught:
-            ask("example")
-        assert caught.value.where == "example"
-        assert caught.value.message.startswith("example is ")
-
-
-def test_parameters_that_are_not_given():
-    query = Query({"layer": "5:attn_out"})
-    assert (query.integer("example", 3), query.integer("example", 0)) == (3, 0)
-    assert query.integer_or_none("first") is query.text("first") is None
-    assert query.text("layer") == "5:attn_out"
-    with pytest.raises(ArgumentError, match="example is None; it must be an integer"):
-        query.integer("example")
