@@ -13,8 +13,7 @@ NEEDS = {
     "saev_store/integrations/*": "torch",
     "saev_store/torch/*": "torch",
     "saev_store/xarray/*": "xarray",
-    "saev_store/dask.py": "dask",
-    "saev_store/serve/*": "starlette",
+    "saev_store/dask/*": "dask",
     "saev_store/view/*": "starlette",
 }
 #: A small store that another program wrote: shape (7, 3, 5, 8), layers (2, 5, 11), with labels.

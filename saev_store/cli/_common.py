@@ -51,13 +51,6 @@ DstPairs = Annotated[
         "--dst-option", metavar="KEY=VALUE", help="One option of the destination's file system; may be repeated."
     ),
 ]
-Chunks = Annotated[
-    str | None,
-    typer.Option(
-        metavar="1,1,197,768",
-        help="Shape of a chunk: examples, layers, tokens, d_model [default: suits remote readers].",
-    ),
-]
 Progress = Annotated[
     bool | None,
     typer.Option(

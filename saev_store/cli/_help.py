@@ -30,7 +30,7 @@ _COMMANDS = {
     "Look at stores": ("info", "estimate", "ls", "head", "validate", "stats", "view"),
     "Record and import": ("record", "repair", "finalize", "import", "demo"),
     "Copy and clean": ("copy", "clean"),
-    "Other formats": ("convert", "prepare", "export", "serve"),
+    "Other formats": ("convert", "prepare"),
     "Help": ("docs",),
 }
 #: Groups of options by their names in Python; others are in "Options".
@@ -69,8 +69,6 @@ _EXAMPLES = {
     "clean": ("clean /scratch/shards --dry-run", "clean s3://lab/shards --older-than 2d --engine fsspec"),
     "convert": ("convert docs.idx docs.batch --seq-len 2048 --batch-size 8", "convert energon texts.idx --tokenizer bytes"),
     "prepare": ("prepare /data/photos --split 8,1,1 --sample-type CrudeWebdataset",),
-    "export": ("export /scratch/shards/1a2b3c4d refs.json", "export URL repository --format icechunk"),
-    "serve": ("serve /scratch/shards/1a2b3c4d --port 8000",),
     "docs": ("docs", "docs --no-open"),
 }  # fmt: skip
 

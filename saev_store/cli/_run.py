@@ -19,12 +19,11 @@ from saev_store.cli._tables import is_drawn
 from saev_store.cli._wording import SubCommand, Wording, as_commands
 from saev_store.cli.converting import convert
 from saev_store.cli.documentation import docs
-from saev_store.cli.exporting import export
 from saev_store.cli.finishing import finalize
 from saev_store.cli.importing import import_
 from saev_store.cli.ls import ls
 from saev_store.cli.prepare import prepare
-from saev_store.cli.reading import estimate, head, info, serve, stats, validate
+from saev_store.cli.reading import estimate, head, info, stats, validate
 from saev_store.cli.recording import record
 from saev_store.cli.repairing import repair
 from saev_store.cli.viewing import view
@@ -69,9 +68,7 @@ def app() -> Command:
         clean,
         convert,
         prepare,
-        export,
         stats,
-        serve,
         view,
         record,
         repair,

@@ -26,7 +26,6 @@ from saev_store.transport import Engine, LocalTransport, Transport, open_transpo
 if TYPE_CHECKING:
     import dask.array
     import distributed
-    import icechunk
     import xarray
 
     from saev_store.sources import Source
@@ -341,31 +340,6 @@ class ShardStore(TextReading, Importing, Viewing):
 
         return from_store(self, chunks=chunks)
 
-    def to_kerchunk(
-        self, path: Url, *, format: Literal["json", "parquet"] = "json", chunks: ChunkShape = "auto",
-        base: str | None = None, templates: bool = True, storage_options: Options | None = None,
-    ) -> None:  # fmt: skip
-        """Write references that fsspec's `reference://` reads. See `saev_store.export.write_kerchunk`."""
-        from saev_store.export import write_kerchunk
-
-        write_kerchunk(
-            self, path, format=format, chunks=chunks, base=base, templates=templates,
-            storage_options=storage_options,
-        )  # fmt: skip
-
-    def to_icechunk(
-        self, target: Url | icechunk.Storage, *, chunks: ChunkShape = "auto", base: str | None = None,
-        container: icechunk.VirtualChunkContainer | None = None, append: bool = False,
-    ) -> str:  # fmt: skip
-        """Create an Icechunk repository whose chunks are ranges of the shards, or append to one; returns the commit's id.
-
-        See `saev_store.export.write_icechunk`.
-        """
-        from saev_store.export import write_icechunk
-
-        where = os.fspath(target) if isinstance(target, (str, os.PathLike)) else target
-        return write_icechunk(self, where, chunks=chunks, base=base, container=container, append=append)
-
     def to_virtual_dataset(self, *, chunks: ChunkShape = "auto", base: str | None = None) -> xarray.Dataset:
         """An `xarray.Dataset` of VirtualiZarr's `ManifestArray`s: byte ranges of the shards, nothing read.
 
@@ -374,14 +348,6 @@ class ShardStore(TextReading, Importing, Viewing):
         from saev_store.export import to_virtual_dataset
 
         return to_virtual_dataset(self, chunks=chunks, base=base)
-
-    def to_tensorstore_spec(
-        self, array: str = "activations", *, base: str | Mapping[str, object] | None = None
-    ) -> dict[str, object]:
-        """What `tensorstore.open(…, read=True)` takes to read one array, as plain JSON types. See `saev_store.export.tensorstore_spec`."""
-        from saev_store.export import tensorstore_spec
-
-        return tensorstore_spec(self, array, base=base)
 
     def stats(
         self, *, sample: int | None = None, seed: int = 0, client: distributed.Client | str | None = None,

@@ -36,7 +36,7 @@ try:
     import xarray
     from xarray.backends import BackendEntrypoint
 
-    from saev_store.xarray._variables import NAMED, LazyArray, StoreArray, StoreVariable, TokenVariable
+    from saev_store.xarray._variables import LazyArray, StoreArray, TokenVariable
 except ImportError as error:
     raise MissingDependencyError(
         "xarray is not installed", where="as_xarray", remedy="Run: pip install 'saev-store[xarray]'."
@@ -194,14 +194,14 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
     store.check_wide()
     layout = store.layout
     variables = {
-        ARRAY: StoreVariable(DIMS, LazyArray(StoreArray(store))),
+        ARRAY: xarray.Variable(DIMS, LazyArray(StoreArray(store))),
         "example": xarray.Variable("example", pd.RangeIndex(layout.n_examples)),  # of constant size
     }
     arrays = token_variables(store.token_arrays.described())
     for name, values in coordinates(layout, labelled=bool(arrays)).items():
         variables[name] = xarray.Variable(name, values)
     for name, array in arrays.items():
-        variables[name] = StoreVariable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
+        variables[name] = xarray.Variable(TOKEN_DIMS, LazyArray(TokenVariable(store, array.name)))
     if layout.hook_points is not None:
         variables[HOOK_POINT] = xarray.Variable("layer", np.array(layout.hook_points))
     for name in {ARRAY, *arrays} & variables.keys():  # else xarray would make each variable one dask task
@@ -258,7 +258,7 @@ def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
 
     sizes = {"example": task_lengths(store.layout)} if chunks in ("auto", {}) else chunks
     try:
-        return dataset.chunk(sizes, name_prefix=NAMED, token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
+        return dataset.chunk(sizes, name_prefix="saev-recording-", token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ArgumentError(
             f"{brief(chunks)} cannot be laid over {dict(dataset.sizes)}: {brief(str(error))}", where="chunks"

@@ -6,9 +6,7 @@ type `bfloat16`.
 
 from __future__ import annotations
 
-from saev_store.zarr._keys import Chunks, TensorKeys, chunk_shape
 from saev_store.zarr._view import ZarrView, open_view
 from saev_store.zarr.bfloat16 import BFloat16
-from saev_store.zarr.documents import ARRAY
 
-__all__ = ["ARRAY", "BFloat16", "Chunks", "TensorKeys", "ZarrView", "chunk_shape", "open_view"]
+__all__ = ["BFloat16", "ZarrView", "open_view"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,6 @@ from saev_store.core.token_arrays import TokenArray, shown_names
 from saev_store.names import printable
 
 if TYPE_CHECKING:
-    from saev_store.core.chunk_grid import ChunkGrid
     from saev_store.documents import Metadata
 
 Document = Mapping[str, object]
@@ -25,12 +24,6 @@ CONTENT = "content_token"
 TOKEN_DIMS = ("example", CONTENT)
 HOOK_POINT = "hook_point"
 
-_LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
-_BYTES = {"name": "bytes"}
-
-
-_FLOATS = {"float16", "bfloat16", "float32"}
-_OF_A_BYTE = {"bool", "uint8"}
 #: Names of axes and of other variables, here and in xarray.
 _TAKEN = frozenset({ARRAY, *DIMS, CONTENT, HOOK_POINT})
 
@@ -62,52 +55,6 @@ def coordinates(layout: Layout, *, labelled: bool) -> dict[str, IntArray]:
     return found
 
 
-def array_document(
-    data_type: str,
-    shape: Sequence[int],
-    chunk: Sequence[int],
-    dims: Sequence[str],
-    *,
-    attributes: Document | None = None,
-) -> Document:
-    """The `zarr.json` of an uncompressed array."""
-    codecs: list[Document] = [_BYTES if data_type in _OF_A_BYTE else _LITTLE]
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(shape),
-        "data_type": data_type,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        # No chunk is ever missing. If this value is read all the same, it must not look like an activation.
-        "fill_value": "NaN" if data_type in _FLOATS else False if data_type == "bool" else 0,
-        "codecs": codecs,
-        "attributes": dict(attributes or {}),
-        "dimension_names": list(dims),
-        "storage_transformers": [],
-    }
-
-
-def array_documents(
-    grid: ChunkGrid, token_arrays: Mapping[str, tuple[str, int]], *, dtype: str = "float32"
-) -> dict[str, Document]:
-    """The documents of all arrays by name.
-
-    Args:
-        grid: How the tensor is cut.
-        token_arrays: Dtype, and examples in a chunk, of each token array, by the name of its variable.
-        dtype: Of the activations.
-    """
-    layout = grid.layout
-    documents = {ARRAY: array_document(dtype, layout.shape, grid.chunk, DIMS)}
-    for name, values in coordinates(layout, labelled=bool(token_arrays)).items():
-        documents[name] = array_document("int64", values.shape, values.shape, [name])
-    n_content = layout.content_tokens_per_example
-    for name, (data_type, rows) in token_arrays.items():
-        documents[name] = array_document(data_type, [layout.n_examples, n_content], [rows, n_content], TOKEN_DIMS)
-    return documents
-
-
 def group_document(attributes: Document, arrays: Mapping[str, Document]) -> Document:
     """The group's `zarr.json`, with the arrays' documents inline, so that opening is one read."""
     consolidated = {"kind": "inline", "must_understand": False, "metadata": dict(arrays)}
@@ -120,7 +67,7 @@ def group_document(attributes: Document, arrays: Mapping[str, Document]) -> Docu
 
 
 def attributes_of(metadata: Metadata, *, url: str) -> Document:
-    """What the store's document says, under canonical names, and where the store is."""
+    """The metadata of a store under canonical names, and its address."""
     hook_points = metadata.layout.hook_points
     optional = {
         "dataset": metadata.dataset,

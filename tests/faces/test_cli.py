@@ -28,7 +28,7 @@ from saev_store.names import CLAIM_PATH, WORK_FOLDER
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests" / "data" / "saev"
 COMMANDS = (
-    "info", "estimate", "ls", "head", "validate", "copy", "import", "clean", "convert", "prepare", "export", "stats", "serve", "view",
+    "info", "estimate", "ls", "head", "validate", "copy", "import", "clean", "convert", "prepare", "stats", "view",
     "record", "repair", "finalize", "docs", "demo",
 )  # fmt: skip
 
@@ -680,7 +680,6 @@ def test_the_list_of_commands_has_whole_descriptions(run):
         (["head", "STORE", "--layer", "99"], "--layer"),
         (["head", "STORE", "--token-array", "nix"], "--token-array"),
         (["copy", "STORE", "OUT", "--layers", "99"], "--layers"),
-        (["serve", "STORE", "--port", "70000"], "--port"),
     ],
 )
 def test_errors_name_options_instead_of_arguments(run, store, tmp_path, arguments, name):

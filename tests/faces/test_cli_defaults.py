@@ -80,35 +80,6 @@ def test_convert(calls: Calls) -> None:
     }  # fmt: skip
 
 
-def test_export(calls: Calls, store: ShardStore, tmp_path: Path) -> None:
-    pytest.importorskip("icechunk")
-    calls.catch(ShardStore, "to_kerchunk")
-    calls.catch(ShardStore, "to_icechunk")
-    calls.catch(ShardStore, "to_tensorstore_spec")
-    assert main(["export", store.url, "memory://out/x"]) == DONE
-    assert main(["export", store.url, "memory://out/x", "--format", "icechunk"]) == DONE
-    assert main(["export", store.url, str(tmp_path / "x"), "--format", "tensorstore"]) == DONE
-    for found in calls.found:
-        assert found.pop("self").url == store.url
-    assert calls.found == [
-        {"path": "memory://out/x", "format": "json", "chunks": "auto", "base": None, "storage_options": None},
-        {"target": "memory://out/x", "chunks": "auto", "base": None, "append": False},
-        {"array": "activations", "base": None},
-    ]
-
-
-def test_serve(calls: Calls, store: ShardStore) -> None:
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    calls.catch_at("saev_store.serve.application", then=lambda: None)
-    calls.catch_at("saev_store.serve.listen")
-    assert main(["serve", store.url]) == DONE
-    made, listened = calls.found
-    made.pop("store")
-    assert made == {"chunks": "auto", "origins": (), "hosts": ["127.0.0.1"]}
-    assert listened == {"host": "127.0.0.1", "port": 8000}
-
-
 def test_stats_and_validate(calls: Calls, store: ShardStore) -> None:
     calls.catch(ShardStore, "stats")
     calls.catch(ShardStore, "validate")
@@ -318,14 +289,8 @@ def test_an_address_is_one_line(
     monkeypatch.setattr("saev_store.cli.documentation.files", lambda _: tmp_path)
     (tmp_path / "_site").mkdir()
     (tmp_path / "_site" / "index.html").touch()
-    monkeypatch.setattr("saev_store.serve.application", lambda *_, **__: None)
-    monkeypatch.setattr("saev_store.serve.listen", lambda *_: (None, "http://here/"))
-    monkeypatch.setattr("saev_store.serve.serve", lambda *_: None)
     page = (tmp_path / "_site" / "index.html").as_uri()
-    for command, address in (
-        (["docs", "--no-open"], page),
-        (["serve", store.url], "http://here/"),
-    ):
+    for command, address in ((["docs", "--no-open"], page),):
         assert main([*command, *(["--json"] if as_json else [])]) == 0
         shown = capsys.readouterr().out
         assert shown == (f'{{"url": "{address}"}}\n' if as_json else f"{address}\n")

@@ -74,8 +74,6 @@ def test_repair_asks_for_nothing_that_the_store_says():
 
 
 def test_choices_are_listed(run):
-    out = run("export", "-h")[1]
-    assert "kerchunk|kerchunk-parquet|icechunk|tensorstore" in out
     assert "float32|bfloat16|float16" in run("copy", "-h")[1]
 
 
@@ -115,7 +113,7 @@ def test_options_of_short_commands_are_not_grouped_but_those_of_all_commands():
         **dict.fromkeys(("--storage-options", "--option", "--dst-storage-options", "--dst-option"), "File systems"),
     }  # fmt: skip
     assert panels("clean")["--dry-run"] == "Output"
-    assert panels("clean")["--engine"] == panels("export")["--out-storage-options"] == "File systems"
+    assert panels("clean")["--engine"] == "File systems"
     assert panels("prepare")["--num-workers"] == "Load"
 
 
@@ -127,7 +125,7 @@ def test_groups_of_commands():
         "Look at stores": ["estimate", "head", "info", "ls", "stats", "validate", "view"],
         "Record and import": ["demo", "finalize", "import", "record", "repair"],
         "Copy and clean": ["clean", "copy"],
-        "Other formats": ["convert", "export", "prepare", "serve"],
+        "Other formats": ["convert", "prepare"],
         "Help": ["docs"],
     }
 

@@ -87,11 +87,6 @@ def raises(error: BaseException) -> Callable[..., NoReturn]:
           for option in (("--part", "json[x]"), ("--tokenizer", "no.json"))),
         (["convert", TEXTS, "memory://to/x.idx"],
          "--tokenizer: converting texts needs a tokenizer. Name a tokenizer.json, or 'bytes'."),
-        (["export", "x", "memory://to", "--format", "tensorstore", "--chunks", "1,1,1,1"],
-         "--chunks: TensorStore reads whole shards"),
-        (["export", "x", "memory://to", "--append"], "--append: only Icechunk repositories can be appended to"),
-        (["export", "x", "memory://to", "--append", "--format", "kerchunk-parquet"],
-         "--append: only Icechunk repositories can be appended to"),
         (["clean", "x", "--engine", "obstore"], "--engine: 'obstore' is not an engine here. Use auto or fsspec."),
         (["clean", "x", "--older-than", "5"], "--older-than: '5' is not an age. Write 90s, 30m, 12h or 2d."),
         (["clean", "x", "--older-than", "1d2"], "--older-than: '1d2' is not an age. Write 90s, 30m, 12h or 2d."),
@@ -381,31 +376,13 @@ def test_nothing_to_clean(run, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("format", ["tensorstore", "kerchunk"])
-def test_an_address_for_readers_that_is_none_is_named_by_its_option(
-    run, store: Plain, tmp_path: Path, format: str
-) -> None:
-    code, _, err = run("export", store.path, tmp_path / "x.json", "--format", format, "--template", "")
-    assert code == 2
-    assert err.startswith("error: --template: ")
-
-
 def test_a_store_that_shares_its_shards_was_not_there_before(run, store: Plain, tmp_path: Path) -> None:
     code, _, err = run("copy", store.path, tmp_path / "to", "--protocol", "2.1")
     assert code == 0
     assert "all of it was there" not in err
 
 
-def test_what_was_exported_and_converted(run, store: Plain, tmp_path: Path) -> None:
-    out = tmp_path / "refs.json"
-    assert run("export", store.path, out, "--json") == (
-        0,
-        json.dumps({"out": str(out), "format": "kerchunk"}, indent=2) + "\n",
-        "",
-    )
-    specs = tmp_path / "specs.json"
-    assert run("export", store.path, specs, "--format", "tensorstore")[:2] == (0, f"{specs}\n")
-    assert {*json.loads(specs.read_text())} == {"activations", "layer", "token", "labels", "content_token"}
+def test_what_was_converted(run, tmp_path: Path) -> None:
     to = tmp_path / "x.batch"
     options = ["--seq-len", "3", "--batch-size", "2", "--no-progress"]
     assert run("convert", DOCUMENTS, to, *options)[:2] == (0, f"{to}: 1 batches\n")

@@ -180,47 +180,6 @@ def test_convert_texts(calls: Calls) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("format", "method", "options", "expected"),
-    [
-        (
-            "kerchunk",
-            "to_kerchunk",
-            ("--out-storage-options", '{"a": 1}'),
-            {"format": "json", "storage_options": {"a": 1}},
-        ),
-        ("kerchunk-parquet", "to_kerchunk", (), {"format": "parquet", "storage_options": None}),
-        ("icechunk", "to_icechunk", ("--append",), {"append": True}),
-    ],
-)
-def test_export(
-    calls: Calls, store: ShardStore, format: str, method: str, options: tuple[str, ...], expected: dict[str, object]
-) -> None:
-    pytest.importorskip("icechunk")
-    calls.catch(ShardStore, method)
-    arguments = ("--format", format, "--chunks", "1,1,2,3", "--template", "s3://lab/x", *options)
-    assert main(["export", store.url, "memory://out/x", *arguments]) == DONE
-    found = calls.found[0]
-    assert found.pop("self").url == store.url
-    assert {found.pop("path", found.pop("target", None))} == {"memory://out/x"}
-    assert found == {"chunks": [1, 1, 2, 3], "base": "s3://lab/x", **expected}
-
-
-def test_appending_to_no_repository_is_told_in_words_of_the_command(
-    store: ShardStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("icechunk")
-    assert main(["export", store.url, str(tmp_path / "x"), "--format", "icechunk", "--append"]) == 1
-    assert capsys.readouterr().err.endswith("there is no repository to append to. Create it without --append first.\n")
-
-
-def test_export_to_tensorstore(calls: Calls, store: ShardStore, tmp_path: Path) -> None:
-    calls.catch(ShardStore, "to_tensorstore_spec")
-    arguments = ["--format", "tensorstore", "--template", "gs://lab/x"]
-    assert main(["export", store.url, str(tmp_path / "x"), *arguments]) == DONE
-    assert (calls.found[0]["array"], calls.found[0]["base"]) == ("activations", "gs://lab/x")
-
-
 def test_demo(calls: Calls, tmp_path: Path) -> None:
     arguments = ("--out", str(tmp_path / "x"), "--device", "cuda:1", "--no-progress")
     check_all_are_given("demo", arguments)
@@ -258,15 +217,14 @@ def test_prepare(calls: Calls, tmp_path: Path) -> None:
 # -- commands that read -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["info", "estimate", "head", "validate", "stats", "serve", "export", "repair"])
+@pytest.mark.parametrize("command", ["info", "estimate", "head", "validate", "stats", "repair"])
 def test_the_store_is_opened_with_its_options(calls: Calls, command: str) -> None:
     calls.catch(ShardStore, "open")
-    more = ["memory://out/x"] if command == "export" else []
-    assert main([command, "memory://nowhere/x", *more, *STORAGE]) == DONE
+    assert main([command, "memory://nowhere/x", *STORAGE]) == DONE
     found = calls.found[0]
     assert (found.get("url", found.get("root")), found["storage_options"]) == ("memory://nowhere/x", STORAGE_FOUND)
     # What does not read all of a store opens damaged ones, too.
-    assert found.get("damaged_ok", False) is (command in {"info", "head", "validate", "serve", "repair"})
+    assert found.get("damaged_ok", False) is (command in {"info", "head", "validate", "repair"})
 
 
 def test_ls_looks_at_the_folder_with_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -308,27 +266,6 @@ def test_validate(calls: Calls, store: ShardStore) -> None:
     assert main(["validate", store.url, *arguments]) == DONE
     calls.found[0].pop("self")
     assert calls.found == [{"deep": True, "client": "tcp://h:1", "progress": False}]
-
-
-def test_serve(calls: Calls, store: ShardStore) -> None:
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    arguments = (
-        "--host", "0.0.0.0", "--port", "81", "--chunks", "1,1,2,3", "--origin", "http://a.b", "--origin", "*",
-        "--allow-host", "gpu1",
-    )  # fmt: skip
-    check_all_are_given("serve", arguments, also={"--storage-options", "-o"})
-    calls.catch_at("saev_store.serve.application", then=lambda: None)
-    calls.catch_at("saev_store.serve.listen")
-    assert main(["serve", store.url, *arguments]) == DONE
-    made, listened = calls.found
-    made.pop("store")
-    assert made == {
-        "chunks": [1, 1, 2, 3],
-        "origins": ["http://a.b", "*"],
-        "hosts": ["0.0.0.0", "gpu1"],
-    }
-    assert listened == {"host": "0.0.0.0", "port": 81}
 
 
 def test_finalize(calls: Calls) -> None:

@@ -267,10 +267,6 @@ def test_bars_are_counted_shown_or_not():
             ["copy", "URL", "TO", "--layers", "5"],
             r"copied 7 examples \(1\.1 kB\) in [\d.]+ s, .+ examples/s, at TO/\w+",
         ),
-        (
-            ["export", "URL", "TO/store.json"],
-            r"exported 7 examples \(3\.4 kB\) in [\d.]+ s, .+ examples/s, at TO/store\.json",
-        ),
         (["clean", "URL"], r"removed nothing: nothing was left over, at URL"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

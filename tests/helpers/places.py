@@ -57,8 +57,6 @@ LOCAL_ONLY = {
     "test_loader_rows.py::test_pages_are_kept_where_that_was_chosen": "a bucket has no pages",
     "test_torch_loaders.py::test_a_disk_is_told_of_many_vectors_at_once": "of the page cache",
     "test_torch_loaders.py::test_indexed_batches_from_a_disk": "of a kind of local disk, pretended",
-    "test_zarr_cost.py::test_reading_mapped_memory_costs_the_output_and_no_more": "of mapped memory",
-    "test_zarr_view.py::test_stores_that_change_under_the_view": "a replaced object is an error until the store is opened again",
 }
 
 #: The same for one place.
@@ -69,8 +67,6 @@ ELSEWHERE_ONLY = {
         "test_torch_loaders.py::test_indexed_with_pytorchs_loader[default-2]": "the same",
         "test_store.py::test_stores_work_in_other_processes[fork-mmap]": "the shim's options are obstore's own: ForkError",
         "test_store.py::test_stores_work_in_other_processes[fork-pread]": "the same",
-        "test_zarr_processes.py::test_dask_on_threads_and_processes[mmap]": "the shim's credentials do not travel",
-        "test_zarr_processes.py::test_distributed_workers": "the same",
     },
 }
 

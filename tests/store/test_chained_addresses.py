@@ -16,7 +16,6 @@ import pytest
 from plain_stores import Plain, plain_store
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError
 from saev_store.store.listing import list_stores
 from saev_store.transport import open_transport
 from saev_store.writer.copying import copy_store
@@ -120,17 +119,3 @@ def test_a_cache_in_front_of_a_server_that_lists_folders_without_sizes(plains, t
     finally:
         server.shutdown()
         server.server_close()
-
-
-def test_half_an_address_is_an_argument_error(plains, tmp_path):
-    store = ShardStore.open(plains[0].path)
-    with pytest.raises(ArgumentError, match="Invalid IPv6 URL") as caught:
-        store.to_tensorstore_spec(base="http://[::1")
-    assert caught.value.where == "base"
-
-
-def test_half_a_target_of_icechunk_is_an_argument_error(plains):
-    pytest.importorskip("icechunk")
-    with pytest.raises(ArgumentError, match="Invalid IPv6 URL") as caught:
-        ShardStore.open(plains[0].path).to_icechunk("http://[::1")
-    assert caught.value.where == "target"

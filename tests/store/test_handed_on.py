@@ -24,16 +24,7 @@ CALLS = [
     ("as_zarr", "zarr", "saev_store.zarr", "open_view", {"chunks": (1, 1, 5, 8), "dtype": "float16"}),
     ("as_xarray", "xarray", "saev_store.xarray", "open_store", {"chunks": {"example": 2}}),
     ("as_dask", "dask", "saev_store.dask", "from_store", {"chunks": (2, 1, -1, -1)}),
-    (
-        "to_kerchunk", "zarr", "saev_store.export", "write_kerchunk",
-        {"format": "parquet", "chunks": (1, 1, 5, 8), "base": "s3://b", "templates": False, "storage_options": OPTIONS},
-    ),
-    (
-        "to_icechunk", "zarr", "saev_store.export", "write_icechunk",
-        {"chunks": (1, 1, 5, 8), "base": "s3://b", "container": "c", "append": True},
-    ),
     ("to_virtual_dataset", "zarr", "saev_store.export", "to_virtual_dataset", {"chunks": (1, 1, 5, 8), "base": "b"}),
-    ("to_tensorstore_spec", "zarr", "saev_store.export", "tensorstore_spec", {"base": "s3://b"}),
     (
         "stats", "numpy", "saev_store.stats", "store_stats",
         {"sample": 2, "seed": 3, "client": "tcp://a", "refresh": True, "save": False, "progress": False},
@@ -49,7 +40,7 @@ CALLS = [
     ("repair", "numpy", "saev_store.writer", "open_repair", {"on_nonfinite": "allow"}),
 ]  # fmt: skip
 #: What is given by position, of methods that take something so.
-FIRST = {"to_kerchunk": ("a.json",), "to_icechunk": ("a",), "to_tensorstore_spec": ("labels",), "source": (OPTIONS,)}
+FIRST = {"source": (OPTIONS,)}
 
 
 class Asked:
@@ -73,7 +64,7 @@ def test_what_a_method_is_given_is_handed_on(method, library, module, name, give
     asked = Asked()
     monkeypatch.setattr(importlib.import_module(module), name, asked)
     first = FIRST.get(method, ())
-    assert getattr(store, method)(*first, **given) is asked or method == "to_kerchunk"
+    assert getattr(store, method)(*first, **given) is asked
     about = {"validate": store.transport, "repair": store.transport, "source": store.metadata}.get(method, store)
     # What is validated is what is there now, so another transport of the same folder looks at it.
     assert asked.arguments[0] is about or (method, asked.arguments[0].url) == ("validate", about.url)

@@ -130,10 +130,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "rows of a filter": behind_bos,
         "rows of limits": lambda junk: below_norms(junk, [1.0]),
         "chunks of Zarr": lambda junk: store.as_zarr(chunks=junk),
-        "format of kerchunk": lambda junk: store.to_kerchunk(root / "r", format=junk),
-        "base of kerchunk": lambda junk: store.to_kerchunk(root / "r", base=junk),
-        "array of a spec": store.to_tensorstore_spec,
-        "base of a spec": lambda junk: store.to_tensorstore_spec(base=junk),
         "layers of a layout": lambda junk: replace(store.layout, layers=junk),
         "hook points of a layout": lambda junk: replace(store.layout, hook_points=junk),
         "path below a transport": store.transport.size,
@@ -271,32 +267,11 @@ def test_parts_of_a_corpus_are_integers(tmp_path: Path) -> None:
     assert corpus.get(0, np.int64(2), np.array(3)).tolist() == [2, 3, 4]
 
 
-def test_what_a_server_is_told() -> None:
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    from saev_store.serve import application, listen
-
-    store = ShardStore.open(SAMPLE)
-    for name, junk in JUNK.items():
-        for call in (
-            lambda junk: listen("127.0.0.1", junk)[0].close(),
-            lambda junk: listen(junk, 0)[0].close(),
-            lambda junk: application(store, origins=junk),
-            lambda junk: application(store, hosts=junk),
-            lambda junk: application(store, hosts=[junk]),
-        ):
-            try:
-                call(junk)
-            except SaevStoreError as error:
-                assert str(error), name
-
-
 BOOLEANS_BY_NAME: dict[str, Callable[[Path], object]] = {
     "write_batch_file": lambda folder: write_batch_file(folder / "x", np.zeros((4, 5), np.uint32), 2, overwrite="no"),
     "IndexedDatasetBuilder": lambda folder: IndexedDatasetBuilder(folder / "x", overwrite="no"),
     "batches": lambda folder: next(steps(7, 3, drop_last="no")),
     "clean": lambda folder: clean_leftovers(folder, dry_run="no"),
-    "to_kerchunk": lambda folder: ShardStore.open(SAMPLE).to_kerchunk(str(folder / "x.json"), templates="no"),
 }
 
 

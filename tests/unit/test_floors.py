@@ -42,7 +42,6 @@ FLOORS = {
     "xarray": 5,
     "dask": 5,
     "export": 5,
-    "serve": 5,
     "view": 5,
     "__main__": 6,
     "compat": 6,
@@ -85,15 +84,13 @@ HEAVY = {
         "_runtime/cluster.py",
     ),
     "distributed": ("_runtime/cluster.py",),
-    "fastparquet": ("export/",),
     "fsspec": ("transport/_fsspec", "sources/energon/filesystem.py"),
     "gcsfs": ("transport/fsspec",),
     "huggingface_hub": ("record/",),
-    "icechunk": ("export/",),
     "matplotlib": (),
     "obstore": ("transport/obstore", "transport/_obstore"),
     "PIL": ("record/", "sources/pixels.py", "view/_pictures.py"),
-    "pandas": ("export/", "xarray/"),
+    "pandas": ("xarray/",),
     "pyarrow": ("sources/caches/_arrow.py",),
     "pydantic": (
         "cli/_plan.py",
@@ -105,8 +102,7 @@ HEAVY = {
     "rich": ("cli/",),
     "s3fs": ("transport/fsspec",),
     "skimage": ("record/",),
-    "starlette": ("serve/", "view/"),
-    "tensorstore": ("export/",),
+    "starlette": ("view/",),
     "torch": (
         "torch/",
         "sources/llmbatch/reader.py",
@@ -117,10 +113,10 @@ HEAVY = {
     "tqdm": ("_runtime/progress.py", "validation/", "cli/"),
     "transformers": ("record/",),
     "typer": ("cli/",),
-    "uvicorn": ("serve/", "view/"),
+    "uvicorn": ("view/",),
     "virtualizarr": ("export/",),
     "xarray": ("xarray/", "zarr/", "export/"),
-    "zarr": ("zarr/", "xarray/", "dask/", "export/", "serve/"),
+    "zarr": ("zarr/", "xarray/", "dask/", "export/"),
 }
 
 #: What floor 0 may not import although it is in the standard library: anything that opens, starts or waits for something.

@@ -30,8 +30,7 @@ PUBLIC = {
         parse_metadata parse_shards parse_token_array_size rewriting shards_bytes
     """,
     "saev_store.export": """
-        SaevParser array_names tensorstore_spec to_virtual_dataset without_icechunk_logs write_icechunk
-        write_kerchunk
+        SaevParser to_virtual_dataset
     """,
     "saev_store.loaders": """
         Batch Explanation Loader LoaderOptions Mixing NO_LABEL behind_bos below_norms filtered stage
@@ -44,9 +43,6 @@ PUBLIC = {
         RecordingEstimate RecordingReport RepairedRecording TextAdapter Texts VisionAdapter adapt estimate_recording
         finalize load_fables load_image_processor load_language_model load_photographs load_vision_model record
         repair run_demo
-    """,
-    "saev_store.serve": """
-        application is_known_host listen serve serve_in_thread
     """,
     "saev_store.sources": """
         ImageFolder MapStyle Origin PatchPlace Source TextFile TokenPlace open_source recorded_from reopen sniff
@@ -99,7 +95,7 @@ PUBLIC = {
         SaevBackend concat dataset_of open_store
     """,
     "saev_store.zarr": """
-        ARRAY BFloat16 Chunks TensorKeys ZarrView chunk_shape open_view
+        BFloat16 ZarrView open_view
     """,
 }
 

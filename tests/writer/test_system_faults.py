@@ -156,30 +156,6 @@ class Again(Prepared):
             prepare(folder, split="0,1,0", overwrite=True, num_workers=1, progress=False)
 
 
-class Export:
-    def __init__(self, export: Callable[[ShardStore, Path], object], reads: Callable[[Path], np.ndarray]) -> None:
-        self.case, self.export, self.reads = a_case(), export, reads
-
-    def set_up(self, folder: Path) -> None:
-        write(folder / "store", self.case)
-
-    def run(self, folder: Path) -> None:
-        self.export(ShardStore.open(folder / "store" / self.case.name), folder / "export")
-
-    def check(self, folder: Path, *, finished: bool) -> None:
-        opens_right(folder / "store" / self.case.name, self.case, finished=True)
-        if (folder / "export").exists() or finished:
-            np.testing.assert_array_equal(self.reads(folder / "export"), self.case.rows(0, self.case.n)[0])
-
-
-def kerchunk_values(path: Path) -> np.ndarray:
-    import fsspec
-    import zarr
-
-    files = fsspec.filesystem("reference", fo=str(path), asynchronous=True, skip_instance_cache=True)
-    return zarr.open_group(zarr.storage.FsspecStore(files, read_only=True, path=""), mode="r")["activations"][...]
-
-
 class Statistics:
     """Written beside the store, and read again by the next process."""
 
@@ -214,7 +190,6 @@ OPERATIONS: dict[str, Callable[[], Operation]] = {
     "llmbatch stream": lambda: Source(Batches(np.random.default_rng(1), stream=True)),
     "mmididx": lambda: Source(Documents(np.random.default_rng(2))),
     "prepare": lambda: Source(Again(np.random.default_rng(3))),
-    "kerchunk": lambda: Export(lambda store, path: store.to_kerchunk(path), kerchunk_values),
     "statistics": Statistics,
 }
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_system_faults import Export, Operation, fails_once
+from test_system_faults import Operation, fails_once
 
 from saev_store import ShardStore
-from saev_store.cli import main
 from saev_store.errors import SaevStoreError
 from saev_store.writer.importing import from_array
 
@@ -49,32 +47,8 @@ class Import:
             }
 
 
-def command(format: str) -> Callable[[ShardStore, Path], object]:
-    def export(store: ShardStore, path: Path) -> None:
-        code = main(["export", store.url, str(path), "--format", format])
-        assert code != 3
-        if code:
-            raise SaevStoreError(f"exit code {code}")
-
-    return export
-
-
-class Replaced(Export):
-    """An export over an earlier one, which stays until the new one is whole."""
-
-    def set_up(self, folder: Path) -> None:
-        super().set_up(folder)
-        self.run(folder)
-
-
-def tensorstore_values(path: Path) -> np.ndarray:
-    tensorstore = pytest.importorskip("tensorstore")
-    return tensorstore.open(json.loads(path.read_text())["activations"]).result()[...].read().result()
-
-
 OPERATIONS: dict[str, Callable[[], Operation]] = {
     "import of an array": Import,
-    "tensorstore": lambda: Replaced(command("tensorstore"), tensorstore_values),
 }
 
 

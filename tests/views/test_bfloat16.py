@@ -1,11 +1,10 @@
-"""The stored face: 16-bit numbers in Zarr and exports as they are stored, bit for bit and without a copy."""
+"""The data type bfloat16 for zarr, as the zarr-extensions registry has it."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -16,12 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
-from token_stores import TokenStore, token_store
 from waiting import HANG_S
 from zarr.dtype import data_type_registry
 
-from saev_store import ShardStore
-from saev_store.errors import ArgumentError
 from saev_store.zarr import BFloat16
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,58 +28,6 @@ ZARR = tuple(map(int, importlib.metadata.version("zarr").split(".")[:3]))
 def same_bits(found: np.ndarray, truth: np.ndarray) -> None:
     assert (found.dtype, found.shape) == (truth.dtype, truth.shape)
     assert np.array_equal(found.view(np.uint16), truth.view(np.uint16))
-
-
-@pytest.fixture(params=["bfloat16", "float16"])
-def made(request, tmp_path: Path) -> TokenStore:
-    return token_store(tmp_path, dtype=request.param)
-
-
-# -- the view ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
-@pytest.mark.parametrize("chunks", ["auto", (1, 1, 7, 8), (1, 2, 7, 8), (4, 2, 7, 8)], ids=str)
-def test_the_stored_face_has_the_bits(made, engine, chunks):
-    store = ShardStore.open(made.path, engine=engine)
-    for dtype in ("stored", made.acts.dtype.name, made.acts.dtype):
-        view = pickle.loads(pickle.dumps(store.as_zarr(chunks=chunks, dtype=dtype)))
-        array = zarr.open_group(view, mode="r")["activations"]
-        same_bits(array[...], made.acts)
-        same_bits(array[2:9:3, 1, :, 5:], made.acts[2:9:3, 1, :, 5:])
-        same_bits(array.oindex[[0, 9, 4], :, [1, 6]], made.acts[[0, 9, 4]][:, :, [1, 6]])
-
-
-def test_the_stored_face_copies_nothing(made):
-    store = ShardStore.open(made.path, engine="mmap")
-    view = store.as_zarr(chunks=(1, 2, 7, 8), dtype="stored")
-    for example in (0, 5, 10):
-        chunk = view.get_sync(f"activations/c/{example}/0/0/0").as_numpy_array()
-        mapped = store.as_numpy(np.s_[example], copy=False, dtype="stored")
-        assert np.shares_memory(chunk, mapped)
-
-
-def test_other_dtypes_are_refused_with_the_one_that_is_stored(made):
-    other = {"bfloat16": "float16", "float16": "bfloat16"}[made.acts.dtype.name]
-    for dtype in (other, "float64"):
-        with pytest.raises(ArgumentError, match=f"what is stored, which is {made.acts.dtype.name} here"):
-            ShardStore.open(made.path).as_zarr(dtype=dtype)
-
-
-def test_xarray_opens_the_stored_face_and_is_float32_by_itself(made):
-    import xarray as xr
-
-    stored = xr.open_zarr(ShardStore.open(made.path).as_zarr(dtype="stored"), chunks=None, consolidated=False)
-    assert stored.activations.dims == ("example", "layer", "token", "d_model")
-    same_bits(stored.activations.sel(layer=5, token=[-1, 3]).values, made.acts[:, 1][:, [0, 4]])
-    with xr.open_dataset(made.path, engine="saev") as dataset:
-        assert dataset.activations.dtype == np.float32
-        assert np.array_equal(dataset.activations.values, made.acts.astype(np.float32), equal_nan=True)
-    lazy = xr.open_zarr(ShardStore.open(made.path).as_zarr(dtype="stored"), chunks={}, consolidated=False)
-    same_bits(lazy.activations.compute().values, made.acts)
-
-
-# -- the data type -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,67 +136,3 @@ def test_a_data_type_of_the_name_that_zarr_has_already_stays(known):
         timeout=HANG_S, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert ran.stdout.strip() == "True", ran.stderr
-
-
-# -- exports -----------------------------------------------------------------------------------------------------------
-
-
-def test_icechunk_has_the_bits(made, tmp_path):
-    pytest.importorskip("icechunk")
-    pytest.importorskip("virtualizarr")
-    from test_virtual import opened
-
-    ShardStore.open(made.path).to_icechunk(tmp_path / "repository")  # the last shard is cut, so its chunk is copied
-    same_bits(opened(tmp_path / "repository").activations.values, made.acts)
-    parts = [token_store(tmp_path / "parts", dtype=made.acts.dtype.name, n=8, seed=seed) for seed in (5, 6)]
-    for part in parts:
-        store = ShardStore.open(part.path)
-        store.to_icechunk(tmp_path / "several", chunks=(1, *store.shape[1:]), append=part is not parts[0])
-    same_bits(opened(tmp_path / "several").activations.values, np.concatenate([part.acts for part in parts]))
-
-
-def test_virtual_datasets_have_the_bits(made):
-    pytest.importorskip("virtualizarr")
-    import xarray as xr
-    from obspec_utils.registry import ObjectStoreRegistry
-    from obstore.store import LocalStore
-    from test_virtual import ranges
-    from virtualizarr import open_virtual_dataset
-
-    from saev_store.export import SaevParser
-
-    registry = ObjectStoreRegistry({"file://": LocalStore()})
-    parsed = open_virtual_dataset(f"file://{made.path}", registry, SaevParser())
-    for dataset in (ShardStore.open(made.path).to_virtual_dataset(), parsed):
-        assert dataset.activations.dtype == made.acts.dtype
-        assert ranges(dataset.activations.data) == made.acts.tobytes()
-    manifests = SaevParser()(f"file://{made.path}", registry)
-    read = xr.open_zarr(manifests, consolidated=False, zarr_format=3, chunks=None)
-    same_bits(read.activations.values, made.acts)
-
-
-@pytest.mark.filterwarnings("ignore:The 'fastparquet' engine is deprecated")  # pandas, about fsspec's reader
-@pytest.mark.parametrize("format", ["json", "parquet"])
-def test_kerchunk_has_float16_and_refuses_bfloat16_with_a_word(made, format, tmp_path):
-    if format == "parquet":
-        pytest.importorskip("fastparquet")
-    import fsspec
-
-    store, out = ShardStore.open(made.path), tmp_path / ("r.json" if format == "json" else "r.parq")
-    if made.acts.dtype == BF16:
-        with pytest.raises(ArgumentError, match="bfloat16, which Zarr v2") as caught:
-            store.to_kerchunk(out, format=format)
-        assert "Icechunk" in str(caught.value)
-        assert not out.exists()
-        return
-    store.to_kerchunk(out, format=format)
-    files = fsspec.filesystem("reference", fo=str(out), asynchronous=True)
-    group = zarr.open_group(zarr.storage.FsspecStore(files, read_only=True, path=""), mode="r", zarr_format=2)
-    same_bits(group["activations"][...], made.acts)
-    same_bits(group["activations"][10, 1], made.acts[10, 1])
-
-
-def test_tensorstore_has_the_bits(made):
-    ts = pytest.importorskip("tensorstore")
-    spec = ShardStore.open(made.path).to_tensorstore_spec()
-    same_bits(np.array(ts.open(spec, read=True).result().read().result()).view(made.acts.dtype), made.acts)
