@@ -36,10 +36,9 @@ from transformers import GPTNeoXConfig, GPTNeoXModel, ViTConfig, ViTModel
 from saev_store.record import Images, RecordingReport, Texts, adapt, record
 from saev_store.record._examples import Batch, ExampleSource
 from saev_store.record._pipeline import pipeline_nbytes
-from saev_store.record._record import describe, fill, prepare
-from saev_store.transport import open_transport
-from saev_store.writer import create_store
-from saev_store.writer.copying._limit import Rate, limited
+from saev_store.record._record import describe, prepare
+from saev_store.writer.copies import Rate
+from saev_store.writer.shard_file import ShardFile
 
 DISK_BYTES_PER_S = 100e6
 POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -185,11 +184,20 @@ def slow_recording(root: str, n_examples: int) -> dict[str, float]:
     with recorder:
         largest = next(source.batches(0, n_examples)).inputs[0]
         vectors_nbytes = recorder(largest).nbytes
-    transport = limited(open_transport(root), Rate(DISK_BYTES_PER_S, None))
+    rate, write, reports = Rate(DISK_BYTES_PER_S, float("inf")), ShardFile.write, list[RecordingReport]()
+    ShardFile.write = lambda file, block, tokens=None: (rate.wait(len(block), 1), write(file, block, tokens))
     began_s = time.perf_counter()
-    with create_store(transport, metadata, progress=False, verify="sizes") as writer:
-        found = fill(writer, recorder, source)
-    elapsed_s = time.perf_counter() - began_s
+    record(
+        thin_vit(),
+        source,
+        root,
+        layers=range(12),
+        hook_points=POINTS,
+        ckpt="benchmark",
+        progress=False,
+        on_report=reports.append,
+    )
+    elapsed_s, found = time.perf_counter() - began_s, reports[-1]
     return {
         "elapsed_s": elapsed_s,
         "nbytes": metadata.layout.nbytes,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Layout = Literal["window", "stream"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Resume = Literal["auto", "strict", "never"]
 OnBadImage = Literal["raise", "skip"]
 OnNonfinite = Literal["raise", "warn", "allow"]
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -66,9 +65,9 @@ class Plan(BaseModel):
     compute_dtype: Dtype | Literal["auto"] = "auto"
     attention: Text | None = None
     device: Text | None = None
-    max_tokens_per_shard: int = 2_400_000
+    max_tokens_per_shard: int | None = None
     on_nonfinite: OnNonfinite = "raise"
-    resume: Resume = "auto"
+    resume: bool = True
 
     @property
     def dataset(self) -> str | None:

@@ -30,8 +30,7 @@ _KEYWORD = re.compile(
 _NOT_IN_A_SHELL = r"""["'()\[\] ]"""
 #: Options whose values are words, where the library has True, False and None.
 _WORDS = {
-    ("record", "resume", "True"): "strict", ("record", "resume", "False"): "never", ("record", "bos", "None"): "none",
-    ("repair", "bos", "None"): "none",
+    ("record", "bos", "None"): "none", ("repair", "bos", "None"): "none",
 }  # fmt: skip
 #: Arguments whose options, or arguments of commands, have other names.
 _OTHER_NAMES = {"client": "scheduler", "output_path": "dst", "path": "out", "target": "out", "base": "template"}
@@ -44,7 +43,6 @@ _COMMANDS = (
     (r"`?store\.repair\(\)`?", "`saev-store repair`"),
     (r"`?ShardStore\.list\(root\)`?", "`saev-store ls`"),
     (r"`discard_unfinished`(?: or `saev-store clean --older-than 0` of its folder)?", _CLEAN),
-    (r"finalize with takeover=True", "run `saev-store finalize --takeover`"),
     (r"\bstorage_options\b(?!=)", "--storage-options"),
 )  # fmt: skip
 #: A call, a keyword or a name of Python.

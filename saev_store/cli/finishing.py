@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saev_store.cli._common import AsJson, Pairs, Progress, StorageOptions, emit, emit_json, storage_options
-from saev_store.cli._ends import say_done
+from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, storage_options
 from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -19,16 +18,9 @@ def finalize(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="The folder of the unfinished store, as `record --part` prints it.")
     ],
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Read every shard once more, and compare it with its digests.")
-    ] = True,
-    takeover: Annotated[
-        bool, typer.Option("--takeover", help="In a bucket: publish although a process that has crashed had begun to.")
-    ] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
-    progress: Progress = None,
 ) -> None:
     """Publish a store whose parts are all recorded; says which examples are missing if they are not.
 
@@ -36,10 +28,7 @@ def finalize(
     """
     from saev_store.record import finalize as publish
 
-    store = publish(
-        url, storage_options=storage_options(options, option), verify=verify, takeover=takeover, progress=progress
-    )
-    say_done("published", "checking", at=store.url, as_json=as_json, nothing="no shard was read again")
+    store = publish(url, storage_options=storage_options(options, option))
     if as_json:
         emit_json({"url": store.url, "published": True, "shape": store.shape})
     else:

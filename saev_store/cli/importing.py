@@ -59,7 +59,9 @@ def import_(
         str | None,
         typer.Option(help="Where the data set is that the model has seen: a path or URL, kept in the metadata."),
     ] = None,
-    max_tokens_per_shard: Annotated[int, typer.Option(help="The most vectors of a shard.")] = 2_400_000,
+    max_tokens_per_shard: Annotated[
+        int | None, typer.Option(help="The most vectors of a shard [default: at least 32 shards, each up to 1 GiB].")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an unfinished import, or refuse to.")
     ] = True,
@@ -97,7 +99,7 @@ def import_(
             url, to, format=format, family=family, ckpt=ckpt,
             layers=None if layers is None else layer_keys(layers, where="--layers"),
             layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
-            context=context, cls_token=cls_token, dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard, resume="auto" if resume else False,
+            context=context, cls_token=cls_token, dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard, resume=resume,
             verify=verify, storage_options=storage_options(options, option),
             dst_storage_options=target,
             on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,

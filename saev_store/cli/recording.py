@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,7 +25,6 @@ from saev_store.cli._plan import (
     OnBadImage,
     OnNonfinite,
     Plan,
-    Resume,
     check_source,
     naming_source,
     plan_of,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from saev_store import ShardStore
     from saev_store.record import ExampleSource, Images, Part, RecordedPart, RecordingEstimate, RecordingReport, Texts
     from saev_store.sources import Source
-
-_RESUME: dict[Resume, bool | Literal["auto"]] = {"auto": "auto", "strict": True, "never": False}
 
 
 def record(
@@ -132,16 +129,14 @@ def record(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None,
     max_tokens_per_shard: Annotated[
-        int | None, typer.Option(help="The most vectors of a shard [default: 2400000].")
+        int | None, typer.Option(help="The most vectors of a shard [default: at least 32 shards, each up to 1 GiB].")
     ] = None,
     on_nonfinite: Annotated[
         OnNonfinite | None, typer.Option(help="What to do with NaN and infinity [default: raise].")
     ] = None,
     resume: Annotated[
-        Resume | None,
-        typer.Option(
-            help="Continue an unfinished recording; strict: refuse unfinished ones of other options; never: do not continue one [default: auto]."
-        ),
+        bool | None,
+        typer.Option("--resume/--no-resume", help="Continue an unfinished recording, or refuse to [default: resume]."),
     ] = None,
     part: Annotated[
         str | None,
@@ -312,7 +307,7 @@ def _run(
         max_tokens_per_shard=plan.max_tokens_per_shard,
         storage_options=storage,
         part=part,
-        resume=_RESUME[plan.resume],
+        resume=plan.resume,
         exist_ok=True,
         on_nonfinite=plan.on_nonfinite,
         progress=progress,

@@ -91,7 +91,7 @@ def copy(
     progress: Progress = None,
 ) -> None:
     """Copy a store and verify every byte; an interrupted copy continues where it stopped."""
-    from saev_store.writer.copying import copy_store
+    from saev_store.writer import copy_store
 
     for name, limit in (("--max-mb-per-s", max_mb_per_s), ("--max-requests-per-s", max_requests_per_s)):
         if limit is not None and not limit > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
 import warnings
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
 METADATA_MAX_NBYTES = 16 * 2**20
+#: A new store has at least so many shards, of at most so many bytes, unless its budget is given.
+MIN_SHARDS, MAX_SHARD_BYTES = 32, 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +266,7 @@ def new_metadata(
     cls_token: bool,
     d_model: int,
     n_examples: int,
-    max_tokens_per_shard: int = 2_400_000,
+    max_tokens_per_shard: int | None = None,
     data: Mapping[str, object] | str | None = None,
     dataset: str | os.PathLike[str] | None = None,
     pixel_agg: str | None = None,
@@ -285,8 +288,8 @@ def new_metadata(
         cls_token: Whether token 0 is a CLS token.
         d_model: Length of one vector, at least 1.
         n_examples: Examples in all, at least 1.
-        max_tokens_per_shard: Budget of vectors per shard; at least those of one example in all layers. The default is that
-            of section 3: about 10 GB per shard for d_model 1024.
+        max_tokens_per_shard: Budget of vectors per shard; at least those of one example in all layers. None chooses one with which
+            a store has at least 32 shards, or one for each example, and none of them is larger than 1 GiB if an example is not.
         data: Describes the data set. For 1.0.0 and 2.0 an object (`{}` by default). Protocol 2.1 takes a string: an
             object is stored as its compact JSON text, a string as it is. Never pickled.
         dataset: Where the data set is, a string or path; "" by default. Not in 1.0.0.
@@ -307,6 +310,10 @@ def new_metadata(
     ...              d_model=8, n_examples=7, max_tokens_per_shard=50).keys[:4]
     ('vit_family', 'vit_ckpt', 'layers', 'n_patches_per_img')
     """
+    if max_tokens_per_shard is None:
+        max_tokens_per_shard = _default_budget(
+            n_examples, layers, content_tokens_per_example, cls_token, d_model, dtype
+        )
     values: dict[str, object] = {
         "family": family,
         "ckpt": ckpt,
@@ -342,6 +349,22 @@ def new_metadata(
     values |= {"spec": SPEC if is_new else None, "dtype": dtype, "protocol": protocol}
     raw = composed(values, {} if extra is None else extra)
     return _checked(raw, WRITABLE_VERSIONS[protocol])
+
+
+def _default_budget(
+    n_examples: int, layers: Sequence[int] | IntArray, content_tokens: int, cls_token: bool, d_model: int, dtype: object
+) -> int:
+    """The default of `max_tokens_per_shard`; a crash while a store is written repeats at most a shard.
+
+    >>> _default_budget(1_000, [0, 1], 196, True, 768, "float32") // (197 * 2)  # examples in a shard
+    31
+    """
+    try:
+        n_vectors = (operator.index(content_tokens) + bool(cls_token)) * len(layers)
+        nbytes = n_vectors * operator.index(d_model) * ITEMSIZES[cast("StoredDtype", dtype_name(dtype))]
+        return max(1, min(operator.index(n_examples) // MIN_SHARDS, MAX_SHARD_BYTES // nbytes)) * n_vectors
+    except (TypeError, KeyError, ZeroDivisionError):  # refused with the document
+        return 1
 
 
 def _contents_of(meta: Metadata) -> dict[str, object]:

@@ -72,7 +72,7 @@ def stage(
     >>> ShardStore.open(near).shape, stage(SAMPLE, folder, layers=5, tokens="content") == near
     ((7, 1, 4, 8), True)
     """
-    from saev_store.writer.copying import copy_store
+    from saev_store.writer import copy_store
 
     timeout_s = check_number(timeout_s, name="timeout_s", zero_ok=True)
     root = open_transport(_folder_of(to))

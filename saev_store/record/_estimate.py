@@ -135,7 +135,7 @@ def estimate_recording(
     layers: Sequence[int],
     hook_points: Sequence[str] = (RESID_POST,),
     dtype: StoredDtype | None = None,
-    max_tokens_per_shard: int = 2_400_000,
+    max_tokens_per_shard: int | None = None,
     dataset: str | None = None,
     family: str | None = None,
     ckpt: str | None = None,
@@ -170,7 +170,6 @@ def estimate_recording(
 
     Raises:
         ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
-        ResumeError: with `part`, where one process has begun the store without parts.
         AccessError: the root cannot be looked at.
     """
     check_count(n_examples, name="n_examples")
@@ -192,7 +191,7 @@ def estimate_recording(
     arrays = metadata.token_arrays
     if not metadata.declares_token_arrays and LABELS.name in source.geometry(recorder.adapter).token_arrays:
         arrays = (LABELS,)
-    left = n_left(transport.at(metadata.hash), layout, of_ranks)
+    left = n_left(transport, metadata, of_ranks)
     measured = _measure(recorder, source, n_examples, layout.n_examples)
     folder = transport.local_path
     return RecordingEstimate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,6 @@ from saev_store.errors import ArgumentError, brief
 if TYPE_CHECKING:
     import torch
 
-    from saev_store.core.layout import Layout
-    from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
 
 #: Numbers for each content token, by the name of the token array.
@@ -113,48 +111,6 @@ class ExampleSource(ABC):
             computed: What `batches(start, …)` gave, each with (rows, layers, tokens, d_model).
             start: As of `batches`.
         """
-
-
-class ExampleWriter(Protocol):
-    """What takes recorded examples in order: the writer of a store, of some of its shards, or of what it has lost."""
-
-    @property
-    def url(self) -> str:
-        """Where the store is, or will be."""
-        ...
-
-    @property
-    def metadata(self) -> Metadata | None:
-        """The documents of the unfinished store; None where a published one is repaired."""
-        ...
-
-    @property
-    def layout(self) -> Layout:
-        """The geometry of the store."""
-        ...
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left to do."""
-        ...
-
-    @property
-    def example_range(self) -> tuple[int, int]:
-        """The half-open range of examples that are there in the end. Those before `next_example` are there."""
-        ...
-
-    @property
-    def next_example(self) -> int:
-        """The index of the example that the next `append` begins with."""
-        ...
-
-    def append(self, acts: torch.Tensor, **token_arrays: npt.NDArray[np.generic]) -> None:
-        """Add the next examples."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show a few words behind the bar, where there is one."""
-        ...
 
 
 def check_batch_size(value: object) -> int:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from saev_store.names import CLAIM_PATH, METADATA_NAME
-from saev_store.writer.folder import Folder
+from saev_store.names import METADATA_NAME, WORK_FOLDER
+from saev_store.writer.work import read
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -88,5 +88,5 @@ def _with_name_of(text: Mapping[str, object] | None, like: Metadata) -> Mapping[
 
 def _is_begun(root: Transport, metadata: Metadata) -> bool:
     """Whether a store of these metadata is there, published or unfinished."""
-    folder = Folder(root, metadata.hash)
-    return bool(folder.read(METADATA_NAME) or folder.read(CLAIM_PATH))
+    paths = (f"{metadata.hash}/{METADATA_NAME}", f"{WORK_FOLDER}/{metadata.hash}/{METADATA_NAME}")
+    return any(read(root, path) for path in paths)

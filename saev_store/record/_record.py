@@ -21,25 +21,26 @@ from saev_store.record._identity import describe_recording
 from saev_store.record._names import named
 from saev_store.record._part import this_device, this_part
 from saev_store.record._pipeline import Lane, Pipeline, closing_in_thread
-from saev_store.record._ranks import write_part
+from saev_store.record._ranks import part_examples, write_part
 from saev_store.record._recheck import KeptExamples, Recheck
 from saev_store.record._recorder import Recorder
 from saev_store.record._report import NOTHING_RECORDED, RecordingReport
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
+from saev_store.writer.work import Work
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
 
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
-    from saev_store.record._examples import Batch, ExampleWriter
+    from saev_store.record._examples import Batch
     from saev_store.record._host_copy import HostCopy
     from saev_store.record._part import Part
-    from saev_store.record._ranks import RecordedPart, RunWriter
+    from saev_store.record._ranks import RecordedPart
     from saev_store.store.store import ShardStore
     from saev_store.transport import Transport
     from saev_store.writer import ShardWriter
@@ -57,7 +58,7 @@ def record(
     layers: Sequence[int],
     hook_points: Sequence[str] = (RESID_POST,),
     dtype: StoredDtype | None = None,
-    max_tokens_per_shard: int = 2_400_000,
+    max_tokens_per_shard: int | None = None,
     dataset: str | None = None,
     family: str | None = None,
     ckpt: str | None = None,
@@ -65,7 +66,7 @@ def record(
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     part: None = None,
-    resume: bool | Literal["auto"] = "auto",
+    resume: bool = True,
     exist_ok: bool = False,
     recheck: Recheck = "exact",
     on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
@@ -82,7 +83,7 @@ def record(
     layers: Sequence[int],
     hook_points: Sequence[str] = (RESID_POST,),
     dtype: StoredDtype | None = None,
-    max_tokens_per_shard: int = 2_400_000,
+    max_tokens_per_shard: int | None = None,
     dataset: str | None = None,
     family: str | None = None,
     ckpt: str | None = None,
@@ -90,7 +91,7 @@ def record(
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     part: Part,
-    resume: bool | Literal["auto"] = "auto",
+    resume: bool = True,
     exist_ok: bool = False,
     recheck: Recheck = "exact",
     on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
@@ -106,7 +107,7 @@ def record(
     layers: Sequence[int],
     hook_points: Sequence[str] = (RESID_POST,),
     dtype: StoredDtype | None = None,
-    max_tokens_per_shard: int = 2_400_000,
+    max_tokens_per_shard: int | None = None,
     dataset: str | None = None,
     family: str | None = None,
     ckpt: str | None = None,
@@ -114,7 +115,7 @@ def record(
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     part: Part | None = None,
-    resume: bool | Literal["auto"] = "auto",
+    resume: bool = True,
     exist_ok: bool = False,
     recheck: Recheck = "exact",
     on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
@@ -124,7 +125,7 @@ def record(
 ) -> ShardStore | RecordedPart:
     """Record a model's activations of a source, publish the store and open it.
 
-    An interrupted call continues after the last durable example when it is made again. The result has the same bytes as an
+    An interrupted call continues with the first shard that is not durable when it is made again. The result has the same bytes as an
     uninterrupted one: batches are cut at the same places, and a batch that was written in part runs as a whole again.
 
     Reading, the model and writing run beside each other, in the order of the source; `estimate_recording` says beforehand how
@@ -142,7 +143,7 @@ def record(
         hook_points: Where in each block, see `Recorder`.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: what the model computes in. Numbers are rounded to nearest even
             where that is narrower.
-        max_tokens_per_shard: Upper bound on the vectors (tokens x layers x examples) of a shard.
+        max_tokens_per_shard: Upper bound on the vectors (tokens x layers x examples) of a shard; None: see `saev_store.new_metadata`.
         dataset: Address of the original data, for the metadata.
         family: Name of the architecture's family for the metadata; None: from the configuration.
         ckpt: Name of the weights for the metadata; None: from the configuration. Of a folder that is there, its own name without
@@ -153,8 +154,7 @@ def record(
         part: `(rank, n)`, ranks from 0: record only the shards of this rank, while others record theirs. `"auto"`: as torchrun or
             Slurm has started this process; with `device="cuda"` each rank then takes a GPU of its own. None: record all of it.
             An unfinished store can be continued by any number of ranks.
-        resume: `"auto"` continues an unfinished store of the same metadata, or begins one. True refuses to begin one beside
-            unfinished stores of other metadata, False never continues one.
+        resume: Continue an unfinished store of the same metadata, or begin one; False never continues one.
         exist_ok: Open a complete store of the same metadata instead of refusing it.
         recheck: Before anything is appended to an unfinished store, its last example is computed again. `"exact"` refuses to
             continue where a bit differs, `"close"` where the difference is more than rounding; `"off"` only looks at the
@@ -189,28 +189,30 @@ def record(
     )  # fmt: skip
     report, written_s = NOTHING_RECORDED, time.perf_counter()
 
-    def open_writer(of: tuple[int, int] | None) -> ShardWriter:
+    def open_writer() -> ShardWriter:
         return create_store(
-            transport, metadata, resume=resume, exist_ok=exist_ok, part=of, on_nonfinite=on_nonfinite,
+            transport, metadata, resume=resume, exist_ok=exist_ok, part=of_ranks, on_nonfinite=on_nonfinite,
             on_overflow=on_overflow, progress=progress,
         )  # fmt: skip
 
-    def write(writer: ShardWriter | RunWriter) -> None:
+    def write(writer: ShardWriter) -> None:
         nonlocal report, written_s
-        report = fill(
+        work = Work(transport, metadata)
+        report = fill_missing(
             writer,
             recorder,
             source,
-            storage_options=storage_options,
+            part_examples(metadata.layout, of_ranks),
+            store=work.store,
+            work=work,
             recheck=recheck,
             saturate=on_overflow == "saturate",
             rounds=dtype is not None or protocol not in {None, "3.0"},
-            before=report,
             on_report=on_report,
         )
         written_s = time.perf_counter()
 
-    found = write_part(transport, metadata, of_ranks, open_writer, write, continues=resume is not False)
+    found = write_part(transport, metadata, of_ranks, open_writer, write)
     if on_report is not None:
         on_report(report.published_after(time.perf_counter() - written_s))
     return found
@@ -253,7 +255,7 @@ def describe(
     source: ExampleSource,
     *,
     dtype: StoredDtype | None = None,
-    max_tokens_per_shard: int = 2_400_000,
+    max_tokens_per_shard: int | None = None,
     dataset: str | None = None,
     family: str | None = None,
     ckpt: str | None = None,
@@ -307,36 +309,78 @@ def describe(
     return named(make, ckpt=ckpt, text=geometry.text, like=like, root=root)
 
 
-def fill(
-    writer: ExampleWriter,
+def fill_missing(
+    writer: ShardWriter,
     recorder: Recorder,
     source: ExampleSource,
+    examples: range,
     *,
-    storage_options: Mapping[str, object] | None = None,
-    recheck: Recheck = "exact",
-    saturate: bool = False,
+    store: Transport,
+    work: Work | None,
+    recheck: Recheck,
+    saturate: bool,
     rounds: bool = True,
-    before: RecordingReport = NOTHING_RECORDED,
+    without: Collection[str] = (),
     on_report: Callable[[RecordingReport], object] | None = None,
 ) -> RecordingReport:
-    """Append the missing examples to `writer`; arguments as of `record`, `saturate` as `writer` was made.
+    """Append the missing examples to `writer`, range by range; one that is there is computed again first.
 
-    Without `rounds` vectors of a wider dtype than the store's are refused, if a store can hold that. The report counts `before` in, what other writers of the same call have recorded.
-
-    A thread reads the source, another one appends, and this one runs the model, see `Pipeline`: `N_ALIVE` batches are alive at
-    most, `N_WITH_VECTORS` of them with their vectors. So memory is bounded by `pipeline_nbytes`.
+    Args:
+        writer: Of the store, of some of its shards, or of what it has lost.
+        recorder: Runs the model.
+        source: As of `record`.
+        examples: Those that will be there in the end; those of them that are not missing are there.
+        store: The folder of the store.
+        work: The unfinished store; None if a published one is repaired, which compares token arrays itself.
+        recheck: As of `record`.
+        saturate: As `writer` was made.
+        rounds: False refuses vectors of a wider dtype than the store's, if a store can hold that.
+        without: Token arrays that are not given to `writer`.
+        on_report: As of `record`.
 
     Raises:
         ArgumentError: the source has another number of examples than the metadata, or vectors would be rounded unasked.
         ResumeError: the model gives other vectors than those that are there.
     """
-    kept, (first, end) = writer.next_example, writer.example_range
-    n_appended, n_missing, began_s = 0, end - kept, time.perf_counter()
-    if writer.complete or (not n_missing and recheck == "off"):
-        return RecordingReport(0, n_missing, 0, 0.0, 0.0, 0.0).following(before)
-    # The last kept example is computed again. It is most often of a batch that has to run anyway.
-    start = max(kept - (recheck != "off"), first)
-    there = KeptExamples(writer, storage_options, saturate=saturate)
+    ranges = [] if writer.complete else writer.missing
+    spans = [(some.start, some.start, some.stop) for some in ranges]
+    if ranges and recheck != "off":
+        first, end = ranges[0].start, ranges[0].stop
+        if first > examples.start:  # the one before is most often of a batch that has to run anyway
+            spans[0] = first - 1, first, end
+        elif end < examples.stop:
+            spans.insert(0, (end, end + 1, end + 1))
+    kept = KeptExamples(store, work, writer.layout, saturate=saturate)
+    report, n_left = NOTHING_RECORDED, sum(map(len, ranges))
+    for span in spans:
+        report = _fill(
+            writer, recorder, source, span, kept, n_left - report.n_examples, recheck=recheck, rounds=rounds, without=without,
+            before=report, on_report=on_report,
+        )  # fmt: skip
+    return report
+
+
+def _fill(
+    writer: ShardWriter,
+    recorder: Recorder,
+    source: ExampleSource,
+    span: tuple[int, int, int],
+    there: KeptExamples,
+    n_left: int,
+    *,
+    recheck: Recheck,
+    rounds: bool,
+    without: Collection[str],
+    before: RecordingReport,
+    on_report: Callable[[RecordingReport], object] | None,
+) -> RecordingReport:
+    """Append the examples of `span`, (first that is computed, first that is missing, end).
+
+    A thread reads the source, another one appends, and this one runs the model, see `Pipeline`: `N_ALIVE` batches are alive at
+    most, `N_WITH_VECTORS` of them with their vectors. So memory is bounded by `pipeline_nbytes`.
+    """
+    first, kept, end = span
+    n_appended, began_s = 0, time.perf_counter()
     step = max(1, _PIECE_BYTES // writer.layout.example_nbytes)
 
     def compute(batch: Batch) -> tuple[Batch, HostCopy]:
@@ -344,7 +388,7 @@ def fill(
 
     def append(computed: Lane[tuple[Batch, HostCopy]]) -> None:
         nonlocal n_appended
-        with closing_in_thread(source.assemble(map(_arrived, computed), start)) as examples:
+        with closing_in_thread(source.assemble(map(_arrived, computed), first)) as examples:
             for found in examples:
                 stored = cast("StoredDtype", writer.layout.dtype)
                 recorded = replace(found, acts=as_stored(found.acts, stored, rounds=rounds))
@@ -356,23 +400,25 @@ def fill(
                 for at in range(n_kept, n, step):
                     computed.check()  # a slow disk must not keep an interrupt waiting
                     piece = slice(at, min(at + step, n))
-                    arrays = {name: values[piece] for name, values in recorded.token_arrays.items()}
+                    arrays = {
+                        name: values[piece] for name, values in recorded.token_arrays.items() if name not in without
+                    }
                     writer.append(recorded.acts[piece], **arrays)
-                    n_appended = writer.next_example - kept
+                    n_appended += piece.stop - piece.start
                     writer.note(report().brief)
                 del found, recorded
 
     def report() -> RecordingReport:
         return RecordingReport(
             n_examples=n_appended,
-            n_left=n_missing - n_appended,
+            n_left=n_left - n_appended,
             nbytes=n_appended * writer.layout.example_nbytes,
             elapsed_s=time.perf_counter() - began_s,
             source_wait_s=pipeline.source_wait_s,
             writer_wait_s=pipeline.writer_wait_s,
         ).following(before)
 
-    pipeline = Pipeline(lambda: recorder.staged(source.batches(start, end)), compute, append)
+    pipeline = Pipeline(lambda: recorder.staged(source.batches(first, end)), compute, append)
     with recorder:
         pipeline.run(after=lambda: None if on_report is None else on_report(report()))
     return report()

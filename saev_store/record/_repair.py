@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
@@ -9,11 +10,10 @@ from typing import TYPE_CHECKING, Literal, cast
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ResumeError
 from saev_store.record._pipeline import closing_in_thread
-from saev_store.record._record import check_policies, describe, fill, prepare
-from saev_store.record._report import NOTHING_RECORDED
+from saev_store.record._record import check_policies, describe, fill_missing, prepare
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
-from saev_store.writer import metadata_differences, open_repair
+from saev_store.writer import open_repair
 
 if TYPE_CHECKING:
     import os
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from saev_store.core.dtypes import StoredDtype
-    from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
     from saev_store.record._examples import Batch, ExampleSource
@@ -154,7 +153,18 @@ def repair(
     ) as writer:  # fmt: skip
         _restore_arrays(writer, recorder, source, there)
         try:
-            _record_lost(writer, recorder, source, there.layout, storage_options, recheck, on_overflow, on_report)
+            fill_missing(
+                writer,
+                recorder,
+                source,
+                range(there.layout.n_examples),
+                store=transport,
+                work=None,
+                recheck=recheck,
+                saturate=on_overflow == "saturate",
+                without=writer.absent_arrays,
+                on_report=on_report,
+            )
         except ResumeError as error:
             error.remedy = (
                 "Repair on a machine like the one that recorded it, with as many threads. If only rounding differs, recheck='close' "
@@ -192,62 +202,42 @@ def _no_vectors(batch: Batch) -> torch.Tensor:
     return torch.zeros(rows, 1, tokens, 1)
 
 
-def _record_lost(
-    writer: RepairWriter,
-    recorder: Recorder,
-    source: ExampleSource,
-    layout: Layout,
-    storage_options: Mapping[str, object] | None,
-    recheck: Recheck,
-    on_overflow: Literal["raise", "saturate"],
-    on_report: Callable[[RecordingReport], object] | None,
-) -> None:
-    """Record the examples that are missing, range by range."""
-    ranges, report = writer.missing, NOTHING_RECORDED
-    spans = [(first, first, end) for first, end in ranges]
-    if ranges and recheck != "off":
-        first, end = ranges[0]
-        if first > 0:  # the one before is most often of a batch that has to run anyway
-            spans[0] = first - 1, first, end
-        elif end < layout.n_examples:
-            spans.insert(0, (end, end + 1, end + 1))
-    for first, kept, end in spans:
-        report = fill(
-            _Span(writer, layout, first, kept, end),
-            recorder,
-            source,
-            storage_options=storage_options,
-            recheck=recheck,
-            saturate=on_overflow == "saturate",
-            before=report,
-            on_report=on_report,
-        )
-
-
-class _Span:
-    """Consecutive examples of a repair as `fill` takes them: up to `next_example` they are there, then they are lost."""
-
-    complete = False
-    metadata = None
-
-    def __init__(self, writer: RepairWriter, layout: Layout, first: int, kept: int, end: int) -> None:
-        self._writer = writer
-        self.url, self.layout = writer.url, layout
-        self.example_range, self.next_example = (first, end), kept
-
-    def append(self, acts: torch.Tensor, **token_arrays: npt.NDArray[np.generic]) -> None:
-        """Add the next examples; their token arrays are compared with those that the store has."""
-        absent = self._writer.absent_arrays
-        self._writer.append(acts, **{name: rows for name, rows in token_arrays.items() if name not in absent})
-        self.next_example += len(acts)
-
-    def note(self, text: str) -> None:
-        """Show a few words behind the bar."""
-        self._writer.note(text)
-
-
 def _line(file: RepairedFile) -> str:
     """What became of a file, as text."""
     examples = ", ".join(f"{first} to {end - 1}" if end - first > 1 else str(first) for first, end in file.examples)
     bytes_are = {True: "the bytes of before", False: "other bytes than before", None: "no digest tells which bytes"}
     return f"{file.name}: {f'examples {examples}' if examples else 'written anew'}; {bytes_are[file.identical]}"
+
+
+def metadata_differences(there: str, here: str) -> list[str]:
+    """Which keys differ between two metadata documents, both values shown; of objects, which of their keys.
+
+    >>> metadata_differences('{"n_examples": 5, "data": {"seed": 1}}', '{"n_examples": 5, "data": {"seed": 2}}')
+    ['data.seed is 1 there, 2 in this call']
+    """
+    if there == here:
+        return []
+    try:
+        old, new = cast("object", json.loads(there)), cast("object", json.loads(here))
+    except (ValueError, RecursionError):
+        return ["the metadata there is no JSON"]
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return ["the metadata there is no JSON object"]
+    found = _differences(cast("Mapping[str, object]", old), cast("Mapping[str, object]", new), "")
+    return found or ["the metadata says the same in other bytes (the order of its keys, or white space)"]
+
+
+def _differences(olds: Mapping[str, object], news: Mapping[str, object], prefix: str) -> list[str]:
+    """The differences of two objects, which are below `prefix`."""
+    found: list[str] = []
+    for key in {**olds, **news}:
+        old, new = olds.get(key), news.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):  # the nesting of a document is limited
+            found += _differences(
+                cast("Mapping[str, object]", old), cast("Mapping[str, object]", new), f"{prefix}{key}."
+            )
+            continue
+        was, now = (repr(document[key])[:200] if key in document else "absent" for document in (olds, news))
+        if was != now:
+            found.append(f"{prefix}{key} is {was} there, {now} in this call")
+    return found

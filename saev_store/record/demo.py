@@ -23,11 +23,13 @@ from saev_store.record._demo_steps import rate, say_checked, say_recorded, valid
 from saev_store.record._demo_text import TextDemoResult, run_text
 from saev_store.record._images import Images
 from saev_store.record._photos import GRID, draw, load_photographs, patch_colours, principal_colours, stitch
-from saev_store.record._record import describe, fill, prepare
+from saev_store.record._record import describe, fill_missing, prepare
 from saev_store.record._recorder import Recorder
 from saev_store.record._report import RecordingReport
 from saev_store.record._weights import load_model
 from saev_store.store.store import ShardStore
+from saev_store.transport import open_transport
+from saev_store.writer.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -257,9 +259,18 @@ def _record(
         ckpt=ckpt,
         dataset="skimage/data",
     )
-    writer = ShardStore.create(out, metadata, resume="auto", exist_ok=True, progress=progress)
-    with writer:
-        filled = fill(writer, recorder, source, recheck="close")
+    work = Work(open_transport(out), metadata)
+    with ShardStore.create(out, metadata, resume=True, exist_ok=True, progress=progress) as writer:
+        filled = fill_missing(
+            writer,
+            recorder,
+            source,
+            range(metadata.n_examples),
+            store=work.store,
+            work=work,
+            recheck="close",
+            saturate=False,
+        )
         begun_s = time.perf_counter()
     published = filled.published_after(time.perf_counter() - begun_s)
     return ShardStore.open(out / metadata.hash), published

@@ -35,9 +35,9 @@ class Importing:
         text: Mapping[str, object] | None = None,
         data: Mapping[str, object] | None = None,
         dataset: str | os.PathLike[str] | None = None,
-        max_tokens_per_shard: int = 2_400_000,
+        max_tokens_per_shard: int | None = None,
         max_block_bytes: int = 256 << 20,
-        resume: bool | Literal["auto"] = "auto",
+        resume: bool = True,
         verify: bool = True,
         client: Client | str | None = None,
         storage_options: Mapping[str, object] | None = None,
@@ -69,12 +69,11 @@ class Importing:
             text: How texts were cut into examples, as in `new_metadata`.
             data: Describes the data set; `imported` is added to it.
             dataset: Where the data set is.
-            max_tokens_per_shard: Budget of vectors per shard.
+            max_tokens_per_shard: Budget of vectors per shard; None chooses one, as `new_metadata`.
             max_block_bytes: Read at most so much of the array at a time, or one example, or what it holds as one chunk. Two copies
                 of it are in memory.
-            resume: As in `ShardStore.create`; False also refuses a finished store.
-            verify: Compare digests of the array with those of the files that were written, and read the files again, before publishing. An import
-                that is continued then reads all of the array.
+            resume: Continue an unfinished import, or begin one, and accept a finished store; False refuses both.
+            verify: Compare what an earlier call has written with the array. An import that is continued then reads all of the array.
             client: A dask cluster whose workers write a dask array, each its own shards; they must reach `root`, and what the array is
                 computed from. None: this process writes.
             storage_options: What fsspec hands to the file system of `root`.
@@ -85,8 +84,8 @@ class Importing:
 
         Raises:
             ArgumentError: the array or an argument breaks a rule; the message names it.
-            ResumeError: the file that the array lies in has changed since an unfinished import of it was begun.
-            CorruptShardError: what was written is not what the array holds; nothing is published.
+            ResumeError: an unfinished import of it holds other numbers than the array has now.
+            StoreExistsError: a finished one does, or `resume` is False.
 
         >>> import numpy as np
         >>> from saev_store import ShardStore
@@ -95,12 +94,11 @@ class Importing:
         >>> store.shape, store[2, 0, 3, :3].tolist()
         ((3, 1, 4, 8), [88.0, 89.0, 90.0])
         """
-        from saev_store.writer.importing import from_array
+        from saev_store.writer.importing import ImportOptions, from_array
 
         return from_array(
             array, root, family=family, ckpt=ckpt, layers=layers, cls_token=cls_token, dims=dims, dtype=dtype,
             token_arrays=token_arrays, hook_points=hook_points, text=text, data=data, dataset=dataset,
-            max_tokens_per_shard=max_tokens_per_shard, max_block_bytes=max_block_bytes, resume=resume, verify=verify,
-            client=client, storage_options=storage_options, pad=pad, on_nonfinite=on_nonfinite, on_overflow=on_overflow,
-            progress=progress,
+            max_tokens_per_shard=max_tokens_per_shard, client=client, storage_options=storage_options,
+            options=ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress),
         )  # fmt: skip

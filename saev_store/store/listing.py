@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast, overload
+from typing import Literal, overload
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import layer_name
-from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_json, parse_metadata, parse_shards
+from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_metadata, parse_shards
 from saev_store.errors import NotFoundError, SaevStoreError, counted
-from saev_store.names import CLAIM_PATH, METADATA_NAME, SHARDS_NAME, one_line, printable
+from saev_store.names import METADATA_NAME, SHARDS_NAME, WORK_FOLDER, one_line, printable
 from saev_store.store.card import human_bytes
 from saev_store.transport import Transport
 from saev_store.transport.durable import ASIDE_PREFIX
@@ -34,7 +34,7 @@ class StoreEntry:
         name: Its folder, normally the content hash.
         url: What `ShardStore.open` takes.
         state: `"complete"` was published and its files have the right sizes, `"damaged"` lacks files or bytes, `"unfinished"`
-            has a writer's claim only, `"broken"` has documents that do not open.
+            was begun and not published, `"broken"` has documents that do not open.
         metadata: The document, where it could be read.
         note: Why it is broken, or what is lost.
     """
@@ -96,10 +96,10 @@ def list_stores(root: Transport) -> StoreList:
         NotFoundError: there is no such root.
         TransportError: it cannot be listed.
     """
-    names: list[str] = sorted(
-        entry.name for entry in root.list() if entry.is_dir and not entry.name.startswith(ASIDE_PREFIX)
-    )
-    found = ahead(partial(_look, root), names, _N_THREADS)
+    names = {entry.name for entry in root.list() if entry.is_dir and not entry.name.startswith(ASIDE_PREFIX)}
+    if WORK_FOLDER in names:  # of unfinished stores, which may have no file yet
+        names |= {entry.name for entry in root.list(WORK_FOLDER) if entry.is_dir}
+    found = ahead(partial(_look, root), sorted(names - {WORK_FOLDER}), _N_THREADS)
     return StoreList(root.url, [entry for entry in found if entry is not None])
 
 
@@ -134,17 +134,22 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
 
 
 def _look_unfinished(root: Transport, name: str, url: str) -> StoreEntry | None:
-    where = f"{url}/{CLAIM_PATH}"
-    unreadable = StoreEntry(name, url, "unfinished", None, "its claim cannot be read")
+    from saev_store.writer import old_claim
+
+    note = "not published yet; create(…, resume=True) continues it"
     try:
-        raw = root.read(f"{name}/{CLAIM_PATH}", max_bytes=_MAX_CLAIM_BYTES)
-        claim = parse_json(raw, where=where, max_nbytes=_MAX_CLAIM_BYTES)
-        claimed = cast("dict[str, object]", claim).get("metadata") if isinstance(claim, dict) else None
-        if not isinstance(claimed, str):
-            return unreadable
-        metadata = parse_metadata(claimed.encode(), where=where)
+        raw = root.read(f"{WORK_FOLDER}/{name}/{METADATA_NAME}", max_bytes=_MAX_CLAIM_BYTES)
     except NotFoundError:
-        return None
+        try:
+            claimed = old_claim(root.at(name))
+        except SaevStoreError:
+            claimed = ""
+        if claimed is None:
+            return None
+        raw, note = claimed.encode("utf-8", "surrogatepass"), "begun by an older version, which has to finish it"
+    except SaevStoreError as error:
+        return StoreEntry(name, url, "unfinished", None, str(error))
+    try:
+        return StoreEntry(name, url, "unfinished", parse_metadata(raw, where=url), note)
     except (SaevStoreError, UnicodeEncodeError):
-        return unreadable
-    return StoreEntry(name, url, "unfinished", metadata, "not published yet; create(…, resume=True) continues it")
+        return StoreEntry(name, url, "unfinished", None, "its metadata cannot be read")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from saev_store.errors import (
     SaevStoreWarning,
     outside,
 )
-from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME, folder_name
+from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER, folder_name
 from saev_store.problems import Problem
 from saev_store.store.card import card_html, card_rows, card_text
 from saev_store.store.identity import recorded_files, recording_identity
@@ -357,9 +358,23 @@ def exists(transport: Transport, path: str) -> bool:
     return True
 
 
+def _has_work_folder(path: str | None) -> bool:
+    """Return True if a store of this machine was begun, even if no shard of it is durable."""
+    return path is not None and os.path.exists(os.path.join(os.path.dirname(path), WORK_FOLDER, os.path.basename(path)))
+
+
 def _no_store_here(transport: Transport) -> SaevStoreError:
     """The reason why there is no metadata.json: an unfinished store, a root of stores, or no store at all."""
-    if exists(transport, CLAIM_PATH):
+    names: list[str] = []
+    with contextlib.suppress(SaevStoreError):  # a transport that cannot list
+        names = [entry.name for entry in transport.list()]
+    if WORK_FOLDER in names and exists(transport, CLAIM_PATH):
+        return IncompleteStoreError(
+            "this store was begun by an older version of this package, and never published; its format is not continued",
+            where=transport.url,
+            remedy="Finish it with that version, or throw it away: `saev-store clean`.",
+        )
+    if _has_work_folder(transport.local_path) or any(re.fullmatch(r"acts\d{6,}\.bin", name) for name in names):
         return IncompleteStoreError(
             "this store was never published: its writer is still running, or crashed",
             where=transport.url,
@@ -372,9 +387,9 @@ def _no_store_here(transport: Transport) -> SaevStoreError:
     with contextlib.suppress(SaevStoreError):  # a transport that cannot list
         found = [entry.name for entry in list_stores(transport)]
     if found:
-        names = ", ".join(found[:_SHOWN]) + (f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+        shown = ", ".join(found[:_SHOWN]) + (f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
         return NotFoundError(
-            f"this is no store but a folder that holds {len(found)}: {names}",
+            f"this is no store but a folder that holds {len(found)}: {shown}",
             where=transport.url,
             remedy="Name one of them; ShardStore.list(root) describes them.",
         )

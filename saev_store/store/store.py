@@ -124,7 +124,7 @@ class ShardStore(TextReading, Importing, Viewing):
         metadata: Metadata | Mapping[str, object],
         *,
         storage_options: Options | None = None,
-        resume: bool | Literal["auto"] = False,
+        resume: bool = False,
         exist_ok: bool = False,
         part: tuple[int, int] | None = None,
         pad: bool | None = None,

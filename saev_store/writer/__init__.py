@@ -1,38 +1,42 @@
-"""Writing stores that survive a crash: append, resume, publish, repair, clean up."""
+"""Writing stores that survive a crash: append, resume, publish, copy, repair, clean up."""
 
 from saev_store._runtime.progress import Progress
-from saev_store.writer._create import create_store
-from saev_store.writer._digests import Digests, FileDigests, load_digests
-from saev_store.writer._leftovers import (
+from saev_store.writer.clean import (
     Cleaned,
     Leftover,
     Unfinished,
     clean_leftovers,
     discard_unfinished,
+    old_claim,
     unfinished,
 )
-from saev_store.writer._publish import finalize_store
-from saev_store.writer._requests import writing_requests
-from saev_store.writer._resume import metadata_differences
+from saev_store.writer.copying import Copied, copy_store
+from saev_store.writer.create import create_store
+from saev_store.writer.digests import Digests, FileDigests, load_digests
+from saev_store.writer.publish import finalize_store, writing_requests
 from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
+from saev_store.writer.rounding import RoundingReport
 from saev_store.writer.shard_writer import ShardWriter
 
 __all__ = [
     "Cleaned",
+    "Copied",
     "Digests",
     "FileDigests",
     "Leftover",
     "Progress",
     "RepairWriter",
     "RepairedFile",
+    "RoundingReport",
     "ShardWriter",
     "Unfinished",
     "clean_leftovers",
+    "copy_store",
     "create_store",
     "discard_unfinished",
     "finalize_store",
     "load_digests",
-    "metadata_differences",
+    "old_claim",
     "open_repair",
     "unfinished",
     "writing_requests",

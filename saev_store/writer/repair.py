@@ -1,53 +1,39 @@
-"""`RepairWriter`: records again just what a damaged store has lost.
+"""`RepairWriter`: records again just the shards that a published store has lost.
 
-A damaged shard is rebuilt beside the old one, from what survives and what is appended, and takes its place in one step
-when it is whole. A crash at any instant leaves the old shard or the new one, and a journal that the next `open_repair`
-carries out, so that digests.json always ends up telling of the file that is there.
+Each is written next to the old one and takes its place in one step when it is whole; then digests.json is brought up to date. A
+kill between the two leaves a shard that digests.json does not know: damaged as before, and written again by the next repair.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, get_args
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_flag
+from saev_store._runtime.threads import ahead, n_cores
+from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.layout import shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.errors import ArgumentError, CorruptShardError, IncompleteStoreError, ResumeError, SaevStoreError
-from saev_store.names import CLAIM_PATH, METADATA_NAME, WORK_FOLDER
+from saev_store.errors import (
+    AccessError,
+    ArgumentError,
+    IncompleteStoreError,
+    NotFoundError,
+    ResumeError,
+    SaevStoreError,
+)
+from saev_store.names import DIGESTS_NAME, METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
-from saev_store.writer._digests import BLOCK_BYTES, BlockDigester, FileDigests, block_ranges
-from saev_store.writer._inputs import (
-    NONFINITE_POLICIES,
-    NonfinitePolicy,
-    OverflowPolicy,
-    as_activations,
-    check_finite,
-    check_overflow,
-    rows_as_bytes,
-)
-from saev_store.writer._repair_arrays import compare_rows, rows_in_pieces
-from saev_store.writer._repair_files import (
-    Damage,
-    DamagedShard,
-    Ranges,
-    building_sink,
-    carry_out,
-    find_damage,
-    finish_journal,
-    size_of,
-)
-from saev_store.writer.folder import JOURNAL, TEMPORARY, Folder
+from saev_store.writer.create import is_as_written
+from saev_store.writer.digests import BLOCK_BYTES, BlockDigester, Digests, FileDigests, load_digests
+from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy
+from saev_store.writer.repair_arrays import State, array_state, compare_rows, rows_in_pieces
+from saev_store.writer.shard_writer import Rows, ShardWriter
+from saev_store.writer.work import at, is_disk, open_sink, read
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -55,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RepairedFile:
-    """What became of one file.
+    """One file that is whole again.
 
     Attributes:
         name: The file.
@@ -79,183 +65,220 @@ def open_repair(
     on_overflow: OverflowPolicy = "raise",
     progress: bool | None = None,
 ) -> RepairWriter:
-    """A writer that takes exactly the examples that a published store has lost.
+    """Create a writer that takes exactly the examples of the damaged shards of a published store.
 
-    Finds missing and short shards by itself. In those, and in every shard that `lost` touches, the rest is checked
-    against digests.json where there is one, and what does not pass counts as lost too.
+    Shards that are missing or short are found, and every shard that `lost` touches counts as damaged.
 
     Args:
         store_transport: The store's own folder.
         metadata: The store's document.
         lost: Half-open ranges of examples that are known to be lost, such as `Report.lost`.
-        deep: Check all shards against their digests.
-        exact: Refuse a rebuilt file that has other digests than digests.json, before it takes its place.
+        deep: Compare all shards with digests.json, where there is one.
+        exact: Refuse a shard or token array with other digests than those in digests.json, before it takes its place.
         on_nonfinite: As for `create_store`.
         on_overflow: Likewise.
         progress: Show a bar; None shows one on a terminal.
 
     Raises:
+        IncompleteStoreError: the store is not published.
         WriterConflictError: another process is repairing the store.
         DocumentError: digests.json cannot be read.
-        ArgumentError: `lost` does not fit the store.
-        ReadOnlyError: the transport cannot write.
+        ArgumentError: `lost` does not fit the store, or an option breaks its rule.
     """
-    deep, progress = check_flag(deep, name="deep"), check_flag(progress, name="progress", other=None)
-    if on_nonfinite not in NONFINITE_POLICIES:
-        raise ArgumentError(
-            f"on_nonfinite is {on_nonfinite!r}; it must be one of {NONFINITE_POLICIES}", where="on_nonfinite"
-        )
-    folder = Folder(store_transport, "")
-    held = ExitStack()
+    deep, exact = check_flag(deep, name="deep"), check_flag(exact, name="exact")
+    check_choice(on_nonfinite, NONFINITE_POLICIES, name="on_nonfinite")
+    check_choice(on_overflow, get_args(OverflowPolicy), name="on_overflow")
+    repair = Repair(store_transport, metadata, exact=exact)
+    repair.begin()
     try:
-        held.enter_context(folder.lock("repair"))
-        if not folder.exists(METADATA_NAME):
-            raise IncompleteStoreError(
-                "the store is not published; repair is for complete ones that were damaged later",
-                where=folder.url,
-                remedy="Continue it with resume=True.",
-            )
-        finish_journal(folder, metadata)
-        store_transport.close()  # maps of files that were replaced meanwhile
-        damage = find_damage(folder, metadata, lost=lost, deep=deep, progress=progress)
+        repair.look()
         writer = RepairWriter(
-            folder,
-            metadata,
-            damage,
-            exact=exact,
+            repair,
+            repair.damaged_shards(lost, deep=deep, progress=progress),
+            lambda: None,
             on_nonfinite=on_nonfinite,
             on_overflow=on_overflow,
             progress=progress,
-            held=held,
         )
-        if damage.is_none:  # nobody has to close what has nothing to do
-            writer.let_go()
-        return writer
     except BaseException:
-        held.close()
+        repair.end()
         raise
+    if not writer.missing and not writer.lost_arrays and not (writer.absent_arrays and repair.digests is None):
+        writer.close()  # there is nothing to do
+    return writer
 
 
-class RepairWriter:
-    """Takes the lost examples of a store, in order. Made by `open_repair`; use it as a context manager.
+class Repair:
+    """The repair of one store, as its shards see it (a `Target`).
 
     Attributes:
-        repaired: The files that are whole again, in the order in which they became so.
+        digests: Content of digests.json; None if there is none.
+        arrays: The state of each token array.
+        repaired: The files that are whole again.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        metadata: Metadata,
-        damage: Damage,
-        *,
-        exact: bool,
-        on_nonfinite: NonfinitePolicy,
-        on_overflow: OverflowPolicy,
-        progress: bool | None,
-        held: ExitStack,
-    ) -> None:
+    def __init__(self, store: Transport, metadata: Metadata, *, exact: bool) -> None:
+        self.store = at(store, "")
+        self.metadata, self.layout, self.url = metadata, metadata.layout, store.url
+        self.is_disk, self.block_bytes = is_disk(store), BLOCK_BYTES
+        self.digests: Digests | None = None
+        self.arrays: dict[str, State] = {}
         self.repaired: list[RepairedFile] = []
-        self._folder = folder
-        self._metadata, self._layout = metadata, metadata.layout
-        self._digests = digests = damage.digests
-        self._block_bytes = digests.block_bytes if digests is not None else BLOCK_BYTES
-        # The examples that are still to be appended, in order.
-        self._todo = deque((shard, start, end) for shard in damage.shards for start, end in shard.lost)
-        self._arrays = damage.arrays
-        self._exact, self._on_nonfinite, self._on_overflow = exact, on_nonfinite, on_overflow
-        self._held = held
-        self._sink: Sink | None = None
-        self._digester = BlockDigester(self._block_bytes)
-        self._closed = self._has_let_go = False
-        self._failed = False
-        n_lost, each = self.n_missing, self._layout.example_nbytes
-        self._progress = Progress(
-            n_lost * each, "repairing", shown=progress if n_lost else False, unit="examples", unit_nbytes=each
-        )
+        self._opened, self._exact = store, exact
+        self._held, self._mutex = ExitStack(), threading.Lock()
+
+    def begin(self) -> None:
+        """Keep other repairs out; `WriterConflictError` if there is one."""
+        self._held.enter_context(self.store.lock(f"{WORK_FOLDER}/locks/repair.lock"))
+
+    def look(self) -> None:
+        """Look at digests.json and the token arrays."""
+        if read(self.store, METADATA_NAME) is None:
+            raise IncompleteStoreError(
+                "the store is not published; repair is for complete ones that were damaged later",
+                where=self.url,
+                remedy="Continue it with resume=True.",
+            )
+        self.digests = load_digests(self.store)
+        if self.digests is not None:
+            self.block_bytes = self.digests.block_bytes
+        for array in self.metadata.recordable:
+            self.arrays[array.name] = array_state(self.store, self.metadata, array, self.digests)
+
+    def end(self) -> None:
+        """Delete what only a repair under way needs, and let others in."""
+        with self._held, suppress(SaevStoreError):
+            self.store.delete(WORK_FOLDER)
+            self._opened.close()  # what it remembers of files that were replaced
+
+    def damaged_shards(self, lost: Sequence[tuple[int, int]], *, deep: bool, progress: bool | None) -> list[int]:
+        """The shards that are missing, short, known to be damaged, or (with `deep`) different from digests.json; ascending."""
+        layout, found = self.layout, set[int]()
+        for start, end in lost:
+            if not 0 <= start <= end <= layout.n_examples:
+                raise ArgumentError(
+                    f"the range {start}:{end} is not within the {layout.n_examples} examples of the store", where="lost"
+                )
+            found.update(
+                range(start // layout.examples_per_shard, -(-end // layout.examples_per_shard)) if start < end else ()
+            )
+        whole: list[tuple[str, FileDigests]] = []
+        for shard_idx in range(layout.n_shards):
+            promised = self._promised(shard_name(shard_idx), layout.used_nbytes(shard_idx))
+            if self._size(shard_name(shard_idx)) < layout.used_nbytes(shard_idx):
+                found.add(shard_idx)
+            elif deep and promised is not None and shard_idx not in found:
+                whole.append((shard_name(shard_idx), promised))
+        total = sum(promised.nbytes for _, promised in whole)
+        with Progress(total, "checking", shown=progress if total else False) as bar:
+            answers = ahead(lambda item: self._is_as_written(*item), whole, n_cores() if self.is_disk else 16)
+            for (name, promised), is_right in zip(whole, answers, strict=True):
+                bar.advance(promised.nbytes)
+                if not is_right:
+                    found.add(int(name[4:-4]))
+        return sorted(found)
+
+    def _size(self, name: str) -> int:
+        try:
+            return self.store.size(name)
+        except (AccessError, NotFoundError):  # also a link to where one may not look
+            return 0
+
+    def _is_as_written(self, name: str, promised: FileDigests) -> bool:
+        return is_as_written(self.store, name, promised, self.block_bytes, self._size(name))
+
+    def _promised(self, name: str, nbytes: int) -> FileDigests | None:
+        """The entry of a file in digests.json, if it is of that length."""
+        found = None if self.digests is None else self.digests.files.get(name)
+        return found if found is not None and found.nbytes == nbytes else None
+
+    # -- a shard, as `ShardFile` writes it -----------------------------------------------------------------------------
+
+    def lock(self, what: str) -> AbstractContextManager[object]:  # noqa: ARG002  # as `Target` has it
+        """Nothing: the whole repair holds a lock."""
+        return nullcontext()
+
+    def check(self, shard_idx: int) -> None:
+        """Nothing: no other process repairs."""
+
+    def open_shard(self, shard_idx: int) -> Sink:
+        """The new file of a shard, as long as the old one was; a lost one as this place would have it."""
+        name, used, full = shard_name(shard_idx), self.layout.used_nbytes(shard_idx), self.layout.shard_nbytes
+        size = self._size(name)
+        is_padded = size == full if size >= used else self.is_disk
+        return self.open_file(name, used, full if is_padded else used)
+
+    def open_file(self, name: str, used_nbytes: int, file_nbytes: int) -> Sink:
+        """The new version of a file; on a disk next to the old one, in a bucket it appears when it is committed."""
+        return open_sink(self.store, self._building(name), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+
+    def _building(self, name: str) -> str:
+        return f"{WORK_FOLDER}/repair/{name}" if self.is_disk else name
+
+    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:  # noqa: ARG002  # likewise
+        """Put the new file of a shard in its place."""
+        written = FileDigests(self.layout.used_nbytes(shard_idx), tuple(digests))
+        self.replace(shard_name(shard_idx), sink, written, (self.layout.example_range(shard_idx),))
+
+    def replace(self, name: str, sink: Sink, written: FileDigests, examples: tuple[tuple[int, int], ...]) -> None:
+        """Put a new file in its place, and its digests into digests.json, if there is one.
+
+        Raises:
+            ResumeError: it has to be exact, and is not what was first written. The old file stays.
+        """
+        promised = self._promised(name, written.nbytes)
+        if self._exact and promised not in (None, written):
+            raise ResumeError(
+                "it would not be what was first written: its digests are others",
+                where=f"{self.url}/{name}",
+                remedy="It stays as it was. Repair it from what it was first written from.",
+            )
+        with self._mutex:  # another shard's thread changes digests.json too
+            sink.commit()
+            if self.is_disk:
+                self.store.move(self._building(name), name)
+            if self.digests is not None and self.digests.files.get(name) != written:
+                self.digests = Digests(self.block_bytes, {**self.digests.files, name: written})
+                self.store.put(DIGESTS_NAME, self.digests.to_bytes())
+            self.repaired.append(RepairedFile(name, examples, None if promised is None else promised == written))
+
+
+class RepairWriter(ShardWriter):
+    """Takes the examples of the damaged shards of a store, in order; made by `open_repair`.
+
+    A `ShardWriter` whose shards take their places one by one. Token arrays that `append` is given are compared with those of
+    the store; none is needed. Those that are lost as a whole are taken by `restore_array`.
+    """
+
+    _target: Repair
+    _remedy = "Repair again: shards that became whole stay so."
 
     @property
-    def url(self) -> str:
-        """Where the store is."""
-        return self._folder.url
-
-    @property
-    def missing(self) -> list[tuple[int, int]]:
-        """The half-open ranges of examples that are still to be appended, in that order; empty when all are there."""
-        merged: Ranges = []
-        for _, start, end in self._todo:
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((start, end))
-        return merged
-
-    @property
-    def n_missing(self) -> int:
-        """How many examples are still to be appended."""
-        return sum(end - start for _, start, end in self._todo)
+    def repaired(self) -> list[RepairedFile]:
+        """The files that are whole again, in the order in which they became so."""
+        return list(self._target.repaired)
 
     @property
     def labels_lost(self) -> bool:
-        """Whether labels.bin is known to be missing or damaged: `restore_labels` takes them."""
-        return self._arrays.get(LABELS.name) == "lost"
+        """True if labels.bin is known to be missing or damaged: `restore_labels` takes them."""
+        return LABELS.name in self.lost_arrays
 
     @property
     def lost_arrays(self) -> list[str]:
         """The token arrays that are known to be missing or damaged: `restore_array` takes them."""
-        return [name for name, state in self._arrays.items() if state == "lost"]
+        return [name for name, state in self._target.arrays.items() if state == "lost"]
 
     @property
     def absent_arrays(self) -> list[str]:
         """The token arrays that are not there, and not known to be lost: without digests `restore_array` takes these, too."""
-        return [name for name, state in self._arrays.items() if state == "absent"]
-
-    def append(self, acts: object, labels: object = None, **token_arrays: object) -> None:
-        """Add the next missing examples.
-
-        Args:
-            acts: As for `ShardWriter.append`: the examples that `missing` begins with.
-            labels: Only compared with those that the store still has.
-            token_arrays: Likewise, by name; none of them is needed.
-
-        Raises:
-            ArgumentError: wrong shape, dtype or values; more examples than are missing; other labels than the store's.
-            CorruptShardError: what had survived changes while it is being copied.
-            ResumeError: with `exact`: a file would not be what was first written. Nothing of it takes its place.
-        """
-        self._check_open()
-        batch = as_activations(acts, self._layout)
-        if len(batch) > self.n_missing:
-            raise ArgumentError(
-                f"{len(batch)} examples were appended, {self.n_missing} are missing",
-                where="acts",
-                remedy="See `missing`.",
-            )
-        pieces = self._next_ranges(len(batch))
-        for name, values in {"labels": labels, **token_arrays}.items():
-            if values is not None:
-                array = self._array(name)
-                compare_rows(self._folder, self._layout, array, values, pieces, state=self._arrays[name])
-        checked: list[npt.NDArray[np.generic]] = []
-        at = 0
-        for start, end in pieces:  # before any of them is written
-            part = batch[at : at + end - start]
-            check_finite(part, start, self._on_nonfinite)
-            checked.append(check_overflow(part, start, self._layout, self._on_overflow))
-            at += end - start
-        try:
-            for part in checked:
-                self._fill(part)
-        except BaseException:
-            self._failed = True
-            raise
+        return [name for name, state in self._target.arrays.items() if state == "absent"]
 
     def restore_labels(self, labels: object) -> None:
         """`restore_array("labels", labels)`."""
         self.restore_array(LABELS.name, labels)
 
     def restore_array(self, name: str, values: object) -> None:
-        """Write a token array anew.
+        """Write a token array that is lost.
 
         Args:
             name: Of the array, such as "token_ids".
@@ -266,183 +289,56 @@ class RepairWriter:
             ArgumentError: the array is not lost, was never recorded, or these have another shape or other values.
             ResumeError: with `exact`: the file would not be what was first written. It stays as it is.
         """
-        self._check_open()
-        array = self._array(name)
-        state, file_name = self._arrays[name], array.file_name
-        if state == "whole":
-            raise ArgumentError(f"{file_name} is whole", where=name, remedy="Repair does not change what is there.")
-        if state == "absent" and self._digests is not None:
-            raise ArgumentError(f"this store was written without {name}", where=name, remedy="They make another store.")
-        nbytes, digester = array.nbytes(self._layout), BlockDigester(self._block_bytes)
-        pieces = rows_in_pieces(array, values, self._layout)
-        first = next(pieces)  # nothing is begun with values that are refused
-        sink = building_sink(self._folder, file_name, used_nbytes=nbytes, file_nbytes=nbytes)
+        self._check_usable()
+        target, array = self._target, self._array(name)
+        state = target.arrays[name]
+        if state == "whole" or (state == "absent" and target.digests is not None):
+            raise ArgumentError(
+                f"{array.file_name} is {state}", where=name, remedy="Repair writes what is lost, and nothing else."
+            )
+        pieces, nbytes = rows_in_pieces(array, values, self.layout), array.nbytes(self.layout)
+        first, digester = (
+            next(pieces),
+            BlockDigester(target.block_bytes),
+        )  # nothing is begun with values that are refused
+        sink = target.open_file(array.file_name, nbytes, nbytes)
         try:
             for data in chain([first], pieces):
                 sink.write(digester.nbytes, [data])
-                digester.update(memoryview(data))
-            promised = self._digests.files.get(file_name) if self._digests is not None else None
-            self._replace(file_name, sink, digester, (), promised)
+                digester.update(data)
+            target.replace(array.file_name, sink, FileDigests(nbytes, tuple(digester.digests())), ())
         except BaseException:
             sink.abort()
             raise
-        self._arrays[name] = "whole"
-
-    def note(self, text: str) -> None:
-        """Show a few words behind the bar, where there is one."""
-        self._progress.note(text)
+        target.arrays[name] = "whole"
 
     def close(self) -> None:
-        """Let go of the store; shards that are not whole yet stay as damaged as they were. Closing twice is fine."""
-        if self._closed:
-            return
-        self._closed = True
+        """Wait for the shards that are whole, and let go of the store; the others stay as damaged as they were."""
         try:
-            if self._sink is not None:
-                self._sink.abort()
-            self._progress.close()
+            super().close()
         finally:
-            self.let_go()
+            self._target.end()
 
-    def let_go(self) -> None:
-        """Let go of the store and delete what only a repair under way needs."""
-        if self._has_let_go:
-            return
-        self._has_let_go = True
-        try:
-            # With a claim the files of a writer are there; with a journal this repair was cut short, and the next one
-            # needs it to know what digests.json has to say.
-            if not self._folder.exists(CLAIM_PATH) and not self._folder.exists(JOURNAL):
-                names = () if self._folder.is_far else self._folder.names() or ()
-                for name in (*(name for name in names if name.startswith(TEMPORARY)), WORK_FOLDER):
-                    self._folder.delete(name)
-        finally:
-            self._held.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None:
-            with contextlib.suppress(SaevStoreError):
-                self.close()
-            return
-        self.close()
-        if self._todo:
-            raise IncompleteStoreError(
-                f"{self.n_missing} examples are still missing, from example {self.missing[0][0]} on; "
-                f"{len(self.repaired)} files are whole again",
-                where=self.url,
-                remedy="Repair again with the rest.",
-            )
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed or self._failed:
-            raise ArgumentError(
-                "this repair is closed" if self._closed else "an earlier call was cut short by an error",
-                where=self.url,
-                remedy="Open a new one: shards that became whole stay so.",
-            )
-
-    def _next_ranges(self, k: int) -> Ranges:
-        """The next `k` missing examples, cut at shards."""
-        pieces: Ranges = []
-        for _, start, end in self._todo:
-            n = min(k, end - start)
-            if n == 0:
-                break
-            pieces.append((start, start + n))
-            k -= n
-        return pieces
+    def _token_rows(self, given: dict[str, object], n: int, first_example: int) -> Rows:
+        """Nothing is recorded; what is given has to be what the store has."""
+        examples, left = list[range](), n
+        for some in self.missing:
+            if left and some.stop > first_example:
+                start = max(some.start, first_example)
+                examples.append(range(start, min(some.stop, start + left)))
+                left -= len(examples[-1])
+        for name, values in given.items():
+            if values is not None:
+                array = self._array(name)
+                compare_rows(self._target.store, self.layout, array, values, examples, self._target.arrays[name])
 
     def _array(self, name: str) -> TokenArray:
         """The token array of a name; `ArgumentError` if the store has none of that name."""
-        for array in self._metadata.recordable:
+        for array in self.metadata.recordable:
             if array.name == name:
                 return array
         raise ArgumentError(
-            f"the store has no token array {name}; it has {list(self._arrays)}", where=name, remedy="Leave it out."
+            f"the store has no token array {name}; it has {list(self._target.arrays)}",
+            where=name,
+            remedy="Leave it out.",
         )
-
-    def _fill(self, rows: npt.NDArray[np.generic]) -> None:
-        """Write the next missing examples, all of one shard, and what survives before them."""
-        layout, (shard, first, end) = self._layout, self._todo[0]
-        name, used = shard_name(shard.shard_idx), layout.used_nbytes(shard.shard_idx)
-        shard_start, _ = layout.example_range(shard.shard_idx)
-        if self._sink is None:
-            self._sink = building_sink(self._folder, name, used_nbytes=used, file_nbytes=self._file_nbytes(name, used))
-            self._digester = BlockDigester(self._block_bytes)
-        self._copy_until(self._sink, name, (first - shard_start) * layout.example_nbytes)
-        step = max(1, self._block_bytes // layout.example_nbytes)
-        for i in range(0, len(rows), step):
-            self._write(self._sink, rows_as_bytes(rows[i : i + step], layout).data)
-        self._progress.advance(len(rows) * layout.example_nbytes)
-        if first + len(rows) < end:
-            self._todo[0] = (shard, first + len(rows), end)
-            return
-        is_last = len(self._todo) == 1 or self._todo[1][0] is not shard
-        if is_last:
-            self._copy_until(self._sink, name, used)
-            self._check_survivors(shard)
-            self._replace(name, self._sink, self._digester, tuple(shard.lost), shard.promised)
-            self._sink = None
-        self._todo.popleft()
-
-    def _write(self, sink: Sink, data: memoryview) -> None:
-        sink.write(self._digester.nbytes, [data])
-        self._digester.update(data)
-
-    def _copy_until(self, sink: Sink, name: str, end: int) -> None:
-        """Copy what survives between the last byte written and `end`."""
-        while (start := self._digester.nbytes) < end:
-            stop = min(end, start + self._block_bytes)
-            self._write(sink, memoryview(self._folder.get_range(name, start, stop)))
-
-    def _check_survivors(self, shard: DamagedShard) -> None:
-        """Blocks without a lost example must still have their old digests."""
-        if shard.promised is None:
-            return
-        shard_start, _ = self._layout.example_range(shard.shard_idx)
-        nbytes = self._layout.example_nbytes
-        gone = [((start - shard_start) * nbytes, (end - shard_start) * nbytes) for start, end in shard.lost]
-        blocks = block_ranges(shard.promised.nbytes, self._block_bytes)
-        for (start, end), old, new in zip(blocks, shard.promised.digests, self._digester.digests(), strict=True):
-            if old != new and not any(low < end and start < high for low, high in gone):
-                raise CorruptShardError(
-                    f"bytes {start}:{end} changed while they were copied",
-                    where=self._folder.where(shard_name(shard.shard_idx)),
-                    remedy="Is the disk failing? Repair again.",
-                )
-
-    def _file_nbytes(self, name: str, used: int) -> int:
-        """As long as the file was; where it is gone, as this back end would have written it."""
-        size, full = size_of(self._folder, name), self._layout.shard_nbytes
-        padded = size == full if size is not None and size >= used else self._folder.writes.pads
-        return full if padded else used
-
-    def _replace(
-        self,
-        name: str,
-        sink: Sink,
-        digester: BlockDigester,
-        examples: tuple[tuple[int, int], ...],
-        promised: FileDigests | None,
-    ) -> None:
-        """Put a rebuilt file in its place."""
-        new = FileDigests(digester.nbytes, tuple(digester.digests()))
-        if self._exact and promised is not None and promised != new:
-            n_other = sum(old != now for old, now in zip(promised.digests, new.digests, strict=False))
-            raise ResumeError(
-                f"it would not be what was first written: {n_other} of {len(new.digests)} blocks of {self._block_bytes} bytes "
-                "have other digests",
-                where=self._folder.where(name),
-                remedy="It stays as it was. Repair it from what it was first written from.",
-            )
-        try:
-            carry_out(self._folder, name, new, self._block_bytes, sink)
-        except BaseException:
-            self._failed = True  # there is one journal: another file's would take its place
-            raise
-        self.repaired.append(RepairedFile(name, examples, None if promised is None else promised == new))

@@ -1,25 +1,35 @@
-"""`ShardWriter`: appends examples in order, and publishes the store when all are there."""
+"""`ShardWriter`: appends the examples of the shards that are missing, and publishes the store when all are there."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import weakref
-from contextlib import ExitStack
-from functools import partial
+import operator
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.abandoned import ABANDONED
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_count
-from saev_store.errors import ArgumentError, IncompleteStoreError, SaevStoreError, StoreExistsError
+from saev_store.core.arguments import BOOLEANS, check_number
+from saev_store.core.dtypes import numpy_dtype, stored_as
+from saev_store.errors import (
+    ArgumentError,
+    IncompleteStoreError,
+    SaevStoreError,
+    SaevStoreWarning,
+    StoreExistsError,
+    brief,
+    outside,
+)
 from saev_store.names import printable
-from saev_store.writer._inputs import (
+from saev_store.writer.inputs import (
     NonfinitePolicy,
     OverflowPolicy,
     as_activations,
@@ -28,124 +38,115 @@ from saev_store.writer._inputs import (
     rows_as_bytes,
     token_rows,
 )
-from saev_store.writer._publish import Verify, Written, publish
-from saev_store.writer._reorder import MAX_REORDER_BYTES, ReorderBuffer
-from saev_store.writer._resume import Kept
-from saev_store.writer._shard_file import Background, Receipt, ShardFile, ShardPlan
-from saev_store.writer.folder import LABELLED, Claim, part_examples
+from saev_store.writer.shard_file import ShardFile, Target
 
-if TYPE_CHECKING:
-    from saev_store.documents import Metadata
-
-#: Blocks between the caller and the disk, and those that are sent to a service at the same time.
-_N_BUFFERS, _N_FAR_BUFFERS = 6, 8
+Rows = npt.NDArray[np.uint8] | None
+#: Blocks between the caller and the file, and threads that write them. A shard that becomes durable delays no other.
+_N_BLOCKS, _N_THREADS = 6, 2
+#: To a bucket: so many shards are sent at once.
+_N_FAR_BLOCKS, _N_FAR_THREADS = 14, 8
+#: `write` holds so many bytes by default.
+MAX_REORDER_BYTES = 1 << 30
+#: A crash repeats a shard: a warning names one that takes longer.
+_LONG_S = 600.0
 
 
 class ShardWriter:
-    """Writes the examples of a store, or of one part of it, in order. Made by `create_store`.
+    """Writes the examples that are missing of a store, or of one part of it, in order.
 
-    Use it as a context manager: leaving the block after the last example publishes the store (a single part only; with
-    several, `finalize_store` does); leaving it earlier raises `IncompleteStoreError`; leaving it by an exception makes
-    durable what was appended and lets the exception through. Whatever happened, the same call of `create_store` with
-    `resume=True` continues after the last durable example.
+    Made by `ShardStore.create` and `ShardStore.repair`; use it as a context manager. Leaving the block after the last example
+    publishes the store (of a part, `ShardStore.finalize` does). Leaving it earlier raises `IncompleteStoreError`, and leaving
+    it by an exception lets that through. In any case the shards that are whole stay, and the same call with `resume=True`
+    continues with the others.
 
-    One thread may use it. `append` copies what it is given, and a thread of the writer's own hashes and writes.
+    One thread may use it. `append` copies what it is given; threads of the writer digest and write.
+
+    Args:
+        target: What is written.
+        shards: The shards that are missing, ascending.
+        complete: Called by `close` when all are durable.
+        has_tokens: Whether token arrays are given for each example; None: the first `append` decides.
+        on_nonfinite: See `ShardStore.create`.
+        on_overflow: Likewise.
+        progress: Likewise.
 
     Attributes:
         url: Where the store is, or will be.
-        metadata: The metadata document that publication writes.
-        layout: The geometry of the store.
-        n_examples: How many examples the whole store promises.
-        example_range: The half-open range of examples that this writer's part consists of; all of them without parts.
-        verify: What is checked before publishing: `"sizes"`, or `"digests"`, which reads every shard again.
-        complete: Whether nothing is left to do: the part is durable, and without parts the store is published.
+        metadata: Its document.
+        layout: Its geometry.
+        complete: Whether nothing is left to do.
+        max_reorder_bytes: How many bytes `write` may hold of examples that wait for an earlier one.
     """
+
+    _remedy = "Create it again with resume=True, and append its `missing` examples."
 
     def __init__(
         self,
-        plan: ShardPlan,
-        metadata: Metadata,
-        claim: Claim,
-        kept: Kept,
+        target: Target,
+        shards: Sequence[int],
+        complete: Callable[[], object],
         *,
-        shards: range,
-        takeover: bool,
-        complete: bool,
-        on_nonfinite: NonfinitePolicy,
-        on_overflow: OverflowPolicy,
-        progress: bool | None,
-        held: ExitStack,
+        has_tokens: bool | None = None,
+        on_nonfinite: NonfinitePolicy = "raise",
+        on_overflow: OverflowPolicy = "raise",
+        progress: bool | None = None,
     ) -> None:
-        layout = plan.layout
-        self.url = plan.folder.url
-        self.metadata, self.layout, self.n_examples = metadata, layout, layout.n_examples
-        self.example_range = part_examples(layout, shards)
-        self.verify: Verify = "sizes"
-        self.complete = self._closed = complete
-        self._plan, self._claim, self._takeover = plan, claim, takeover
+        layout = target.layout
+        self.url, self.metadata, self.layout = target.url, target.metadata, layout
+        self.complete = self._closed = self._torn = False
+        self.max_reorder_bytes = MAX_REORDER_BYTES
+        self._target, self._publish, self._has_tokens = target, complete, has_tokens
         self._on_nonfinite, self._on_overflow = on_nonfinite, on_overflow
-        self._shard_idx, self._file, self._has_tokens = kept.shard_idx, kept.file, kept.has_tokens
-        self._live = [kept.file] if kept.file is not None else []  # files that are not complete
-        held.callback(_abort_all, self._live)
-        self._offset = kept.file.digester.nbytes if kept.file is not None else 0
-        self._receipts, self._n_finished = list(kept.receipts), 0
-        self._finished: SimpleQueue[Receipt | None] = SimpleQueue()  # the receipts of shards that were completed here
-        self._torn = self._abandoned = False
-        self._max_reorder_bytes = MAX_REORDER_BYTES
-        #: What `write` holds, from its first call on.
-        self._reorder: ReorderBuffer | None = None
-        self._buffer: npt.NDArray[np.uint8] | None = None
-        self._fill: int = 0  # bytes of the buffer that hold data
-        self._sent: int = 0  # bytes of the buffer that a checkpoint has written already
-        start, end = self.example_range
-        self._shown = progress
+        self._shards = list(shards)
+        self._at: int = 0
+        self._example = 0
+        self._n_left = sum(map(layout.examples_in, self._shards))
+        self._held: dict[int, tuple[npt.NDArray[np.generic], Rows]] = {}
+        # The blocks of the shard that is filled, and those that are free; each is made when it is first needed.
+        n_blocks, n_threads = (_N_BLOCKS, _N_THREADS) if target.is_disk else (_N_FAR_BLOCKS, _N_FAR_THREADS)
+        self._n_unmade, self._free = n_blocks, SimpleQueue[npt.NDArray[np.uint8]]()
+        self._block: npt.NDArray[np.uint8] | None = None
+        self._fill = self._taken = 0
+        self._rows: list[npt.NDArray[np.uint8]] = []
+        self._threads = ThreadPoolExecutor(n_threads, "saev-store-writer")
+        self._pending: deque[Future[None]] = deque()
+        self._last: Future[None] | None = None
+        self._file: ShardFile | None = None
+        if self._shards and target.is_disk:
+            self._open()  # a second writer gets its error at once
+        each = layout.example_nbytes
         self._progress = Progress(
-            (end - start) * layout.example_nbytes,
-            "writing",
-            shown=False if complete else progress,
-            done=(self.next_example - start) * layout.example_nbytes,
-            unit="examples",
-            unit_nbytes=layout.example_nbytes,
+            self._n_left * each, "writing", shown=progress if self._n_left else False, unit="examples", unit_nbytes=each
         )
-        self._background = Background(
-            buffer_nbytes=min(plan.block_bytes, layout.shard_nbytes),
-            n_buffers=_N_BUFFERS + (_N_FAR_BUFFERS if plan.folder.is_far else 0),
-            where=self.url,
-            held=held,
-        )
-        # A writer that is dropped without closing must not leave its thread behind, nor keep others out.
-        self._finalizer = weakref.finalize(self, _close_abandoned, self._background)
-        self._finalizer.atexit = False  # everything is closed then
 
-    # -- where it stands -----------------------------------------------------------------------------------------------
+    # -- what is missing -----------------------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> list[range]:
+        """The examples that are still to be appended, in this order; neighbours are one range."""
+        found: list[range] = []
+        for shard_idx in self._shards[self._at :]:
+            start, end = self.layout.example_range(shard_idx)
+            if found and found[-1].stop == start:
+                start = found.pop().start
+            found.append(range(start, end))
+        return [range(found[0].start + self._example, found[0].stop), *found[1:]] if found else []
+
+    @property
+    def n_missing(self) -> int:
+        """Number of examples that are still to be appended."""
+        return self._n_left
 
     @property
     def next_example(self) -> int:
-        """The index of the example that the next `append` begins with."""
-        _, end = self.example_range
-        if self._closed and self.complete:
-            return end
-        at = self._shard_idx * self.layout.examples_per_shard + self._offset // self.layout.example_nbytes
-        return min(at, end)
-
-    @property
-    def n_written(self) -> int:
-        """How many examples of this part were accepted, those of earlier, resumed attempts included."""
-        return self.next_example - self.example_range[0]
-
-    @property
-    def max_reorder_bytes(self) -> int:
-        """How many bytes `write` may hold of examples that wait for an earlier one; 1 GiB, and may be changed."""
-        return self._max_reorder_bytes
-
-    @max_reorder_bytes.setter
-    def max_reorder_bytes(self, nbytes: int) -> None:
-        self._max_reorder_bytes = check_count(nbytes, name="max_reorder_bytes", least=0)
+        """The example that the next `append` begins with; behind the last one of the store where none is missing."""
+        if self._at == len(self._shards):
+            return self.layout.n_examples
+        return self._shards[self._at] * self.layout.examples_per_shard + self._example
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "closed" if self._closed else "open"
-        n_examples = self.example_range[1] - self.example_range[0]
-        return printable(f"<ShardWriter {self.url}: {self.n_written} of {n_examples} examples, {state}>")
+        return printable(f"<ShardWriter {self.url}: {self._n_left} examples are missing, {state}>")
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -153,75 +154,60 @@ class ShardWriter:
         """Add the next examples.
 
         Args:
-            acts: (k, layers, tokens, d_model), or one example without the first axis; NumPy or torch, float32, bfloat16 or
-                float16. Or a mapping with (k, tokens, d_model) for each layer, named 5, (5, "attn_out") or
-                "blocks.5.hook_attn_out"; it is copied into one array first. What is of the store's dtype is written bit for bit, other numbers are widened exactly or rounded to
-                nearest even. Read before this returns; any strides and byte order.
+            acts: (k, layers, tokens, d_model), or one example without the first axis; NumPy or torch, of a dtype that a store
+                may hold. Or a mapping with (k, tokens, d_model) for each layer, named 5, (5, "attn_out") or
+                "blocks.5.hook_attn_out". What has the store's dtype is written bit for bit, other numbers are widened exactly or
+                rounded to nearest even. Copied before this returns; any strides and byte order.
             labels: (k, content tokens) integers from 0 to 255, for all examples of the store or for none.
             token_arrays: Protocol 3.0: (k, content tokens) for each token array that the metadata declares, by name.
 
         Raises:
-            ArgumentError: wrong shape, dtype or values; more examples than promised. Nothing of the batch was taken.
+            ArgumentError: wrong shape, dtype or values; more examples than are missing. Nothing of the batch was taken.
             SaevStoreError: writing this or an earlier batch failed. Close, remove the cause, resume.
         """
         self._check_usable()
-        if self._reorder:
+        if self._held:
             raise ArgumentError(
-                f"{len(self._reorder)} examples wait for example {self.next_example}",
+                f"{len(self._held)} examples wait for example {self.next_example}",
                 where="acts",
                 remedy="Give that one to `write`; `append` is for when nothing waits.",
             )
-        batch, rows = self._checked(acts, labels, token_arrays, self.next_example)
-        if len(batch):
-            self._accept(batch, rows)
+        self._accept(*self._checked(acts, labels, token_arrays, self.next_example))
 
     def write(self, example: int, acts: object, labels: object = None, **token_arrays: object) -> None:
-        """Add one example, in any order: it is appended when all examples before it have come.
+        """Add one example, in any order: it is appended when all missing ones before it have come.
 
-        Until then a copy of it is held in memory, in the store's dtype, and is not durable: after a crash, and after
-        closing with an example missing, `next_example` of the resumed writer is the first one to write again.
+        Until then a copy is held in memory, in the store's dtype.
 
         Args:
-            example: Its position in the store, from `next_example` to the end of `example_range`.
+            example: Its position in the store, one of `missing`.
             acts: (layers, tokens, d_model), or (1, layers, tokens, d_model), or a mapping of layers, as for `append`.
             labels: (content tokens,) or (1, content tokens), as for `append`.
             token_arrays: Likewise, by name.
 
         Raises:
-            ArgumentError: the example was written before or is not of this part; more than `max_reorder_bytes` would be
-                held, and the message names the example that is missing; or as for `append`. Nothing was taken.
+            ArgumentError: the example is not missing; or more than `max_reorder_bytes` would be held, and the message names the
+                example that all wait for; or as for `append`. Nothing was taken.
             SaevStoreError: as for `append`.
         """
         self._check_usable()
-        if self._reorder is None:
-            self._reorder = ReorderBuffer(self.layout)
-        reorder = self._reorder
-        position = reorder.check(example, self.example_range, self.next_example)
+        position = self._position(example)
         batch, rows = self._checked(acts, labels, token_arrays, position)
         if len(batch) != 1:
             raise ArgumentError(f"acts holds {len(batch)} examples; `write` takes one", where="acts")
         if position > self.next_example:
-            reorder.hold(position, batch, rows, next_example=self.next_example, max_nbytes=self._max_reorder_bytes)
+            self._hold(position, batch, rows)
             return
         self._accept(batch, rows)
-        while (held := reorder.take(self.next_example)) is not None:
+        while (held := self._held.pop(self.next_example, None)) is not None:
             self._accept(*held)
 
     def note(self, text: str) -> None:
         """Show a few words behind the bar, where there is one."""
         self._progress.note(text)
 
-    def checkpoint(self) -> None:
-        """Write what was appended so far and make it durable, where the back end can make part of a shard durable.
-
-        Called every `checkpoint_bytes`, after every shard and on closing anyway.
-        """
-        self._check_usable()
-        self._begin_checkpoint()
-        self._background.drain()
-
     def close(self) -> None:
-        """Make durable what was appended; publish if that is all; let go of the store. Closing twice is fine.
+        """Wait until all whole shards are durable; publish if those are all; let go of the store. Closing twice is fine.
 
         Raises:
             SaevStoreError: writing or publishing failed; what was durable before still is.
@@ -229,210 +215,209 @@ class ShardWriter:
         if self._closed:
             return
         self._closed = True
-        background = self._background
         try:
-            if background.error is None:
-                self._begin_checkpoint()
-            is_whole = self.next_example == self.example_range[1] and not self._torn and not self._abandoned
-            if is_whole and self._claim.options.world == 1 and background.error is None:
-                publish(
-                    self._plan.folder,
-                    self.metadata,
-                    self._claim,
-                    verify=self.verify,
-                    takeover=self._takeover,
-                    progress=self._shown,
-                    written=Written(self._committed, background.drain),
-                )
-            else:
-                background.drain()
-            self.complete = is_whole
+            wait(self._pending)
+            self._check_pending()
+            if not self._n_left and not self._torn:
+                self._publish()
+                self.complete = True
         finally:
-            if self._finalizer.detach() is not None:
-                background.close()
+            self._threads.shutdown(cancel_futures=True)
+            if self._file is not None:
+                self._file.abort()
+            self._held.clear()
             self._progress.close()
-            self._reorder = None
-
-    def _committed(self) -> list[Receipt]:
-        """The receipts of all shards, when the last one is committed."""
-        if not self._n_finished:  # else the commit has checked that
-            self._plan.owner.check()
-        receipts = self._receipts
-        while self._n_finished:
-            if (receipt := self._background.wait_for(self._finished)) is not None:
-                receipts.append(receipt)
-                self._n_finished -= 1
-        return receipts
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
-            # The error on its way out is the one that matters.
-            self._abandoned = True
-            with contextlib.suppress(SaevStoreError):
+            self._torn = True
+            with suppress(SaevStoreError):  # the error on its way out is the one that matters
                 self.close()
             return
-        was_closed, n_waiting = self._closed, len(self._reorder or ())
+        n_waiting, was_closed = len(self._held), self._closed
         self.close()
         if not self.complete and not was_closed:
-            waiting = f", {n_waiting} more wait for example {self.next_example} and are not kept" if n_waiting else ""
+            waiting = f", and {n_waiting} that were written wait for the first and are not kept" if n_waiting else ""
             raise IncompleteStoreError(
-                f"{self.n_written} of {self.example_range[1] - self.example_range[0]} examples of {self._what()} were appended"
-                f"{waiting}",
+                f"{self._n_left} examples are missing, from example {self.next_example} on{waiting}",
                 where=self.url,
-                remedy="Create it again with resume=True, and append the rest from its `next_example` on.",
+                remedy=self._remedy,
             )
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _what(self) -> str:
-        whole = self.example_range == (0, self.layout.n_examples)
-        return "the store" if whole else f"the part {self.example_range[0]}:{self.example_range[1]}"
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
         if self.complete:
-            raise StoreExistsError(
-                "this writer has nothing left to do: all its examples are there",
-                where=self.url,
-                remedy="Open the store to read it; other metadata makes another store.",
-            )
+            raise StoreExistsError("no example is missing", where=self.url, remedy="Open the store to read it.")
         if self._closed or self._torn:
             raise ArgumentError(
-                "this writer is closed" if self._closed else "an earlier append was cut short by an error",
+                "this writer is closed" if self._closed else "an earlier call was cut short by an error",
                 where=self.url,
-                remedy="Create it again with resume=True and continue at its next_example.",
+                remedy=self._remedy,
             )
 
-    def _begin_checkpoint(self) -> None:
-        """Hand over what the buffer holds, and have it made durable."""
-        if not self._torn:  # else what the buffer holds is uncertain
-            self._send(self._buffer, last_use=False)
-        if (file := self._file) is not None:
-            self._background.submit(file.checkpoint)
-
-    def _declare_labelled(self, *, labelled: bool) -> None:
-        """Say for all parts whether the store has labels; `ArgumentError` if another part has said otherwise."""
-        if self._plan.folder.create(LABELLED, b"true" if labelled else b"false") == "taken":
+    def _position(self, example: object) -> int:
+        """The position of an example that is missing."""
+        try:
+            position = -1 if isinstance(example, BOOLEANS) else operator.index(cast("SupportsIndex", example))
+        except TypeError:
+            position = -1
+        is_left = self._n_left and self.next_example <= position < self.layout.n_examples
+        if not is_left or position in self._held or not self._is_ours(position):
             raise ArgumentError(
-                f"this part has {'labels' if labelled else 'no labels'}, another one has {'none' if labelled else 'some'}",
-                where="labels",
-                remedy="Give labels for every example of a store, or for none.",
+                f"example is {brief(example)}; it must be an integer, one of the missing examples, given once",
+                where="example",
+                remedy=f"The first one that is missing is {self.next_example}." if self._n_left else "None is missing.",
             )
+        return position
+
+    def _is_ours(self, example: int) -> bool:
+        return example // self.layout.examples_per_shard in self._shards[self._at :]
 
     def _checked(
         self, acts: object, labels: object, token_arrays: dict[str, object], first_example: int
-    ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.uint8] | None]:
+    ) -> tuple[npt.NDArray[np.generic], Rows]:
         """The activations and token rows of the examples from `first_example` on, as they may be accepted."""
         batch = as_activations(acts, self.layout)
-        k = len(batch)
-        if k > self.example_range[1] - first_example:
+        if len(batch) > self._n_left:
             raise ArgumentError(
-                f"{k} examples were appended at example {first_example}, but {self._what()} ends at {self.example_range[1]}",
+                f"{len(batch)} examples were appended, {self._n_left} are missing",
                 where="acts",
                 remedy="n_examples in the metadata is a promise; write a store with more examples under other metadata.",
             )
-        given = {"labels": labels, **token_arrays} if labels is not None else token_arrays
-        is_declared = self.metadata.declares_token_arrays
-        rows = None
-        if given or is_declared:
-            rows = token_rows(given, self._plan.arrays, k, self.layout, required=is_declared)
-        has_tokens = self._has_tokens
-        if has_tokens is None and self._reorder is not None:
-            has_tokens = self._reorder.has_tokens
-        if k and has_tokens is not None and has_tokens != (rows is not None):
+        rows = self._token_rows({"labels": labels, **token_arrays}, len(batch), first_example)
+        if self._has_tokens not in (None, rows is not None) and len(batch):
             raise ArgumentError(
-                "labels are missing for these examples; earlier ones have them"
-                if has_tokens
-                else "labels for these examples, but earlier ones have none",
+                f"labels {'are missing for' if self._has_tokens else 'were given for'} these examples, and earlier ones "
+                f"{'have them' if self._has_tokens else 'have none'}",
                 where="labels",
                 remedy="Give labels for every example of a store, or for none.",
             )
         check_finite(batch, first_example, self._on_nonfinite)
-        if batch.dtype.name != self.layout.dtype:
-            batch = check_overflow(batch, first_example, self.layout, self._on_overflow)
-        return batch, rows
+        return check_overflow(batch, first_example, self.layout, self._on_overflow), rows
 
-    def _accept(self, batch: npt.NDArray[np.generic], rows: npt.NDArray[np.uint8] | None) -> None:
+    def _token_rows(self, given: dict[str, object], n: int, first_example: int) -> Rows:  # noqa: ARG002  # a repair needs it
+        """What is to be recorded for the tokens of `n` examples; `ArgumentError` if it breaks a rule."""
+        required = self.metadata.declares_token_arrays
+        return token_rows(given, self.metadata.recordable, n, self.layout, required=required)
+
+    # -- examples into shards ------------------------------------------------------------------------------------------
+
+    def _hold(self, position: int, batch: npt.NDArray[np.generic], rows: Rows) -> None:
+        """Copy a checked example that waits for earlier ones."""
+        each = self.layout.example_nbytes + (0 if rows is None else rows.nbytes)
+        if (len(self._held) + 1) * each > check_number(self.max_reorder_bytes, name="max_reorder_bytes"):
+            raise ArgumentError(
+                f"example {self.next_example} has not come, and the {len(self._held)} examples that wait for it take "
+                f"{len(self._held) * each:,} of {self.max_reorder_bytes:,} bytes: there is no room for example {position}",
+                where="example",
+                remedy=f"Write example {self.next_example}, then this one again; or raise the writer's max_reorder_bytes.",
+            )
+        kept = stored_as(batch, numpy_dtype(self.layout.dtype))
+        self._held[position] = batch.copy() if kept is batch else kept, None if rows is None else rows.copy()
+        self._has_tokens = rows is not None
+
+    def _accept(self, batch: npt.NDArray[np.generic], rows: Rows) -> None:
         """Take checked examples, the next ones."""
-        # Until all of the batch is taken: after an error the caller cannot know where to continue, and a thread that closes the
-        # writer meanwhile must not send a buffer that is being filled.
-        self._torn = True
-        if self._has_tokens is None:
-            if self._claim.options.world > 1 and not self.metadata.declares_token_arrays:  # all parts have to agree
-                self._declare_labelled(labelled=rows is not None)
-            self._has_tokens = rows is not None
-        self._take(batch, rows)
-        self._torn = False
-        self._progress.advance(batch.shape[0] * self.layout.example_nbytes)
-
-    def _take(self, batch: npt.NDArray[np.generic], rows: npt.NDArray[np.uint8] | None) -> None:
-        """Spread checked examples over shards."""
+        if not len(batch):
+            return
+        self._torn = True  # until all of the batch is taken: after an error the position is not known
+        self._has_tokens = rows is not None
         layout, at = self.layout, 0
+        step = max(1, self._target.block_bytes // layout.example_nbytes)
         while at < len(batch):
-            used = layout.used_nbytes(self._shard_idx)
-            n = min(len(batch) - at, (used - self._offset) // layout.example_nbytes)
-            if self._file is None:
-                self._file = ShardFile(self._plan, self._shard_idx)
-                self._live.append(self._file)
-            file = self._file
+            shard_idx = self._shards[self._at]
+            file = self._file or self._open()
+            n = min(len(batch) - at, layout.examples_in(shard_idx) - self._example)
             if rows is not None:
-                part = rows[at : at + n].tobytes()
-                self._background.submit(partial(file.add_token_rows, part))
+                self._rows.append(rows[at : at + n].copy())
             # Views of contiguous input; anything else is made contiguous piece by piece, in bounded memory.
-            step = max(1, self._plan.block_bytes // layout.example_nbytes)
             for i in range(at, at + n, step):
-                self._take_bytes(rows_as_bytes(batch[i : min(i + step, at + n)], layout))
-            at += n
-            if self._offset == used:
-                self._background.submit(partial(file.finish, self._finished, self._live))
-                self._file, self._offset = None, 0
-                self._shard_idx += 1
-                self._n_finished += 1
+                self._take(file, rows_as_bytes(batch[i : min(i + step, at + n)], layout), layout.used_nbytes(shard_idx))
+            at, self._example, self._n_left = at + n, self._example + n, self._n_left - n
+            if self._example == layout.examples_in(shard_idx):
+                self._at, self._example, self._file, self._taken = self._at + 1, 0, None, 0
+        self._progress.advance(len(batch) * layout.example_nbytes)
+        self._torn = False
 
-    def _take_bytes(self, data: npt.NDArray[np.uint8]) -> None:
-        """Copy bytes into block buffers, and hand over each that is full."""
-        used, taken = self.layout.used_nbytes(self._shard_idx), 0
-        while taken < len(data):
-            if self._buffer is None:
-                # After a resume the first piece only fills up a block: blocks stay aligned in the file.
-                self._fill = self._sent = self._offset % self._plan.block_bytes
-                self._buffer = self._background.borrow()
-            block_start = self._offset - self._fill
-            block_end = min(block_start + self._plan.block_bytes, used) - block_start
-            n = min(len(data) - taken, block_end - self._fill)
-            self._buffer[self._fill : self._fill + n] = data[taken : taken + n]
-            self._fill += n
-            self._offset += n
-            taken += n
-            if self._fill == block_end:
-                # The buffer is let go of first: an interrupt in between loses a block that was not promised, while the
-                # other order would write a block twice.
-                buffer, self._buffer = self._buffer, None
-                self._send(buffer, last_use=True)
+    def _open(self) -> ShardFile:
+        """Begin the next shard."""
+        file, self._began_s = ShardFile(self._target, self._shards[self._at]), time.monotonic()
+        if self._target.is_disk:
+            file.claim()
+        self._file = file
+        return file
 
-    def _send(self, buffer: npt.NDArray[np.uint8] | None, *, last_use: bool) -> None:
-        """Write what of a block was not written yet; the block goes on to fill up, unless this is its `last_use`."""
-        start, end = self._sent, self._fill
-        self._sent = end
-        if buffer is not None and start < end and self._file is not None:
-            done = partial(self._background.free.put, buffer) if last_use else None
-            offset = self._offset - (end - start)
-            self._background.submit(partial(self._file.write, buffer[start:end].data, offset, done))
+    def _take(self, file: ShardFile, data: npt.NDArray[np.uint8], used_nbytes: int) -> None:
+        """Copy bytes of the shard into blocks, and hand over each that is full."""
+        start = 0
+        while start < len(data):
+            block = self._block
+            if block is None:
+                block, self._fill = self._borrow(), 0
+            n = min(len(data) - start, len(block) - self._fill)
+            block[self._fill : self._fill + n] = data[start : start + n]
+            start, self._fill, self._taken = start + n, self._fill + n, self._taken + n
+            is_last = self._taken == used_nbytes
+            self._block = None if is_last or self._fill == len(block) else block
+            if self._block is None:
+                self._hand_over(file, block, self._token_files() if is_last else None)
 
+    def _borrow(self) -> npt.NDArray[np.uint8]:
+        """A block that is free; waits for one."""
+        self._check_pending()
+        if self._n_unmade:
+            self._n_unmade -= 1
+            return np.empty(min(self._target.block_bytes, self.layout.shard_nbytes), np.uint8)
+        return self._free.get()
 
-def _abort_all(live: list[ShardFile]) -> None:
-    """Let go of the files that are not complete."""
-    for file in live:
-        with contextlib.suppress(SaevStoreError):
-            file.abort()
+    def _hand_over(self, file: ShardFile, block: npt.NDArray[np.uint8], tokens: dict[str, bytes] | None) -> None:
+        """Let a thread write a block, behind the one before it; behind the last one the shard is made durable."""
+        previous, fill = self._last, self._fill
 
+        def run() -> None:
+            try:
+                if previous is not None:
+                    wait([previous])  # it was begun before, so this ends
+                file.write(block[:fill].data, tokens)
+            finally:
+                self._free.put(block)
 
-def _close_abandoned(background: Background) -> None:
-    """Close what a writer that was garbage-collected has left."""
-    # The collector may run in the thread that is to end, or in one that does what is waited for; the main one is neither.
-    if threading.current_thread() is threading.main_thread():
-        background.close()
-    else:
-        ABANDONED.enqueue(background)
+        future = self._threads.submit(run)
+        self._pending.append(future)
+        self._last = future if tokens is None else None
+        if tokens is not None:
+            self._warn_if_long()
+
+    def _token_files(self) -> dict[str, bytes]:
+        """What was recorded for the tokens of the shard, by token array."""
+        rows, self._rows = self._rows, []
+        if not rows:
+            return {}
+        table, first, found = np.concatenate(rows), 0, dict[str, bytes]()
+        for array in self.metadata.recordable:
+            width = array.example_nbytes(self.layout)
+            found[array.name] = table[:, first : first + width].tobytes()
+            first += width
+        return found
+
+    def _check_pending(self) -> None:
+        """Raise what a thread has raised."""
+        while self._pending and self._pending[0].done():
+            try:
+                self._pending.popleft().result()
+            except BaseException:
+                self._torn = True
+                raise
+
+    def _warn_if_long(self) -> None:
+        if (took_s := time.monotonic() - self._began_s) > _LONG_S:
+            warnings.warn(
+                f"{self.url}: a shard took {took_s / 60:.0f} minutes, and a crash repeats one; a smaller max_tokens_per_shard "
+                "makes shards shorter.",
+                SaevStoreWarning,
+                stacklevel=outside(),
+            )

@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> ShardStore:
 
 
 def test_copy(calls: Calls) -> None:
-    calls.catch_at("saev_store.writer.copying.copy_store")
+    calls.catch_at("saev_store.writer.copy_store")
     assert main(["copy", "memory://from", "memory://to"]) == DONE
     (found,) = calls.found
     assert {name: value for name, value in found.items() if value is not None} == {
@@ -56,7 +56,7 @@ def test_import(calls: Calls) -> None:
     assert main(["import", "memory://cache", "--to", "memory://to", "--family", "f"]) == DONE
     (found,) = calls.found
     assert {name: value for name, value in found.items() if value is not None} == {
-        "url": "memory://cache", "root": "memory://to", "family": "f", "max_tokens_per_shard": 2_400_000, "resume": "auto",
+        "url": "memory://cache", "root": "memory://to", "family": "f", "resume": True,
         "verify": True, "on_nonfinite": "raise", "on_overflow": "raise",
     }  # fmt: skip
 
@@ -130,11 +130,11 @@ def test_record(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(recorded.pop("on_report"))
     common = {
         "model": "the model", "source": "the source", "root": "memory://to", "layers": [3], "hook_points": ["resid_post"],
-        "ckpt": "m", "dataset": "a.txt", "max_tokens_per_shard": 2_400_000,
+        "ckpt": "m", "dataset": "a.txt",
     }  # fmt: skip
     assert {name: value for name, value in estimated.items() if value is not None} == common
     assert {name: value for name, value in recorded.items() if value is not None} == {
-        **common, "resume": "auto", "exist_ok": True, "on_nonfinite": "raise",
+        **common, "resume": True, "exist_ok": True, "on_nonfinite": "raise",
     }  # fmt: skip
 
 

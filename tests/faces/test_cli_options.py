@@ -66,7 +66,7 @@ def test_copy(calls: Calls) -> None:
         *STORAGE, *DST,
     )  # fmt: skip
     check_all_are_given("copy", arguments)
-    calls.catch_at("saev_store.writer.copying.copy_store")
+    calls.catch_at("saev_store.writer.copy_store")
     assert main(["copy", "memory://from", "memory://to", *arguments]) == DONE
     assert calls.found == [
         {
@@ -98,7 +98,7 @@ def test_import(calls: Calls) -> None:
         }
     ]  # fmt: skip
     assert main(["import", "memory://cache", "--to", "memory://to", "--family", "f", "--cls-token"]) == DONE
-    assert (calls.found[1]["resume"], calls.found[1]["cls_token"], calls.found[1]["verify"]) == ("auto", True, True)
+    assert (calls.found[1]["resume"], calls.found[1]["cls_token"], calls.found[1]["verify"]) == (True, True, True)
 
 
 def test_clean(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,20 +270,11 @@ def test_validate(calls: Calls, store: ShardStore) -> None:
 
 def test_finalize(calls: Calls) -> None:
     pytest.importorskip("torch")
-    arguments = ("--no-verify", "--takeover", "--no-progress", *STORAGE)
-    check_all_are_given("finalize", arguments)
+    check_all_are_given("finalize", STORAGE)
     calls.catch_at("saev_store.record.finalize")
-    assert main(["finalize", "memory://x", *arguments]) == DONE
+    assert main(["finalize", "memory://x", *STORAGE]) == DONE
     assert main(["finalize", "memory://x"]) == DONE
-    given = {
-        "url": "memory://x",
-        "storage_options": STORAGE_FOUND,
-        "verify": False,
-        "takeover": True,
-        "progress": False,
-    }
-    assert calls.found[0] == given
-    assert calls.found[1] == {**given, "storage_options": None, "verify": True, "takeover": False, "progress": None}
+    assert calls.found == [{"url": "memory://x", "storage_options": options} for options in (STORAGE_FOUND, None)]
 
 
 # -- record and repair --------------------------------------------------------------------------------------------------
@@ -310,8 +301,8 @@ def test_record(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     calls.catch_at("saev_store.record.record")
     calls.catch_at("saev_store.record.estimate_recording")
     arguments = ["--model", "m", "--to", "memory://to", *RECORD, *OF_TEXTS, "--part", "2/3", *STORAGE]
-    assert main(["record", *arguments, "--resume", "never", "--no-progress"]) == DONE
-    assert main(["record", *arguments, "--resume", "strict"]) == DONE
+    assert main(["record", *arguments, "--no-resume", "--no-progress"]) == DONE
+    assert main(["record", *arguments, "--resume"]) == DONE
     assert main(["record", *arguments, "--dry-run"]) == DONE
     common = {
         **RECORD_FOUND, "model": pair[0], "source": pair[1], "root": "memory://to", "ckpt": "m", "dataset": "a.jsonl", "part": (1, 3),

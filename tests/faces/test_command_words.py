@@ -126,8 +126,8 @@ def test_an_argument_is_its_option_whatever_its_value() -> None:
     for command in ("record", "repair"):
         said = Wording(commands, [command]).remedy("Token ids need none with bos=None, others bos=7.")
         assert said == "Token ids need none with --bos none, others --bos 7."
-    assert Wording(commands, ["record"]).remedy("Begin anew with resume=False.") == "Begin anew with --resume never."
-    assert Wording(commands, ["record"]).remedy("Go on with resume=True.") == "Go on with --resume strict."
+    assert Wording(commands, ["record"]).remedy("Begin anew with resume=False.") == "Begin anew with --no-resume."
+    assert Wording(commands, ["record"]).remedy("Go on with resume=True.") == "Go on with --resume."
     assert Wording(commands, ["copy"]).remedy("Go on with resume=True.") == "Go on with --resume."
     assert Wording(commands, ["finalize"]).remedy("Go on with resume=True.") is None
     said = Wording(commands, ["info"]).remedy('Name its key, storage_options={"verify": "a.pem", "b": {"c": 1}}.')
@@ -141,11 +141,9 @@ def test_what_continues_an_unfinished_recording(run, folder: Path, begun: Path) 
         assert err.endswith("What wrote it continues it when it is run again.\n"), err
     error = json.loads(run("info", begun, "--json")[2])["error"]
     assert error["remedy"] == "What wrote it continues it when it is run again."
-    code, _, err = run(*flags(folder, begun.parent), "--resume", "never")
+    code, _, err = run(*flags(folder, begun.parent), "--no-resume")
     there = f"there is an unfinished store, with {n_durable(begun)} of 6 examples"
-    continues = (
-        "Continue it with --resume strict, or throw it away with `saev-store clean --older-than 0` of its folder."
-    )
+    continues = "Continue it with --resume, or throw it away with `saev-store clean --older-than 0` of its folder."
     assert (code, err) == (1, f"error: {begun}: {there}. {continues}\n")
     code, _, err = run(*flags(folder, begun.parent), "--part", "1/2")
     assert (code, err.partition("parts. ")[2]) == (

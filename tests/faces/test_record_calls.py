@@ -13,7 +13,7 @@ import pytest
 from tiny_models import VOCABULARY, tiny_language, tiny_vision
 
 from saev_store import ShardStore, new_metadata
-from saev_store.errors import AccessError, ArgumentError, DocumentError, WriterConflictError
+from saev_store.errors import AccessError, ArgumentError, DocumentError
 from saev_store.record import (
     Images,
     Recorder,
@@ -34,7 +34,6 @@ from saev_store.record import (
     repair,
 )
 from saev_store.record._record import describe, prepare
-from saev_store.record._report import NOTHING_RECORDED, RecordingReport
 from saev_store.transport import open_transport
 
 torch = pytest.importorskip("torch")
@@ -82,7 +81,7 @@ def texts(**options: object) -> Texts:
 @pytest.mark.parametrize(
     ("given", "handed"),
     [
-        ({}, {"resume": "auto", "exist_ok": False, "on_nonfinite": "raise", "on_overflow": "raise", "progress": None}),
+        ({}, {"resume": True, "exist_ok": False, "on_nonfinite": "raise", "on_overflow": "raise", "progress": None}),
         (
             {"resume": True, "exist_ok": True, "on_nonfinite": "warn", "on_overflow": "saturate", "progress": False},
             {"resume": True, "exist_ok": True, "on_nonfinite": "warn", "on_overflow": "saturate", "progress": False},
@@ -101,7 +100,7 @@ def test_how_record_opens_a_store(tmp_path: Path, catch: Callable, given: dict, 
     expected = describe(prepare(model, texts(), (1, 0)), texts(), dtype="float16", max_tokens_per_shard=20, **NAMES)
     assert metadata.hash == expected.hash
     assert created.named == created.named | handed
-    assert created.named["part"] == (None if part is None else (2, 4))  # each of four shards is a part
+    assert created.named["part"] == part
 
 
 def test_options_of_a_file_system_reach_it(catch: Callable) -> None:
@@ -237,36 +236,26 @@ def test_how_repair_records_what_is_lost(tmp_path: Path, catch: Callable) -> Non
     model = tiny_language("LlamaModel")
     store = record(model, texts(), tmp_path, progress=False, **SHAPE, **NAMES)
     (Path(store.url) / "acts000002.bin").unlink()
-    filled = catch(_repair, "fill")
-    for recheck, on_overflow, span in (
-        ("exact", "raise", (3, 6)),
-        ("close", "saturate", (3, 6)),
-        ("off", "raise", (4, 6)),
-    ):
+    filled = catch(_repair, "fill_missing")
+    for recheck, on_overflow in (("exact", "raise"), ("close", "saturate"), ("off", "raise")):
         with pytest.raises(Caught):
             repair(model, texts(), store.url, recheck=recheck, on_overflow=on_overflow, on_report=print, progress=False)
         named = filled.named
         assert (named["recheck"], named["saturate"]) == (recheck, on_overflow == "saturate")
         assert named["on_report"] is print
         writer = filled.positional[0]
-        assert (writer.example_range, writer.next_example, writer.url) == (span, 4, store.url)
+        assert (writer.missing, writer.url) == ([range(4, 6)], store.url)
 
 
-def test_reports_of_a_repair_count_all_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, real, reports = tiny_language("LlamaModel"), _repair.fill, [NOTHING_RECORDED]
-
-    def filled(*args: object, before: RecordingReport, **named: object) -> RecordingReport:
-        assert before == reports[-1]
-        reports.append(real(*args, before=before, **named))
-        return reports[-1]
-
-    monkeypatch.setattr(_repair, "fill", filled)
+def test_reports_of_a_repair_count_all_ranges(tmp_path: Path) -> None:
+    model, reports = tiny_language("LlamaModel"), []
     store = record(model, texts(), tmp_path, progress=False, **SHAPE, **NAMES)
     whole = store[:]
     for number in (0, 2):
         (Path(store.url) / f"acts00000{number}.bin").unlink()
-    done = repair(model, texts(), store.url, progress=False)
-    assert [report.n_examples for report in reports] == [0, 0, 2, 4]  # the example behind the first range is compared
+    done = repair(model, texts(), store.url, progress=False, on_report=reports.append)
+    # The example behind the first range is compared.
+    assert [(report.n_examples, report.n_left) for report in reports] == [(0, 4), (2, 2), (4, 0)]
     assert reports[-1].nbytes == 4 * store.layout.example_nbytes
     assert [(file.name, file.examples, file.identical) for file in done.files] == [
         ("acts000000.bin", ((0, 2),), True), ("acts000002.bin", ((4, 6),), True),
@@ -286,20 +275,22 @@ def test_reports_of_a_repair_count_all_ranges(tmp_path: Path, monkeypatch: pytes
         ([], "exact", []),
     ],
 )
-def test_which_example_a_repair_compares(
+def test_which_example_is_compared(
     monkeypatch: pytest.MonkeyPatch, missing: list, recheck: str, spans: list[tuple[int, int, int]]
 ) -> None:
     """(first, the first that is lost, end) of each range that is read."""
     found: list[tuple[int, int, int]] = []
 
-    def filled(span: object, *_: object, **named: object) -> object:
-        found.append((span.example_range[0], span.next_example, span.example_range[1]))
+    def filled(_writer: object, _recorder: object, _source: object, span: tuple, *_: object, **named: object) -> object:
+        found.append(span)
         assert named["recheck"] == recheck
         return named["before"]
 
-    monkeypatch.setattr(_repair, "fill", filled)
-    writer = SimpleNamespace(missing=missing, url="memory://x", absent_arrays=())
-    _repair._record_lost(writer, None, None, SimpleNamespace(n_examples=8), None, recheck, "raise", None)
+    monkeypatch.setattr(_record, "_fill", filled)
+    writer = SimpleNamespace(missing=[range(*some) for some in missing], complete=False, layout=None)
+    _record.fill_missing(
+        writer, None, None, range(8), store=None, work=None, recheck=recheck, saturate=False
+    )  # fmt: skip
     assert found == spans
 
 
@@ -313,7 +304,7 @@ def test_the_demo_continues_what_an_earlier_run_has_begun(tmp_path: Path, catch:
     for progress in (True, None):
         with pytest.raises(Caught):
             demo.run_demo(tmp_path, model=small, n_photographs=2, tile_px=32, layers=(0, 2), progress=progress)
-        assert created.named == {"resume": "auto", "exist_ok": True, "progress": progress}
+        assert created.named == {"resume": True, "exist_ok": True, "progress": progress}
         out, metadata = created.positional
         assert (out, metadata.dataset, metadata.ckpt, metadata.layers) == (tmp_path, "skimage/data", "x", (0, 2))
         assert metadata.layout.examples_per_shard == 12 // 4 + 1
@@ -513,22 +504,3 @@ def test_the_largest_difference_of_the_first_and_last_batch_is_told() -> None:
         assert n_checked == (8 + 3) * 34
         assert most == pytest.approx(largest)
         assert worst == pytest.approx(expected, abs=1e-6)
-
-
-# -- publication by another rank ---------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_another_one_overtakes_in_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, options = tiny_language("LlamaModel"), SHAPE | NAMES | {"progress": False}
-    record(model, texts(), tmp_path, part=(0, 2), **options)
-
-    def taken(*_: object, **__: object) -> None:
-        raise WriterConflictError("another process is publishing the store", where="x")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_ranks.UnpublishedStore, "publish", taken)
-        found = record(model, texts(), tmp_path, part=(1, 2), **options)
-        assert (found.part, found.missing, found.ranks_left) == ((1, 2), (), ())
-        with pytest.raises(WriterConflictError, match="another process is publishing"):
-            record(model, texts(), tmp_path, **options)
-    assert len(record(model, texts(), tmp_path, part=(1, 2), **options)) == 8

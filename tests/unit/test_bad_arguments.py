@@ -22,9 +22,7 @@ from saev_store.sources.llmbatch import write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, split_documents
 from saev_store.sources.provenance import source_of
 from saev_store.stats import store_stats
-from saev_store.writer import clean_leftovers, create_store, finalize_store
-from saev_store.writer.copying import copy_store
-from saev_store.writer.importing import from_array
+from saev_store.writer import clean_leftovers, copy_store, create_store
 
 SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
 METADATA: dict[str, object] = {
@@ -52,7 +50,7 @@ def write_early(max_reorder_bytes: object) -> None:
 
 
 def append_mask(root: Path, mask: object) -> None:
-    with ShardStore.create(root, {**METADATA, "token_arrays": {"mask": "bool"}}, resume="auto") as writer:
+    with ShardStore.create(root, {**METADATA, "token_arrays": {"mask": "bool"}}, resume=True) as writer:
         writer.append(np.zeros((1, 2, 5, 8), np.float32), mask=mask)
 
 
@@ -65,7 +63,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
     rows = store.sel()
 
     def append(acts: object, labels: object = None) -> None:
-        with ShardStore.create(root, METADATA, resume="auto") as writer:
+        with ShardStore.create(root, METADATA, resume=True) as writer:
             writer.append(acts, labels=labels)
 
     found: dict[str, Callable[[object], object]] = {
@@ -98,7 +96,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "locate": lambda junk: store.layout.locate(junk, 2, junk),
         "origin": lambda junk: store.origin(junk, 0),
         "create": lambda junk: ShardStore.create(root, junk),
-        "part": lambda junk: ShardStore.create(root, METADATA, part=junk, resume="auto").close(),
+        "part": lambda junk: ShardStore.create(root, METADATA, part=junk, resume=True).close(),
         "resume": lambda junk: ShardStore.create(root, METADATA, resume=junk).close(),
         "on_nonfinite": lambda junk: ShardStore.create(root, METADATA, on_nonfinite=junk).close(),
         "append": append,
@@ -108,8 +106,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
             **{**METADATA, "layers": junk}, hook_points=["attn_out"]
         ),
         "max_reorder_bytes": write_early,
-        "part of one number": lambda junk: ShardStore.create(root, METADATA, part=(junk, junk), resume="auto").close(),
-        "block_bytes": lambda junk: create_store(MemoryTransport(), new_metadata(**METADATA), block_bytes=junk).close(),
+        "part of one number": lambda junk: ShardStore.create(root, METADATA, part=(junk, junk), resume=True).close(),
         "max_mb_per_s": lambda junk: copy_store(SAMPLE, root / "copy", max_mb_per_s=junk, progress=False),
         "max_requests_per_s": lambda junk: copy_store(SAMPLE, root / "copy", max_requests_per_s=junk, progress=False),
         "copy dtype": lambda junk: copy_store(SAMPLE, root / "copied", dtype=junk, progress=False),
@@ -118,7 +115,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "stage timeout_s": lambda junk: stage(SAMPLE, root / "staged", timeout_s=junk),
         "stage layers": lambda junk: stage(SAMPLE, root / "staged", layers=junk),
         "estimate dtype": lambda junk: store.estimate(dtype=junk),
-        "publication verify": lambda junk: finalize_store(MemoryTransport(), new_metadata(**METADATA), verify=junk),
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
         "where of a pair": lambda junk: pair(store, store).sel(layer_a=2, layer_b=2, where=junk),
         "tokens that stay": rows.only,
@@ -149,7 +145,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "data set": MapStyle,
         "texts": lambda junk: None if isinstance(junk, str) else Texts(junk, context=4),
         "images": lambda junk: None if isinstance(junk, str) else Images(junk),
-        "dtype of an array": lambda junk: from_array(
+        "dtype of an array": lambda junk: ShardStore.from_array(
             np.ones((1, 1, 1, 1), np.float32), root / "to", **MODEL, dtype=junk
         ),
     }
@@ -172,7 +168,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
 @pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
 def test_junk_meets_our_errors_only(junk: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("saev_store.writer.copying._limit.Rate.take", lambda *_: None)
+    monkeypatch.setattr("saev_store.writer.copies.Rate.wait", lambda *_: None)
     for name, call in calls(tmp_path / "root").items():
         try:
             call(junk)  # what makes sense may work
@@ -186,7 +182,7 @@ def flags(root: Path) -> dict[str, Callable[[object], object]]:
     both = pair(store, store)
 
     def create(**option: object) -> None:
-        ShardStore.create(root, METADATA, **{"resume": "auto", **option}).close()
+        ShardStore.create(root, METADATA, **{"resume": True, **option}).close()
 
     return {
         "masked": lambda flag: store.sel(masked=flag),
@@ -205,7 +201,6 @@ def flags(root: Path) -> dict[str, Callable[[object], object]]:
         "resume": lambda flag: create(resume=flag),
         "progress": lambda flag: create(progress=flag),
         "progress of validate": lambda flag: store.validate(progress=flag),
-        "takeover": lambda flag: finalize_store(MemoryTransport(), new_metadata(**METADATA), takeover=flag),
         "resume of a copy": lambda flag: copy_store(SAMPLE, root / "copy", resume=flag, progress=False),
         "replace": lambda flag: copy_store(SAMPLE, root / "copy", replace=flag, progress=False),
     }

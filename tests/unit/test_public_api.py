@@ -81,15 +81,9 @@ PUBLIC = {
         View
     """,
     "saev_store.writer": """
-        Cleaned Digests FileDigests Leftover Progress RepairWriter RepairedFile ShardWriter Unfinished
-        clean_leftovers create_store discard_unfinished finalize_store load_digests metadata_differences open_repair
+        Cleaned Copied Digests FileDigests Leftover Progress RepairWriter RepairedFile RoundingReport ShardWriter Unfinished
+        clean_leftovers copy_store create_store discard_unfinished finalize_store load_digests old_claim open_repair
         unfinished writing_requests
-    """,
-    "saev_store.writer.copying": """
-        Copied RoundingReport check_bytes copy_store
-    """,
-    "saev_store.writer.importing": """
-        Block Examples ImportOptions MAX_BLOCK_BYTES check_options from_array import_examples stored_dtype
     """,
     "saev_store.xarray": """
         SaevBackend concat dataset_of open_store

@@ -9,7 +9,6 @@ import pytest
 from sim_disk import Disk
 from written import LOCAL, a_case, append_missing, content, create, cut, finish, holding, repair
 
-from saev_store._next.writer import clean_leftovers, discard_unfinished, finalize_store, unfinished
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -19,6 +18,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.transport import UnfinishedUpload, open_transport
+from saev_store.writer import clean_leftovers, discard_unfinished, finalize_store, unfinished
 
 
 def leave(root, this, n=4) -> None:

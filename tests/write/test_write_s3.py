@@ -9,12 +9,12 @@ import sys
 import pytest
 from servers import Bucket, s3_bucket  # noqa: F401  # fixtures
 from test_publish_races import at_once
-from written import a_case, append_missing, content, create, cut, files, finalize_store, finish, repair
+from written import a_case, append_missing, content, copy_whole, create, cut, files, finalize_store, finish, repair
 
 from saev_store import ShardStore
-from saev_store._next.writer import clean_leftovers, copy_whole
 from saev_store.errors import IncompleteStoreError
 from saev_store.transport import open_transport
+from saev_store.writer import clean_leftovers
 
 ENGINES = ("obstore", "fsspec")
 N_RACES = int(os.environ.get("SAEV_STORE_RACES", "3"))
@@ -43,7 +43,7 @@ def test_parts_races_repair_and_copies_in_a_bucket_are_right(s3_bucket: Bucket, 
     assert writer.repaired[0].identical
     for to in (root(f"{name}-copy"), open_transport(tmp_path)):
         with ShardStore.open(root(name).at(this.name)) as source:
-            copy_whole(source, to, source.metadata, progress=False)
+            copy_whole(source, to)
     this.check(files(root(f"{name}-copy"), this.name))
     assert this.matches(ShardStore.open(tmp_path / this.name))
     assert sorted(content(tmp_path)) == sorted(f"{this.name}/{name}" for name in this.files())

@@ -105,7 +105,7 @@ class Metadata:
             StoreExistsError: another metadata.json is there.
         """
         folder = path_of(shards_root, "shards_root") / self.hash
-        if not (folder / WORK_FOLDER).exists():  # else a writer is at work, and will publish it
+        if not (folder.parent / WORK_FOLDER / folder.name).exists():  # else a writer is at work, and will publish it
             create(folder / METADATA_NAME, self.document.raw)
 
     @property

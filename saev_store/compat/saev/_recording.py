@@ -175,8 +175,7 @@ class ShardWriter:
         self._writer.append(activations, labels=patch_labels)
 
     def flush(self) -> None:
-        """Make durable what was written."""
-        self._writer.checkpoint()
+        """Do nothing: each shard becomes durable when it is full."""
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from saev_store.sources.caches.saelens import INFO, STATE, SaelensCache
 from saev_store.store import ShardStore
 from saev_store.store.opening import as_metadata
 from saev_store.transport import open_transport
-from saev_store.writer.importing import MAX_BLOCK_BYTES, Block, ImportOptions, check_options, import_examples
+from saev_store.writer.importing import MAX_BLOCK_BYTES, Block, ImportOptions, import_examples
 
 __all__ = ["FORMATS", "import_cache"]
 
@@ -52,9 +52,9 @@ def import_cache(
     dtype: StoredDtype | None = None,
     data: Mapping[str, object] | None = None,
     dataset: str | None = None,
-    max_tokens_per_shard: int = 2_400_000,
+    max_tokens_per_shard: int | None = None,
     max_block_bytes: int = MAX_BLOCK_BYTES,
-    resume: bool | Literal["auto"] = "auto",
+    resume: bool = True,
     verify: bool = True,
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
@@ -81,10 +81,10 @@ def import_cache(
         dtype: Of the store; None keeps that of the cache.
         data: Describes the data set; `imported` is added to it.
         dataset: The place of the data set.
-        max_tokens_per_shard: Budget of vectors per shard.
+        max_tokens_per_shard: Budget of vectors per shard; None chooses one, as `new_metadata`.
         max_block_bytes: Read at most so much at a time, or one example.
-        resume: As in `ShardStore.create`; False also refuses a finished store.
-        verify: Compare the store with the cache before publishing, as in `ShardStore.from_array`.
+        resume: As in `ShardStore.from_array`.
+        verify: Compare what an earlier call has written with the cache.
         storage_options: For the file system of `url`.
         dst_storage_options: For that of `root`.
         pad: Write the last shard at full size, its tail zeros.
@@ -97,11 +97,12 @@ def import_cache(
         DocumentError, CorruptShardError: a file breaks a rule of its format, or has another size than its header.
         ArgumentError: what the files do not have is not given, or does not fit.
         MissingDependencyError: the format needs a library that is not installed.
-        ResumeError: the cache has changed since an unfinished import of it was begun.
+        ResumeError: an unfinished import of it holds other numbers than the cache has now.
     """
     if not isinstance(family, str) or not family.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"family is {brief(family)}; it must be a name, such as gpt2", where="family")
-    check_options(max_block_bytes, verify)
+    options = ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
+    options.check()
     if format is not None:
         check_choice(format, FORMATS, name="format")
     if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
@@ -117,7 +118,6 @@ def import_cache(
     named = {} if ckpt is None else {"ckpt": ckpt}
     metadata = as_metadata({**arguments, **named, "data": described})
     target = open_transport(root, dst_storage_options)
-    options = ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
     import_examples(_CacheExamples(cache, metadata), target, options)
     return ShardStore.open(target.at(metadata.hash))
 

@@ -1,1 +1,0 @@
-"""Rooms that will replace the present ones. Nothing public imports them."""

@@ -1,0 +1,265 @@
+"""The examples of an array: of NumPy, mapped from a file, of zarr, h5py, xarray, dask or torch, read in slices.
+
+None of these libraries is imported here: an array has a shape, a dtype, and slices.
+"""
+
+# pyright: reportUnnecessaryIsInstance=false
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from saev_store.core.dtypes import ITEMSIZES, StoredDtype
+from saev_store.core.token_arrays import DTYPES, MEANINGS
+from saev_store.documents import Metadata
+from saev_store.errors import ArgumentError, brief, kind_of
+from saev_store.writer.arrays import as_array
+from saev_store.writer.digests import ALGORITHM
+
+#: The axes of a store. An array may lack layers or tokens: it then has one of them.
+AXES = ("example", "layer", "token", "d_model")
+_DEFAULT_DIMS = {2: ("example", "d_model"), 3: ("example", "token", "d_model"), 4: AXES}
+#: So many examples are digested to identify an array; all of one that is no larger than this.
+_N_SAMPLES, _FULL_NBYTES = 8, 64 << 20
+
+
+class Block(NamedTuple):
+    """Consecutive examples.
+
+    Attributes:
+        first: The position of the first one.
+        acts: (k, layers, tokens, d_model), of a dtype that a store may hold, or float64.
+        token_arrays: (k, content tokens) for each token array, by name.
+    """
+
+    first: int
+    acts: npt.NDArray[np.generic]
+    token_arrays: Mapping[str, npt.NDArray[np.generic]]
+
+
+class ArrayExamples:
+    """An array and token arrays under the axes of a store, as a source of examples.
+
+    Args:
+        array: Of any kind that is described above.
+        dims: The names of its axes in their order; None: those of xarray, else by their number.
+        token_arrays: (examples, content tokens) for each token array, by name, of the same kinds.
+        first: The position of the array's first example in the store.
+
+    Attributes:
+        dims: The names of its axes.
+        shape: (examples, layers, tokens, d_model).
+        dtype: Of its numbers.
+        token_dtypes: The dtype of each token array, by name.
+        metadata: Of the store.
+
+    Raises:
+        ArgumentError: it is not such an array, or has other axes or another dtype.
+    """
+
+    metadata: Metadata
+
+    def __init__(
+        self, array: object, dims: Sequence[str] | None, token_arrays: Mapping[str, object], *, first: int = 0
+    ) -> None:
+        sizes = _sizes(array, where="array")
+        self._array, self._first = cast("Any", array), first
+        self.dims = _dims_of(array, dims, len(sizes))
+        by_name = dict(zip(self.dims, sizes, strict=True))
+        self.shape = tuple(by_name.get(axis, 1) for axis in AXES)
+        if min(self.shape) < 1:
+            raise ArgumentError(f"the array has shape {sizes}; no axis of a store is empty", where="array")
+        self.dtype = _dtype_of(array, where="array")
+        self._axis = self.dims.index("example")
+        self._tokens = {name: _in_order(values) for name, values in token_arrays.items()}
+        self.token_dtypes = {name: _token_dtype(values, name, self.shape[0]) for name, values in self._tokens.items()}
+
+    @property
+    def is_lazy(self) -> bool:
+        """True for an array of dask, or of xarray with one of dask inside."""
+        graph = getattr(self._array, "__dask_graph__", None)
+        return callable(graph) and graph() is not None
+
+    def read(self, start: int, end: int) -> npt.NDArray[np.generic]:
+        """Some examples, (end - start, layers, tokens, d_model)."""
+        found = _computed(self._sliced(start, end), where="array")
+        expected = tuple(end - start if axis == "example" else self.shape[AXES.index(axis)] for axis in self.dims)
+        if found.shape != expected or found.dtype.name != self.dtype.name:
+            raise ArgumentError(
+                f"examples {start} to {end - 1} of the array come as {found.dtype.name} {found.shape}; "
+                f"they must be {self.dtype.name} {expected}, as the array says",
+                where="array",
+            )
+        order = [self.dims.index(axis) for axis in AXES if axis in self.dims]
+        missing = tuple(position for position, axis in enumerate(AXES) if axis not in self.dims)
+        return np.expand_dims(found.transpose(order), missing)
+
+    def _sliced(self, start: int, end: int) -> object:
+        return self._array[
+            tuple(slice(start, end) if axis == self._axis else slice(None) for axis in range(len(self.dims)))
+        ]
+
+    def _rows(self, name: str, start: int, end: int) -> npt.NDArray[np.generic]:
+        """Some rows of a token array."""
+        found = _computed(cast("Any", self._tokens[name])[start:end,], where=name)
+        if found.ndim != 2 or len(found) != end - start or found.dtype.kind == "O":  # a sparse matrix of scipy
+            raise ArgumentError(f"{name} does not give rows of numbers", where=name, remedy="Pass a dense array.")
+        return found
+
+    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
+        """The examples from `first` to `end`, in blocks of at most so many bytes or of one example; chunks are not cut if they fit."""
+        most = max(1, max_block_bytes // (math.prod(self.shape[1:]) * self.dtype.itemsize))
+        start, stop = first - self._first, end - self._first
+        while start < stop:
+            until = min(start + most, stop)
+            if until < stop:
+                cut = _last_cut(getattr(self._array, "chunks", None), self._axis, until)
+                until = cut if cut > start else until
+            rows = {name: self._rows(name, start, until) for name in self._tokens}
+            yield Block(start + self._first, self.read(start, until), rows)
+            start = until
+
+    def part(self, first: int, end: int, prepared: Callable[[object], object]) -> ArrayExamples:
+        """Some examples, to be sent to another process: their token arrays, and the prepared array, which is not read."""
+        arrays = {name: self._rows(name, first, end) for name in self._tokens}
+        found = ArrayExamples(prepared(self._sliced(first, end)), self.dims, arrays, first=first)
+        found.metadata = self.metadata
+        return found
+
+    def identity(self) -> dict[str, object]:
+        """The description of the source for `data["imported"]`: its address, axes and dtype, and digests."""
+        is_small = math.prod(self.shape) * self.dtype.itemsize <= _FULL_NBYTES
+        url, n = _address(self._array), self.shape[0]
+        found: dict[str, object] = {
+            "format": "array", **({} if url is None else {"url": url}), "dims": list(self.dims), "shape": list(self.shape),
+            "dtype": self.dtype.name, "digest": _digest(self.read, n, is_small=is_small),
+        }  # fmt: skip
+        tokens = {
+            name: _digest(lambda start, end, name=name: self._rows(name, start, end), n, is_small=is_small)
+            for name in self._tokens
+        }
+        return {**found, "token_arrays": tokens} if tokens else found
+
+
+def _digest(read: Callable[[int, int], npt.NDArray[np.generic]], n: int, *, is_small: bool) -> dict[str, object]:
+    """The digest of eight of `n` examples, or of all."""
+    samples = [(i, i + 1) for i in sorted({i * (n - 1) // (_N_SAMPLES - 1) for i in range(_N_SAMPLES)})]
+    hasher = xxhash.xxh3_128()
+    for start, end in [(0, n)] if is_small else samples:
+        values = read(start, end)
+        hasher.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).view(np.uint8).data)
+    return {"algorithm": ALGORITHM, "scope": "full" if is_small else "sampled", "value": hasher.hexdigest()}
+
+
+def stored_dtype(found: np.dtype[np.generic], asked: StoredDtype | None) -> StoredDtype:
+    """The dtype of the store: that of the array, or the one asked for.
+
+    Raises:
+        ArgumentError: no store holds it; float64 is taken only if another dtype is asked for.
+    """
+    if asked is not None and (not isinstance(asked, str) or asked not in ITEMSIZES):
+        raise ArgumentError(f"dtype is {brief(asked)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype")
+    if found.name not in ITEMSIZES and (found.name != "float64" or asked is None):
+        raise ArgumentError(
+            f"the array is {found.name}; a store holds {', '.join(ITEMSIZES)}",
+            where="array",
+            remedy='Pass dtype="float32" to round float64. Bits of bfloat16 are taken as .view(ml_dtypes.bfloat16), or '
+            ".view(torch.bfloat16).",
+        )
+    return asked or cast("StoredDtype", found.name)
+
+
+# -- what an array says of itself ---------------------------------------------------------------------------------------
+
+
+def _computed(value: object, *, where: str) -> npt.NDArray[np.generic]:
+    """A slice as a NumPy array; what is lazy is computed by threads of this process."""
+    compute = getattr(value, "compute", None)  # of dask and xarray
+    return as_array(compute(scheduler="threads") if callable(compute) else value, where=where)
+
+
+def _sizes(array: object, *, where: str) -> tuple[int, ...]:
+    """Its shape in Python's integers; `ArgumentError` if it is not an array, or dask does not know a length."""
+    try:
+        sizes = () if isinstance(array, (str, bytes, Mapping)) else tuple(map(operator.index, cast("Any", array).shape))
+    except (TypeError, AttributeError, RuntimeError):
+        sizes = ()
+    if not sizes or not hasattr(array, "dtype"):
+        raise ArgumentError(
+            f"{kind_of(array)}; it must be an array of NumPy, zarr, h5py, xarray, dask or torch, of known shape",
+            where=where,
+            remedy='Open files first: numpy.load(path, mmap_mode="r"), zarr.open_array(path), h5py.File(path)[name]. Of dask call '
+            "compute_chunk_sizes().",
+        )
+    return sizes
+
+
+def _dtype_of(array: object, *, where: str) -> np.dtype[np.generic]:
+    """Its dtype; that of torch is found by an empty slice."""
+    try:
+        return np.dtype(cast("Any", array).dtype)
+    except TypeError:
+        try:
+            return as_array(cast("Any", array)[slice(0, 0),], where=where).dtype
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # a sparse tensor
+            raise ArgumentError(f"{kind_of(array)} that cannot be sliced: {error}", where=where) from error
+
+
+def _dims_of(array: object, dims: Sequence[str] | None, n_axes: int) -> tuple[str, ...]:
+    named = getattr(array, "dims", None)  # of xarray; h5py has another kind of object there
+    if dims is None:
+        dims = cast("tuple[str, ...]", named) if isinstance(named, tuple) else _DEFAULT_DIMS.get(n_axes, ())
+    found = () if isinstance(dims, str) or not isinstance(dims, Sequence) else tuple(dims)
+    if not (len(found) == n_axes == len(set(found)) and {"example", "d_model"} <= set(found) <= set(AXES)):
+        raise ArgumentError(
+            f"the {n_axes} axes of the array are {brief(dims)}; they must be example and d_model, and may be layer and token, "
+            "each once, in any order",
+            where="dims",
+            remedy='Name them: dims=("layer", "example", "token", "d_model").',
+        )
+    return found
+
+
+def _in_order(values: object) -> object:
+    """A token array of xarray with its axes in the order of a store."""
+    named = cast("tuple[object, ...]", getattr(values, "dims", None) or ())
+    return cast("Any", values).transpose("example", "token") if set(named) == {"example", "token"} else values
+
+
+def _token_dtype(values: object, name: str, n_examples: int) -> str:
+    """The dtype under which a token array is declared; `ArgumentError` for one that none may have, or another shape."""
+    shape, found = _sizes(values, where=name), _dtype_of(values, where=name)
+    if len(shape) != 2 or shape[0] != n_examples:
+        raise ArgumentError(f"{name} has shape {shape}; it must be ({n_examples}, content tokens)", where=name)
+    declared = MEANINGS.get(name) or found.name
+    if declared not in DTYPES or (found.kind not in "biuf" and found.name != "bfloat16"):
+        raise ArgumentError(f"{name} has dtype {found}; it must be one of {', '.join(DTYPES)}", where=name)
+    return declared
+
+
+def _last_cut(chunks: object, axis: int, position: int) -> int:
+    """The last end of a chunk along the examples that is not beyond a position; 0 if there is none."""
+    along = chunks[axis] if isinstance(chunks, tuple) and axis < len(chunks) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # of any library
+    if isinstance(along, int) and along > 0:
+        return position // along * along
+    ends = list(accumulate(cast("tuple[int, ...]", along))) if isinstance(along, tuple) else []
+    at = bisect_right(ends, position)
+    return ends[at - 1] if at else 0
+
+
+def _address(array: object) -> str | None:
+    """The file of an array that is in one, as it says itself."""
+    file = getattr(array, "file", None)
+    if isinstance(name := getattr(file, "filename", None), str):  # h5py
+        return f"{name}::{getattr(array, 'name', '')}"
+    path = getattr(array, "filename", None) or getattr(array, "store_path", None)  # numpy.memmap, zarr
+    return None if path is None else str(path)

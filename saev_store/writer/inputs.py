@@ -1,0 +1,222 @@
+"""What callers may append, turned into numbers of the store's dtype and token rows, or refused with a reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.core.dtypes import ITEMSIZES, LARGEST, are_finite, numpy_dtype, stored_as
+from saev_store.core.layout import Layout
+from saev_store.core.token_arrays import TokenArray
+from saev_store.errors import ArgumentError, SaevStoreWarning, outside
+from saev_store.writer.arrays import as_array, stacked_layers
+
+NonfinitePolicy = Literal["raise", "warn", "allow"]
+NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)
+OverflowPolicy = Literal["raise", "warn", "saturate"]
+
+#: The smallest number that rounds to infinity: half a step beyond the largest finite one, which is odd.
+_TOO_LARGE = {"float32": float.fromhex("0x1.ffffffp127"), "bfloat16": float.fromhex("0x1.ffp127"), "float16": 65520.0}
+_WIDER = {
+    "float32": "a store holds no wider numbers",
+    "bfloat16": "float32 has those up to 3.40282e+38",
+    "float16": "bfloat16 has nearly the range of float32",
+}
+
+
+def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
+    """A (k, layers, tokens, d_model) array of a dtype that a store may hold; nothing is copied if possible.
+
+    Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece. A mapping of layers to arrays is copied
+    into one array.
+    """
+    array = stacked_layers(acts, layout) if isinstance(acts, Mapping) else as_array(acts, where="acts")  # pyright: ignore[reportUnknownArgumentType]  # of anything
+    expected = layout.shape[1:]
+    if array.ndim == 3 and array.shape == expected:
+        array = array[np.newaxis]
+    if array.ndim != 4 or array.shape[1:] != expected:
+        raise ArgumentError(
+            f"acts has shape {array.shape}; it must be (k, {', '.join(map(str, expected))}), "
+            "that is (examples, layers, tokens, d_model), or one example without the first axis",
+            where="acts",
+        )
+    kind = array.dtype.name
+    if kind not in ITEMSIZES:
+        raise ArgumentError(
+            f"acts has dtype {kind}; a writer takes {', '.join(ITEMSIZES)}",
+            where="acts",
+            remedy="Convert it yourself: `.float()` in torch, `.astype(np.float32)` in NumPy.",
+        )
+    return array
+
+
+def rows_as_bytes(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray[np.uint8]:
+    """The bytes of some rows as the store holds them: little-endian, C order; a view where they are so already.
+
+    Numbers are rounded to nearest even where the store's dtype is narrower.
+    """
+    rows = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    if rows.dtype.name != layout.dtype:
+        rows = stored_as(rows, numpy_dtype(layout.dtype))
+    return rows.reshape(-1).view(np.uint8)
+
+
+def token_rows(
+    given: Mapping[str, object], arrays: Sequence[TokenArray], n_examples: int, layout: Layout, *, required: bool
+) -> npt.NDArray[np.uint8] | None:
+    """The token rows of some examples, (n_examples, bytes of a row); None where nothing is given.
+
+    Args:
+        given: What the caller passed, by name.
+        arrays: What the store may hold for each content token, in the order of the row.
+        n_examples: How many examples these are.
+        layout: The geometry of the store.
+        required: Whether all of `arrays` must be there.
+
+    Raises:
+        ArgumentError: an array is missing or not declared, or has another shape, dtype or range.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    names = [array.name for array in arrays]
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ArgumentError(
+            f"{unknown[0]} is not among the token arrays {names} of the metadata",
+            where=unknown[0],
+            remedy="Declare it: new_metadata(..., token_arrays={...}).",
+        )
+    missing = [name for name in names if name not in given]
+    if required and missing:
+        raise ArgumentError(
+            f"{missing[0]} is missing; the metadata declares it for every content token", where=missing[0]
+        )
+    if not given:
+        return None
+    rows = [
+        np.ascontiguousarray(_as_token_array(given[array.name], array, n_examples, layout)).view(np.uint8)
+        for array in arrays
+    ]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+
+
+def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: Layout) -> npt.NDArray[np.generic]:
+    """A (n_examples, content tokens) array of the declared dtype; `ArgumentError` for another shape or other values."""
+    found, name = as_array(value, where=array.name), array.name
+    content, dtype = layout.content_tokens_per_example, array.numpy_dtype
+    if found.ndim == 1 and n_examples == 1 and found.shape == (content,):
+        found = found[np.newaxis]
+    if found.shape != (n_examples, content):
+        raise ArgumentError(
+            f"{name} has shape {found.shape}; it must be ({n_examples}, {content}): one for every content token "
+            "of every example, none for CLS",
+            where=name,
+        )
+    if dtype.kind == "f":
+        if found.dtype.name not in ITEMSIZES:
+            raise ArgumentError(f"{name} has dtype {found.dtype.name}; it must be float32", where=name)
+        return stored_as(found, dtype)
+    low, high = (0, 1) if dtype.kind == "b" else (int(np.iinfo(array.dtype).min), int(np.iinfo(array.dtype).max))
+    rule = f"{name} are integers from {low} to {high}"
+    if found.dtype.kind not in "iub":
+        raise ArgumentError(
+            f"{name} has dtype {found.dtype.name}; {rule}",
+            where=name,
+            remedy=f"Convert it yourself: `.astype(np.{dtype.name})`.",
+        )
+    if found.dtype != dtype and found.size and not (low <= int(found.min()) <= int(found.max()) <= high):
+        raise ArgumentError(f"{name} holds values from {found.min()} to {found.max()}; {rule}", where=name)
+    return found.astype(dtype, copy=False)
+
+
+def check_overflow(
+    array: npt.NDArray[np.generic], first_example: int, layout: Layout, policy: str
+) -> npt.NDArray[np.generic]:
+    """The examples after the policy for finite numbers that become infinite in the store's dtype; most often unchanged.
+
+    With "saturate" they come back in the store's dtype where there is such a number.
+    """
+    # Only float64 has numbers that float32 has not.
+    fits = layout.dtype == "float32" and array.dtype.name != "float64"
+    if fits or array.dtype.name == layout.dtype or array.size == 0:
+        return array
+    largest, too_large = LARGEST[layout.dtype], _TOO_LARGE[layout.dtype]
+    with np.errstate(invalid="ignore"):  # NumPy warns of NaN in bfloat16
+        if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
+            return array
+    for i, example in enumerate(array):
+        with np.errstate(invalid="ignore"):  # raised by signalling NaNs
+            wide = example.astype(np.float64)
+        bad = np.isfinite(wide) & (np.abs(wide) >= too_large)
+        if not bad.any():
+            continue
+        if policy == "saturate":
+            return _saturated(array, layout)
+        layer, token, dim = (int(axis) for axis in np.argwhere(bad)[0])
+        message = (
+            f"example {first_example + i} holds {int(bad.sum())} numbers that {layout.dtype} cannot hold; the first is "
+            f"{example[layer, token, dim]} at [layer position {layer}, token {token}, d_model {dim}]"
+        )
+        if policy == "raise":
+            raise ArgumentError(
+                message,
+                where="acts",
+                remedy=f'Nothing of this batch was written. on_overflow="saturate" stores ±{largest:g} instead; '
+                f"{_WIDER[layout.dtype]}.",
+            )
+        warnings.warn(f"{message}; recorded as infinity.", SaevStoreWarning, stacklevel=outside())
+        break
+    return array
+
+
+def _saturated(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray[np.generic]:
+    """The numbers in the store's dtype, finite ones that became infinite replaced by the largest finite number."""
+    rounded = stored_as(array, numpy_dtype(layout.dtype))
+    # Not before rounding: bfloat16 does not hold the largest float16.
+    became_infinite = _is_finite(array) & np.isinf(rounded)
+    rounded[became_infinite] = np.copysign(LARGEST[layout.dtype], array[became_infinite].astype(np.float64))
+    return rounded
+
+
+def _is_finite(array: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    """Which numbers are finite, quietly: NumPy warns of signalling NaNs in bfloat16."""
+    with np.errstate(invalid="ignore"):
+        return np.isfinite(array)
+
+
+def _look_finite(array: npt.NDArray[np.generic]) -> bool:
+    """Whether all numbers are finite. Of more than 16 bits it may say no where large ones overflow a sum."""
+    if array.dtype.name in {"bfloat16", "float16"} and array.dtype.isnative:
+        return are_finite(array.view(np.uint16), array.dtype.name)
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum(dtype=np.float32)))
+
+
+def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str) -> None:
+    """Apply the policy for NaN and infinity to some examples.
+
+    A quick look decides almost always. Only then is every value looked at.
+    """
+    if policy == "allow" or array.size == 0 or _look_finite(array):
+        return
+    for i, example in enumerate(array):
+        bad = ~_is_finite(example)
+        n_bad = int(bad.sum())
+        if not n_bad:
+            continue
+        layer, token, dim = (int(axis) for axis in np.argwhere(bad)[0])
+        message = (
+            f"example {first_example + i} holds {n_bad} values that are not finite; the first is "
+            f"{example[layer, token, dim]} at [layer position {layer}, token {token}, d_model {dim}]"
+        )
+        if policy == "raise":
+            raise ArgumentError(
+                message,
+                where="acts",
+                remedy='Nothing of this batch was written. on_nonfinite="allow" records such values as they are.',
+            )
+        warnings.warn(f"{message}; recorded as it is.", SaevStoreWarning, stacklevel=outside())
+        return

@@ -1,0 +1,219 @@
+"""Publication: from the receipts of all shards to a store; any number of processes may try at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+from saev_store._runtime.threads import ahead
+from saev_store.core.layout import shard_name
+from saev_store.core.token_arrays import TokenArray
+from saev_store.documents import shards_bytes
+from saev_store.errors import (
+    CorruptShardError,
+    IncompleteStoreError,
+    SaevStoreError,
+    StoreExistsError,
+    WriterConflictError,
+)
+from saev_store.names import DIGESTS_NAME, METADATA_NAME, SHARDS_NAME
+from saev_store.transport import Transport
+from saev_store.transport.obstore import part_bytes
+from saev_store.writer.digests import BlockDigester, Digests, FileDigests
+from saev_store.writer.work import Receipt, Work, create, each, open_sink, read, stat, tokens_path
+
+if TYPE_CHECKING:
+    from saev_store.core.layout import Layout
+    from saev_store.documents import Metadata
+
+#: metadata.json in the work folder, shards.json, digests.json and metadata.json.
+_N_DOCUMENTS = 4
+#: Seconds between two looks whether another publisher is done.
+_LOOK_S = 0.05
+
+
+class More(NamedTuple):
+    """Files of a store other than shards.
+
+    Attributes:
+        files: Digests of the files that were written, by name.
+        documents: Small files that are still to be written, by name; they may replace shards.json.
+    """
+
+    files: Mapping[str, FileDigests]
+    documents: Mapping[str, bytes]
+
+
+#: Writes all else than shards, under the lock of publishers.
+Others = Callable[[Work, Sequence[Receipt]], More]
+
+
+def finalize_store(root_transport: Transport, metadata: Metadata) -> bool:
+    """Publish a store whose parts are all written; True if this call did it, False if another one had.
+
+    Any process may call it, several at once too: one of them publishes.
+
+    Raises:
+        IncompleteStoreError: shards are missing; the message names the first examples. Or some have labels and others not.
+        CorruptShardError: a file differs from its receipt.
+        StoreExistsError: another store has this name.
+    """
+    return publish(Work(root_transport, metadata))
+
+
+def publish(work: Work, others: Others | None = None) -> bool:
+    """Publish a store of which all shards have receipts, with what `others` writes; see `finalize_store`."""
+    try:
+        if work.is_published():
+            return False
+        _check_begun(work)
+        with _alone(work):
+            _check_begun(work)  # it may have been discarded in the meantime
+            is_ours = not work.is_published() and _publish(work, others or join_all)
+    except SaevStoreError:
+        # Another publisher was faster, and has deleted the work folder: whatever failed here, the store is there.
+        if not work.is_published():
+            raise
+        is_ours = False
+    work.remove()
+    return is_ours
+
+
+def _check_begun(work: Work) -> None:
+    if read(work.work, METADATA_NAME) is None:
+        raise IncompleteStoreError(
+            "nothing has been written there by this package", where=work.url, remedy="Create the store first."
+        )
+
+
+def _alone(work: Work) -> AbstractContextManager[object]:
+    """Hold the lock of publishers, which is waited for; in a bucket there is none, and all write the same bytes."""
+    held = ExitStack()
+    while True:
+        try:
+            held.enter_context(work.lock("publish"))
+        except WriterConflictError:
+            time.sleep(_LOOK_S)
+        else:
+            return held
+
+
+def _publish(work: Work, others: Others) -> bool:
+    """Write all that is still missing of the store, its document last; False if another publisher was faster."""
+    layout, metadata = work.layout, work.metadata
+    receipts = _receipts(work)
+    work.store.close()  # what is remembered of earlier files
+    _check_files(work, receipts)
+    files = {shard_name(shard_idx): receipt.file for shard_idx, receipt in enumerate(receipts)}
+    more = others(work, receipts)
+    documents = {
+        SHARDS_NAME: shards_bytes(layout, metadata.count_key),
+        **more.documents,
+        DIGESTS_NAME: Digests(work.block_bytes, {**files, **more.files}).to_bytes(),
+    }
+    if work.is_published():
+        return False
+    for name, data in documents.items():
+        work.store.put(name, data)
+    return create(work.store, METADATA_NAME, metadata.raw)
+
+
+def _receipts(work: Work) -> list[Receipt]:
+    """The receipts of all shards; `IncompleteStoreError` if one is missing, or only some have token arrays."""
+    found = work.receipts(range(work.layout.n_shards))
+    missing = [shard_idx for shard_idx, receipt in enumerate(found) if receipt is None]
+    if missing:
+        start, end = work.layout.example_range(missing[0])
+        raise IncompleteStoreError(
+            f"{len(missing)} of {len(found)} shards are missing, the first one with examples {start}:{end}",
+            where=work.url,
+            remedy="Write them with resume=True, then publish.",
+        )
+    receipts = [receipt for receipt in found if receipt is not None]
+    has_tokens = [bool(receipt.tokens) for receipt in receipts]
+    if len(set(has_tokens)) > 1:
+        raise IncompleteStoreError(
+            f"{shard_name(has_tokens.index(True))} has labels, {shard_name(has_tokens.index(False))} has none; all must have "
+            "them, or none",
+            where=work.url,
+            remedy="Throw it away with `discard_unfinished` and write all parts alike.",
+        )
+    return receipts
+
+
+def _check_files(work: Work, receipts: Sequence[Receipt]) -> None:
+    """Compare the size of each shard, and in a bucket its version, with its receipt."""
+    names = [shard_name(shard_idx) for shard_idx in range(len(receipts))]
+    for name, receipt, found in zip(
+        names, receipts, each(work.store, lambda name: stat(work.store, name), names), strict=True
+    ):
+        if tuple(found) != (receipt.file_nbytes, receipt.version):
+            raise _not_as_written(
+                f"{name} has {found[0]} bytes, version {found[1]!r}; its receipt has {receipt.file_nbytes}, {receipt.version!r}",
+                work,
+            )
+
+
+def _not_as_written(message: str, work: Work) -> CorruptShardError:
+    return CorruptShardError(message, where=work.url, remedy="Create the writer again with resume=True, then publish.")
+
+
+def join_all(work: Work, receipts: Sequence[Receipt]) -> More:
+    """The token arrays, from what was recorded with the shards."""
+    arrays = work.metadata.recordable if receipts[0].tokens else ()
+    return More({array.file_name: _join(work, array, receipts) for array in arrays}, {})
+
+
+def _join(work: Work, array: TokenArray, receipts: Sequence[Receipt]) -> FileDigests:
+    """Write the file of a token array from what was recorded with each shard."""
+    nbytes, digester = array.nbytes(work.layout), BlockDigester(work.block_bytes)
+    sink = open_sink(work.store, array.file_name, used_nbytes=nbytes, file_nbytes=nbytes)
+    try:
+        shards = list(enumerate(receipts))
+        n_ahead = 1 if work.is_disk else 8
+        for (shard_idx, _), rows in zip(
+            shards, ahead(lambda item: work.read_tokens(array, *item), shards, n_ahead), strict=True
+        ):
+            if rows is None:
+                path = tokens_path(array.name, shard_idx)
+                raise _not_as_written(f"{path} in the work folder is gone, or is not what was written", work)
+            sink.write(digester.nbytes, [memoryview(rows)])
+            digester.update(rows)
+        if work.is_published():
+            raise StoreExistsError("it is there", where=work.url)
+        sink.commit()
+    except BaseException:
+        sink.abort()
+        raise
+    return FileDigests(digester.nbytes, tuple(digester.digests()))
+
+
+def writing_requests(layout: Layout, arrays: Sequence[TokenArray] = ()) -> int:
+    """PUT and POST requests for a store that one writer sends through obstore without an interruption.
+
+    Services charge for them alike; deleting is free, and there are a few reads. fsspec sends larger parts, so fewer requests.
+
+    Args:
+        layout: The geometry of the store.
+        arrays: What is recorded for each content token.
+
+    >>> layout = Layout(n_examples=40, layers=(0,), content_tokens_per_example=4, cls_token=False, d_model=8, examples_per_shard=10)
+    >>> writing_requests(layout)
+    13
+    """
+    shards = (layout.n_shards - 1) * _upload_requests(layout.shard_nbytes)
+    shards += _upload_requests(layout.used_nbytes(layout.n_shards - 1))
+    beside = layout.n_shards * (1 + len(arrays))  # a receipt of each shard, and what was recorded for its tokens
+    return shards + beside + sum(_upload_requests(array.nbytes(layout)) for array in arrays) + _N_DOCUMENTS
+
+
+def _upload_requests(file_nbytes: int) -> int:
+    """PUT and POST requests that a file takes: one, or one for each part, one before them and one behind.
+
+    >>> _upload_requests(0), _upload_requests(8 << 20), _upload_requests(20 << 20)
+    (1, 1, 5)
+    """
+    n_parts = -(-file_nbytes // part_bytes(file_nbytes))
+    return n_parts + 2 if n_parts > 1 else 1

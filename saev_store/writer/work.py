@@ -1,0 +1,383 @@
+"""An unfinished store: its folder, the work folder next to it, and one receipt for each shard that is durable.
+
+```text
+<root>/<HASH>/acts000123.bin                           the shard, at its place
+<root>/.saev_store/<HASH>/metadata.json                what will be published
+<root>/.saev_store/<HASH>/receipts/000123.json         the shard is durable: its size and digests
+<root>/.saev_store/<HASH>/tokens/<array>/000123.bin    what was recorded for its tokens
+<root>/.saev_store/<HASH>/locks/000123.lock            held while the shard is written
+```
+
+What is published follows from the receipts alone, so any process can finish what others began, and several may try at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from saev_store._runtime.threads import ahead
+from saev_store.core.layout import shard_name
+from saev_store.errors import (
+    IncompleteStoreError,
+    NotFoundError,
+    ResumeError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+    WriterConflictError,
+)
+from saev_store.names import METADATA_NAME, WORK_FOLDER
+from saev_store.transport import Sink, Transport
+from saev_store.writer.digests import BLOCK_BYTES, FileDigests, digest, is_digest, n_blocks
+
+if TYPE_CHECKING:
+    from saev_store.core.token_arrays import TokenArray
+    from saev_store.documents import Metadata
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+VERSION = 1
+#: Files that a killed process left half-written begin with this.
+TEMPORARY = ".saev_store.tmp-"
+#: Small requests to a service that are made at once.
+N_AHEAD = 32
+_MAX_DOCUMENT_BYTES = 256 << 20
+_N_TRIES = 20
+
+
+def at(place: Transport, path: str) -> Transport:
+    """The folder `path` below another one."""
+    return place.at(path)
+
+
+def is_disk(place: Transport) -> bool:
+    """Return True for a folder of this machine, with locks and renames; a bucket has neither."""
+    return place.local_path is not None
+
+
+def stat(place: Transport, path: str) -> tuple[int, str]:
+    """The size of a file, and its version in a bucket ("" where the service does not name one, and on a disk)."""
+    nbytes, version = place.stat(path)
+    return nbytes, "" if is_disk(place) else version
+
+
+def read(place: Transport, path: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes | None:
+    """A small file; None where there is none, or an empty one: a kill can leave that where there are no hard links."""
+    try:
+        return bytes(place.read(path, max_bytes=max_bytes)) or None
+    except NotFoundError:
+        return None
+
+
+def create(place: Transport, path: str, data: bytes) -> bool:
+    """Create a small file, unless it is there with the same bytes: then False.
+
+    The answer to a creation that succeeded can be lost, so after an error the file is read back.
+
+    Raises:
+        StoreExistsError: the name is taken by a file of other bytes.
+    """
+    try:
+        place.create(path, data)
+    except (StoreExistsError, TransportError) as error:
+        there = read(place, path)
+        if there == data:
+            return False
+        if there is not None or not isinstance(error, StoreExistsError):
+            raise
+        place.put(path, data)  # an empty file, of a kill
+    return True
+
+
+def open_sink(place: Transport, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
+    """A large file from scratch. On a disk an old one is deleted; in a bucket it stays until the new one is committed.
+
+    Nothing is deleted in a bucket: without locks the old file may be that of a store that was just published.
+    """
+    if not is_disk(place):
+        return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
+    try:
+        return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+    except StoreExistsError:
+        place.delete(path)
+        return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+
+
+def each(place: Transport, ask: Callable[[S], T], items: Sequence[S], n: int = N_AHEAD) -> list[T]:
+    """The answers about many items, in order: several at once from a service, one by one from a disk."""
+    return list(map(ask, items) if is_disk(place) else ahead(ask, items, n))
+
+
+def delete_work(root: Transport, name: str) -> None:
+    """Delete the work folder of a store, and the folder of all work folders if it is empty.
+
+    The document goes first: without it, what a kill leaves is not an unfinished store.
+    """
+    place = root
+    place.delete(f"{WORK_FOLDER}/{name}/{METADATA_NAME}")
+    place.delete(f"{WORK_FOLDER}/{name}")
+    if place.local_path is not None:
+        with suppress(OSError):  # other stores are written
+            os.rmdir(f"{place.local_path}/{WORK_FOLDER}")
+
+
+def part_shards(n_shards: int, rank: int, world: int) -> range:
+    """The shards that one of `world` parts writes: contiguous, disjoint, together all, sizes at most one apart.
+
+    >>> [list(part_shards(5, rank, 3)) for rank in range(3)]
+    [[0], [1, 2], [3, 4]]
+    """
+    return range(n_shards * rank // world, n_shards * (rank + 1) // world)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """One shard, whole and durable.
+
+    Attributes:
+        nbytes: Bytes that hold vectors.
+        file_nbytes: Length of the file, zeros at its end included.
+        digests: One for each block of the `nbytes`.
+        tokens: The digest of what was recorded for its tokens, by token array; empty where nothing was.
+        version: What a bucket calls the file (its ETag); "" where that is not known.
+    """
+
+    nbytes: int
+    file_nbytes: int
+    digests: tuple[str, ...]
+    tokens: Mapping[str, str]
+    version: str
+
+    @property
+    def file(self) -> FileDigests:
+        """The entry of the shard in digests.json."""
+        return FileDigests(self.nbytes, self.digests)
+
+    def to_bytes(self) -> bytes:
+        """The document."""
+        return json.dumps({"format": VERSION, **asdict(self)}).encode()
+
+
+def parse_receipt(
+    raw: bytes, used_nbytes: int, shard_nbytes: int, arrays: Sequence[TokenArray], block_bytes: int = BLOCK_BYTES
+) -> Receipt | None:
+    """The receipt in a document; None if it is not that of a shard of this geometry."""
+    names = {array.name for array in arrays}
+    try:
+        found = cast("dict[str, object]", json.loads(raw))
+        digests, tokens = cast("list[object]", found["digests"]), cast("dict[str, object]", found["tokens"])
+        if (
+            found["format"] == VERSION
+            and found["nbytes"] == used_nbytes
+            and found["file_nbytes"] in (used_nbytes, shard_nbytes)
+            and len(digests) == n_blocks(used_nbytes, block_bytes)
+            and tokens.keys() in (set[str](), names)
+            and all(map(is_digest, (*digests, *tokens.values())))
+            and isinstance(found["version"], str)
+        ):
+            file_nbytes, strings = cast("int", found["file_nbytes"]), cast("dict[str, str]", tokens)
+            return Receipt(used_nbytes, file_nbytes, tuple(cast("list[str]", digests)), strings, found["version"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    return None
+
+
+class Work:
+    """An unfinished store.
+
+    Args:
+        root: The folder of stores.
+        metadata: What will be published.
+        pad: Give the last shard its full length, zeros at its end; None does so on a disk, where that costs nothing.
+        name: The folder of the store; "" is the hash of the metadata.
+        block_bytes: Length of a block, which has one digest.
+
+    Attributes:
+        store: The folder that will be the store.
+        work: The work folder.
+        name: The folder of the store.
+        url: The address of the store.
+        layout: Its geometry.
+        block_bytes: Length of a block, which has one digest.
+        is_disk: Whether there are locks, and renames.
+    """
+
+    def __init__(
+        self,
+        root: Transport,
+        metadata: Metadata,
+        *,
+        pad: bool | None = None,
+        name: str = "",
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.metadata, self.layout, self.name = metadata, metadata.layout, name or metadata.hash
+        self.store, self.work = at(root, self.name), at(root, f"{WORK_FOLDER}/{self.name}")
+        self.url = self.store.url
+        self.pads = is_disk(root) if pad is None else pad
+        self.block_bytes, self.is_disk = block_bytes, is_disk(root)
+        self._root = root
+
+    def lock(self, what: str) -> AbstractContextManager[object]:
+        """Hold a lock; `WriterConflictError` if another process does. Nothing in a bucket."""
+        return self.work.lock(f"locks/{what}.lock")
+
+    def is_published(self) -> bool:
+        """Return True if metadata.json is there.
+
+        Raises:
+            StoreExistsError: it is, with other bytes.
+        """
+        there = read(self.store, METADATA_NAME)
+        if there not in (None, self.metadata.raw):
+            raise StoreExistsError(
+                "another store of that name, with other metadata, is there",
+                where=f"{self.url}/{METADATA_NAME}",
+                remedy="Open it to see what it is; write elsewhere, or change the metadata.",
+            )
+        return there is not None
+
+    def begin(self) -> bool:
+        """Begin the store; False if it was begun before.
+
+        Raises:
+            IncompleteStoreError: its folder holds files of another program, or of an older version of this one.
+            ResumeError: it was begun with other metadata of the same hash.
+        """
+        foreign = [name for name in names(self.store) if not name.startswith(TEMPORARY)]
+        if foreign and names(self.work):  # begun before; the document may be gone, of a killed `discard_unfinished`
+            foreign = []
+        is_new = self._begin()
+        if is_new and foreign:
+            self.remove()
+            raise refused(self.url, foreign)
+        return is_new
+
+    def _begin(self) -> bool:
+        """Create the document of the work folder; False if it was there."""
+        left = _N_TRIES
+        while True:
+            left -= 1
+            try:
+                return create(self.work, METADATA_NAME, self.metadata.raw)
+            except StoreExistsError:
+                raise ResumeError(
+                    "the unfinished store there has the same metadata in other bytes (order of keys, white space)",
+                    where=self.url,
+                    remedy="Use that document, or throw the unfinished store away.",
+                ) from None
+            except NotFoundError:  # another store's writer has just removed the folder of all work folders
+                if not left:
+                    raise
+
+    def remove(self) -> None:
+        """Delete the work folder; what cannot be deleted does no harm once the store is published."""
+        with suppress(SaevStoreError):
+            delete_work(self._root, self.name)
+
+    # -- shards --------------------------------------------------------------------------------------------------------
+
+    def receipt(self, shard_idx: int) -> Receipt | None:
+        """The receipt of a shard; None if it has to be written."""
+        raw = read(self.work, _receipt_path(shard_idx))
+        used = self.layout.used_nbytes(shard_idx)
+        full, arrays = self.layout.shard_nbytes, self.metadata.recordable
+        return None if raw is None else parse_receipt(raw, used, full, arrays, self.block_bytes)
+
+    def receipts(self, shards: Sequence[int]) -> list[Receipt | None]:
+        """The receipts of some shards, in order."""
+        there = set(names(self.work, "receipts"))
+        begun = [shard_idx for shard_idx in shards if f"{shard_idx:06d}.json" in there]
+        found = dict(zip(begun, each(self.store, self.receipt, begun), strict=True))
+        return [found.get(shard_idx) for shard_idx in shards]
+
+    def check(self, shard_idx: int) -> None:
+        """Look, under the lock of a shard, whether it still has to be written.
+
+        Raises:
+            WriterConflictError: it was written, published or discarded by another process.
+        """
+        if self.is_published():
+            self.remove()  # the lock that was just made
+            raise conflict("the store was published", self.url, "Open it.")
+        if self.is_disk and read(self.work, METADATA_NAME) != self.metadata.raw:
+            raise conflict("the unfinished store was discarded", self.url, "Create it again.")
+        if self.is_disk and self.receipt(shard_idx) is not None:
+            raise conflict(f"shard {shard_idx} was written", self.url, "Create the writer again with resume=True.")
+
+    def open_shard(self, shard_idx: int) -> Sink:
+        """The file of a shard."""
+        used = self.layout.used_nbytes(shard_idx)
+        file_nbytes = self.layout.shard_nbytes if self.pads else used
+        return open_sink(self.store, shard_name(shard_idx), used_nbytes=used, file_nbytes=file_nbytes)
+
+    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
+        """Make a shard durable, then record it."""
+        if not self.is_disk:  # there is no lock: the last moment to see that the store was published
+            self.check(shard_idx)
+        sink.commit()
+        self.record(shard_idx, digests, tokens)
+
+    def record(self, shard_idx: int, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
+        """Record that a shard is durable, with what belongs to its tokens."""
+        for name, rows in tokens.items():
+            self.work.put(tokens_path(name, shard_idx), rows)
+        file_nbytes, version = stat(self.store, shard_name(shard_idx))
+        of_tokens = {name: digest(rows) for name, rows in tokens.items()}
+        receipt = Receipt(self.layout.used_nbytes(shard_idx), file_nbytes, tuple(digests), of_tokens, version)
+        self.work.put(_receipt_path(shard_idx), receipt.to_bytes())
+
+    def forget(self, shard_idx: int) -> None:
+        """Delete the receipt of a shard that differs from it."""
+        with self.lock(f"{shard_idx:06d}"):
+            self.work.delete(_receipt_path(shard_idx))
+
+    def read_tokens(self, array: TokenArray, shard_idx: int, receipt: Receipt) -> bytes | None:
+        """What was recorded for the tokens of a shard; None if that is not there, or is something else."""
+        nbytes = self.layout.examples_in(shard_idx) * array.example_nbytes(self.layout)
+        raw = read(self.work, tokens_path(array.name, shard_idx), max_bytes=nbytes)
+        return raw if raw is not None and digest(raw) == receipt.tokens[array.name] else None
+
+
+def _receipt_path(shard_idx: int) -> str:
+    return f"receipts/{shard_idx:06d}.json"
+
+
+def tokens_path(name: str, shard_idx: int) -> str:
+    """Path, in the work folder, of what was recorded of a token array for a shard."""
+    return f"tokens/{name}/{shard_idx:06d}.bin"
+
+
+def conflict(message: str, where: str, remedy: str) -> WriterConflictError:
+    """The error of a writer that another process has overtaken."""
+    return WriterConflictError(f"{message} by another process", where=where, remedy=remedy)
+
+
+def names(place: Transport, path: str = "") -> list[str]:
+    """The names in a folder; empty where there is none."""
+    try:
+        return [entry.name for entry in place.list(path)]
+    except NotFoundError:
+        return []
+
+
+def refused(url: str, foreign: Sequence[str]) -> IncompleteStoreError:
+    """The error for a folder that this version cannot continue."""
+    if WORK_FOLDER in foreign:
+        return IncompleteStoreError(
+            "an older version of this package has begun this store; its format is not continued",
+            where=url,
+            remedy="Finish it with that version, or throw it away: `saev-store clean`.",
+        )
+    return IncompleteStoreError(
+        f"the folder holds {foreign[0]} and no metadata.json: another program's unfinished store",
+        where=url,
+        remedy="Finish it with that program, or move the folder away.",
+    )
