@@ -6,7 +6,8 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from saev_store._runtime.cluster import map_shards
 from saev_store._runtime.progress import Progress
+from saev_store._runtime.threads import n_cores
 from saev_store.core.layout import shard_name
 from saev_store.documents import Metadata
 from saev_store.errors import CorruptShardError, IncompleteStoreError, NotFoundError, StoreExistsError, TransportError
@@ -75,8 +77,19 @@ class Copy(ABC):
         """digests.json of the source, which lists every file; None if it has none."""
         return promised_by(self.store)
 
+    @cached_property
+    def stopped(self) -> threading.Event:
+        """True as soon as the copy is given up."""
+        return threading.Event()
+
+    def check(self) -> None:
+        """Raise if the copy is given up; called for each block."""
+        if self.stopped.is_set():
+            raise TransportError("the copy was given up", where=self.store.url)
+
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "promised"}  # each worker reads it
+        """The fields; each worker reads the digests again."""
+        return {name: value for name, value in self.__dict__.items() if name not in {"promised", "stopped"}}
 
     @property
     @abstractmethod
@@ -173,12 +186,8 @@ def make_copy(copy: Copy, *, resume: bool, replaces: bool, client: Client | str 
     missing = [
         shard_idx for shard_idx, receipt in receipts if receipt is None or not _is_kept(copy, shard_idx, receipt)
     ]
-    on_worker = copy if client is None else replace(copy, store=copy.store.unmapped())
     total = sum(map(layout.used_nbytes, missing))
-    with (
-        Progress(total, "copying", shown=progress) as bar,
-        closing(map_shards(on_worker.copy_shard, missing, client)) as done,
-    ):
+    with Progress(total, "copying", shown=progress) as bar, closing(_copied(copy, missing, client)) as done:
         for nbytes in done:
             bar.advance(nbytes)
     if identity_now(copy.store) != was:
@@ -189,6 +198,21 @@ def make_copy(copy: Copy, *, resume: bool, replaces: bool, client: Client | str 
         )
     publish(work, copy.others)
     copy.root.close()  # a map of a shorter file must not answer for the finished one
+
+
+def _copied(copy: Copy, shards: Sequence[int], client: Client | str | None) -> Generator[int]:
+    """Copy shards, in threads or by a cluster; their lengths, in order. No thread works any more when it has ended."""
+    if client is not None:
+        yield from map_shards(replace(copy, store=copy.store.unmapped()).copy_shard, shards, client)
+        return
+    with ThreadPoolExecutor(2 * n_cores(), "saev-store-copy") as pool:
+        try:
+            for future in [pool.submit(copy.copy_shard, shard_idx) for shard_idx in shards]:
+                yield future.result()
+        except BaseException:
+            copy.stopped.set()  # the others end at their next block
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _is_kept(copy: Copy, shard_idx: int, receipt: Receipt) -> bool:

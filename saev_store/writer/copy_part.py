@@ -78,6 +78,7 @@ class PartCopy(Copy):
         n_content = work.layout.content_tokens_per_example
         with ShardWriter(work, [shard_idx], lambda: None, on_nonfinite="allow", progress=False) as writer:
             for start, stored in self._batches(first, end):
+                self.check()
                 acts, stop = stored, start + len(stored)
                 if self.rounds:
                     policy = self.on_overflow  # "warn" warns at the end, of all

@@ -83,6 +83,7 @@ class WholeCopy(Copy):
 
     def _read(self, name: str, start: int, end: int) -> bytes | bytearray | memoryview:
         """A range of a file of the source."""
+        self.check()
         if self.rate is not None:
             self.rate.wait(3 * (end - start), 3)  # it is also written, and read back
         return self.store.transport.get_ranges(name, starts=[start], ends=[end])[0]

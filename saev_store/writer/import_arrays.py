@@ -193,9 +193,10 @@ def _sizes(array: object, *, where: str) -> tuple[int, ...]:
         sizes = () if isinstance(array, (str, bytes, Mapping)) else tuple(map(operator.index, cast("Any", array).shape))
     except (TypeError, AttributeError, RuntimeError):
         sizes = ()
-    if not sizes or not hasattr(array, "dtype"):
+    given = cast("object", array)
+    if not sizes or not hasattr(given, "dtype"):
         raise ArgumentError(
-            f"{kind_of(array)}; it must be an array of NumPy, zarr, h5py, xarray, dask or torch, of known shape",
+            f"{kind_of(given)}; it must be an array of NumPy, zarr, h5py, xarray, dask or torch, of known shape",
             where=where,
             remedy='Open files first: numpy.load(path, mmap_mode="r"), zarr.open_array(path), h5py.File(path)[name]. Of dask call '
             "compute_chunk_sizes().",

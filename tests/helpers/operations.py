@@ -11,6 +11,7 @@ from written import Case, a_case, append_missing, content, copy_whole, create, f
 from saev_store import ShardStore
 from saev_store.errors import IncompleteStoreError, SaevStoreError
 from saev_store.transport import open_transport
+from saev_store.writer import copy_store
 
 
 class Operation(Protocol):
@@ -137,6 +138,37 @@ class Copy(Write):
         check_store(folder / "from" / self.case.name, self.case, finished=True)
 
 
+class CopyPart(Write):
+    """A layer of a store is copied in another dtype."""
+
+    def set_up(self, folder: Path) -> None:
+        finish(folder / "from", self.case)
+        self.copy(folder, folder / "right")
+
+    def copy(self, folder: Path, to: Path) -> None:
+        dtype = "bfloat16" if self.case.acts.dtype == "<f4" else "float16"
+        layer = self.case.metadata.layers[0]
+        source = folder / "from" / self.case.name
+        copy_store(source, to, layers=[layer], dtype=dtype, on_overflow="saturate", progress=False)
+
+    def run(self, folder: Path) -> None:
+        self.copy(folder, folder / "to")
+
+    def check(self, folder: Path, *, finished: bool) -> None:
+        (right,) = (folder / "right").iterdir()
+        found = {name: data for name, data in content(folder / "to").items() if ".saev_store" not in name}
+        if finished or f"{right.name}/metadata.json" in found:
+            assert found == content(folder / "right")
+
+
+class Import(CopyPart):
+    """An array becomes a store."""
+
+    def copy(self, folder: Path, to: Path) -> None:
+        given = {"family": "gpt2", "ckpt": "tiny", "layers": self.case.metadata.layers, "max_tokens_per_shard": 50}
+        ShardStore.from_array(self.case.acts, to, **given, on_nonfinite="allow", progress=False)
+
+
 def finalize_store_at(folder: Path, this: Case) -> bool:
     """Publish, as any process may."""
     return finalize_store(open_transport(folder), this.metadata)
@@ -148,5 +180,7 @@ OPERATIONS: dict[str, Callable[[int], Operation]] = {
     "parts": lambda seed: WriteInParts(("2.0", "3.0")[seed % 2], seed=seed, n=14, per_shard=2),
     "repair": lambda seed: Repair(("2.0", "3.0")[seed % 2], seed=seed),
     "copy": lambda seed: Copy(("2.0", "3.0")[seed % 2], seed=seed),
+    "part": lambda seed: CopyPart(("2.0", "3.0")[seed % 2], seed=seed),
+    "import": lambda seed: Import(("2.0", "3.0")[seed % 2], seed=seed),
     "publish": lambda seed: Publish(("2.0", "3.0")[seed % 2], seed=seed),
 }
