@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import warnings
 from collections.abc import Sequence
@@ -98,7 +99,8 @@ def list_stores(root: Transport) -> StoreList:
     """
     names = {entry.name for entry in root.list() if entry.is_dir and not entry.name.startswith(ASIDE_PREFIX)}
     if WORK_FOLDER in names:  # of unfinished stores, which may have no file yet
-        names |= {entry.name for entry in root.list(WORK_FOLDER) if entry.is_dir}
+        with contextlib.suppress(NotFoundError):  # the last of them was just published
+            names |= {entry.name for entry in root.list(WORK_FOLDER) if entry.is_dir}
     found = ahead(partial(_look, root), sorted(names - {WORK_FOLDER}), _N_THREADS)
     return StoreList(root.url, [entry for entry in found if entry is not None])
 

@@ -323,3 +323,17 @@ def test_bar_counts_examples(tmp_path, capsys):
             writer.note("of a test")
             append_missing(writer, this)
     assert "11 of 11" in capsys.readouterr().err
+
+
+def test_budget_by_default_gives_32_shards_of_at_most_a_gibibyte():
+    geometry = {"family": "clip", "ckpt": "x", "layers": [2, 5], "cls_token": True, "d_model": 1024}
+    for n_examples, content_tokens, dtype in [
+        (1, 4, "float32"), (31, 4, "float32"), (33, 4, "bfloat16"), (1_000, 196, "float32"), (10**7, 196, "float16"),
+        (100, 10**6, "float32"),
+    ]:  # fmt: skip
+        given = {**geometry, "n_examples": n_examples, "content_tokens_per_example": content_tokens, "dtype": dtype}
+        layout = new_metadata(**given).layout
+        assert layout.n_shards >= min(32, n_examples)
+        assert layout.shard_nbytes <= max(1 << 30, layout.example_nbytes)
+        assert layout.n_shards <= max(2 * 32, 2 * layout.nbytes // (1 << 30)) or layout.examples_per_shard == 1
+    assert new_metadata(**given, max_tokens_per_shard=2 * (10**6 + 1)).max_tokens_per_shard == 2 * (10**6 + 1)
