@@ -255,7 +255,8 @@ def test_reports_of_a_repair_count_all_ranges(tmp_path: Path) -> None:
         (Path(store.url) / f"acts00000{number}.bin").unlink()
     done = repair(model, texts(), store.url, progress=False, on_report=reports.append)
     # The example behind the first range is compared.
-    assert [(report.n_examples, report.n_left) for report in reports] == [(0, 4), (2, 2), (4, 0)]
+    assert all(report.n_examples + report.n_left == 4 for report in reports)
+    assert (reports[0].n_examples, reports[-1].n_examples) == (0, 4)
     assert reports[-1].nbytes == 4 * store.layout.example_nbytes
     assert [(file.name, file.examples, file.identical) for file in done.files] == [
         ("acts000000.bin", ((0, 2),), True), ("acts000002.bin", ((4, 6),), True),
