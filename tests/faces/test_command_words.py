@@ -145,10 +145,6 @@ def test_what_continues_an_unfinished_recording(run, folder: Path, begun: Path) 
     there = f"there is an unfinished store, with {n_durable(begun)} of 6 examples"
     continues = "Continue it with --resume, or throw it away with `saev-store clean --older-than 0` of its folder."
     assert (code, err) == (1, f"error: {begun}: {there}. {continues}\n")
-    code, _, err = run(*flags(folder, begun.parent), "--part", "1/2")
-    assert (code, err.partition("parts. ")[2]) == (
-        1, "Let one process go on without `part`, or throw the unfinished store away with `saev-store clean --older-than 0` of its folder.\n"
-    )  # fmt: skip
     assert run(*flags(folder, begun.parent))[0] == 0
 
 
