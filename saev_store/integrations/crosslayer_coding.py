@@ -69,7 +69,7 @@ class CrosslayerActivations(Provider[LayerBatches]):
         self.layer_indices = list(self._sources)
         self.d_model, self.device = loader.d_model, torch.device(loader.options.device)
         self.dtype = ROUNDED.get(loader.options.dtype, tensor_of(np.empty(0, rows.dtype)).dtype)
-        self.train_batch_size_tokens, self.total_tokens = loader.batch_size, loader.n_samples
+        self.train_batch_size_tokens, self.total_tokens = loader.options.batch_size, loader.n_samples
         self._n_batches = len(loader)
 
     def __len__(self) -> int:

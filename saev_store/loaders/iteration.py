@@ -80,8 +80,8 @@ class PoolReader:
         #: The pool that is handed out, and the one that is read in the meantime. A stale iterator holds no memory: `close` forgets them.
         self.current: Reading | None = None
         self.following: Reading | None = None
-        #: The plan of the pool that is begun next.
-        self._next: tuple[int, Future[Plan]] | None = None
+        #: Plans of the pools that are begun next.
+        self._plans: dict[int, Future[Plan]] = {}
 
     @property
     def is_closed(self) -> bool:
@@ -98,10 +98,11 @@ class PoolReader:
         return Plan(pool, columns, [task for side in self._sides for task in plan_reads(pool, side)])
 
     def planned(self, number: int) -> Future[Plan]:
-        """Return the plan of a pool, which a thread makes."""
-        if self._next is None or self._next[0] != number:
-            self._next = number, self._submit(self._plan, number)
-        return self._next[1]
+        """Return the plan of a pool, which a thread makes. It makes that of the next one too, so that no reads wait for plans."""
+        for one in range(number, min(number + 2, self._n_pools)):
+            if one not in self._plans:
+                self._plans[one] = self._submit(self._plan, one)
+        return self._plans[number]
 
     def begin(self, number: int, most: int) -> Reading | None:
         """Begin to read a pool if it is planned, and if there is memory in `most` pools. What was begun before is read first."""
@@ -112,8 +113,8 @@ class PoolReader:
         planned = self.planned(number)
         if not planned.done() or (memory := self._memory.lend(most)) is None:
             return None
-        plan = planned.result()
-        # The next plan goes first: it is ready when this pool is read.
+        plan = self._plans.pop(number).result()
+        # The next plans go first: they are ready before this pool is read.
         if number + 1 < self._n_pools:
             self.planned(number + 1)
         reads = [self._submit(task.run, memory, self._stop, self._scratch) for task in plan.tasks]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from types import TracebackType
-from typing import Self, TypedDict, Unpack, cast
+from typing import Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from saev_store.loaders.columns import TokenColumns, layer_columns
 from saev_store.loaders.explain import Explanation, explain
 from saev_store.loaders.iteration import PoolReader, Reading, ended
 from saev_store.loaders.memory import MOST_POOLS, Allocate, PoolMemory, allocate
-from saev_store.loaders.options import LoaderOptions, Order, rank_and_world
+from saev_store.loaders.options import LoaderOptions, rank_and_world, with_changes
 from saev_store.loaders.reads import Scratch, Side
 from saev_store.loaders.state import Place, check_state, state_of
 from saev_store.order import Cut, Epoch, Pool
@@ -32,24 +32,6 @@ Batch = dict[str, npt.NDArray[np.generic]]
 _STORED_POOL_BYTES = 64 << 20
 _N_THREADS_REMOTE = 16
 _ALIGN_BYTES = 64
-
-
-class Options(TypedDict, total=False):
-    """The fields of `LoaderOptions` as keyword arguments."""
-
-    batch_size: int
-    order: Order
-    seed: int
-    window_bytes: int
-    early_start: bool
-    n_partitions: int | None
-    drop_last: bool
-    rank: int | None
-    world: int | None
-    token_arrays: Sequence[str]
-    labels: bool
-    n_threads: int | None
-    batch_timeout_s: float
 
 
 class Loader:
@@ -85,12 +67,12 @@ class Loader:
         options: LoaderOptions | None = None,
         *,
         make_memory: Allocate = allocate,
-        **changed: Unpack[Options],
+        **changed: object,
     ) -> None:
         given = cast("object", LoaderOptions() if options is None else options)
         if not isinstance(given, LoaderOptions):
             raise ArgumentError(f"options is {kind_of(given)}; it must be LoaderOptions(…)", where="options")
-        self.options = replace(given, **changed)
+        self.options = with_changes(given, changed)
         self.rows, self._make_memory = rows, make_memory
         parts = _parts(rows)
         nbytes = [
@@ -157,11 +139,6 @@ class Loader:
         return self._cut_now().n_batches
 
     @property
-    def n_batches(self) -> int:
-        """Number of batches of an epoch, the same on every rank."""
-        return len(self)
-
-    @property
     def n_rows(self) -> int:
         """Rows of the selection, over all ranks."""
         return len(self._first)
@@ -170,16 +147,6 @@ class Loader:
     def n_samples(self) -> int:
         """Rows of an epoch over all ranks; fewer than `n_rows` with `drop_last`."""
         return self._cut_now().n_samples
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a full batch of this rank."""
-        return self.options.batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """True if a last batch that is not full is left out."""
-        return self.options.drop_last
 
     @property
     def rank(self) -> int:
@@ -312,12 +279,11 @@ class Loader:
 
     @property
     def fill(self) -> float:
-        """Share of the current pool that was not handed out, from 0 to 1; 0 if none is being used."""
-        reading = None if self._reader is None else self._reader.current
-        if reading is None:
+        """Share of the current pool that was not handed out, from 0 to 1; 0 between iterations."""
+        if self._reader is None or self._reader.current is None or not self._batch:
             return 0.0
-        pool = reading.plan.pool
-        return (pool.first_batch + pool.n_batches - self._batch) / pool.n_batches if self._batch else 0.0
+        pool = self._reader.current.plan.pool
+        return (pool.first_batch + pool.n_batches - self._batch) / pool.n_batches
 
     def end_iteration(self) -> None:
         """End the iteration that is under way, if there is one."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, cast, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast, get_args
 
 from saev_store.core.arguments import check_choice, check_count, check_flag, check_number
 from saev_store.errors import ArgumentError, brief
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 Order = Literal["shuffled", "stored"]
 #: Fixed, because the order depends on it.
 WINDOW_BYTES = 4 << 30
@@ -89,6 +93,19 @@ class LoaderOptions:
         return max((n for n in range(world, _N_PARTITIONS + 1, world) if whole % n == 0), default=world)
 
 
+def with_changes(options: T, changed: Mapping[str, object]) -> T:
+    """Return options with other values of some fields.
+
+    Raises:
+        ArgumentError: there is no field of a name, or a value is out of range.
+    """
+    known = {field.name for field in fields(options)}
+    for name in changed:
+        if name not in known:
+            raise ArgumentError(f"there is no option {name}", where=name)
+    return replace(options, **changed)  # pyright: ignore[reportArgumentType]  # checked by the class
+
+
 class _Distributed(Protocol):
     """The part of `torch.distributed` that is used here."""
 
@@ -101,33 +118,24 @@ class _Distributed(Protocol):
 def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
     """Return the rank of this process and the number of processes, as they are now.
 
-    Given values win. The rest comes from torch.distributed if it is initialised, otherwise from RANK and WORLD_SIZE if the environment
-    has both (as torchrun sets them). Otherwise it is one process.
+    They are those of torch.distributed if it is initialised, otherwise RANK and WORLD_SIZE if the environment has both (as torchrun sets
+    them), otherwise it is one process.
 
     Raises:
-        ArgumentError: the given values contradict what is found, or are not enough.
+        ArgumentError: one is given without the other, or `rank` is not below `world`.
 
     >>> rank_and_world(1, 4)
     (1, 4)
     """
-    if rank is None and world == 1:
-        return 0, 1
-    found = (rank, world) if rank is not None and world is not None else _found_ranks()
-    found_rank, found_world = found or (0 if world is None else None, 1)
-    if world is not None and (found_rank is None or found_world != world):
+    if rank is None and world is None:
+        return _found_ranks() or (0, 1)
+    if rank is None or world is None or rank >= world:
         raise ArgumentError(
-            f"world is {world} and no rank is given, but "
-            + (f"{found_world} processes were found" if found else "neither torch.distributed nor RANK has one"),
-            where="world",
-            remedy="Give rank as well.",
+            f"rank is {rank} and world is {world}; both are needed, and ranks count from 0 to world - 1",
+            where="world" if rank is None else "rank",
+            remedy="Give both rank and world, or neither.",
         )
-    if rank is not None and rank >= found_world:
-        raise ArgumentError(
-            f"rank is {rank} in a world of {found_world}; ranks count from 0",
-            where="rank",
-            remedy="Give both rank and world, as they are.",
-        )
-    return rank if rank is not None else found_rank or 0, found_world
+    return rank, world
 
 
 def _found_ranks() -> tuple[int, int] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from saev_store.loaders.memory import Bytes
 from saev_store.order import Pool
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
+from saev_store.transport import LocalTransport
 
 #: What one task reads, about: small enough to share the work, large enough for a request.
 TASK_BYTES = 4 << 20
@@ -91,6 +94,9 @@ class ReadTask:
         out = self.side.vectors(pool, self.n_slots).reshape(self.n_slots, n_layers, d_model)
         bounds = np.zeros(len(self.n_cells) + 1, np.int64)
         np.cumsum(self.n_cells, out=bounds[1:])
+        if self.cells is None and out.dtype == reader.dtype and self._is_in_memory(reader):
+            self._copy(reader, out, bounds.tolist())
+            return
         if self.is_direct:
             first = int(self.slots[0])
             in_pool: IntArray = (first + bounds) * v
@@ -107,6 +113,36 @@ class ReadTask:
                 self._scatter(part.reshape(n_cells, d_model), out[:, layer])
         finally:
             scratch.append(memory)
+
+    def _is_in_memory(self, reader: Reader) -> bool:
+        """Return True if the shard is mapped, and its ranges can be read without waiting for a disk."""
+        transport, last = reader.transport, reader.layout.vector_nbytes * self.n_cells - 1
+        if sys.platform != "linux" or not isinstance(transport, LocalTransport) or not transport.use_mmap:
+            return False
+        places = [*self.starts[:, 0].tolist(), *(self.starts[:, -1] + last).tolist()]
+        try:
+            fd = os.open(transport.where(shard_name(self.shard_idx)), os.O_RDONLY)
+            try:
+                return all(os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT) for place in places)
+            finally:
+                os.close(fd)
+        except OSError:  # it would wait, or the file system cannot tell
+            return False
+
+    def _copy(self, reader: Reader, out: npt.NDArray[np.generic], bounds: list[int]) -> None:
+        """Copy the rows from a map of the shard to their slots (slots, layers, d_model): each byte once."""
+        void, ends = (
+            np.dtype(f"V{reader.layout.vector_nbytes}"),
+            self.starts.T + self.n_cells * reader.layout.vector_nbytes,
+        )
+        views = reader.transport.get_ranges(
+            shard_name(self.shard_idx), starts=self.starts.T.ravel().tolist(), ends=ends.ravel().tolist()
+        )
+        for number, view in enumerate(views):
+            layer, i = divmod(number, len(self.starts))
+            slots = self.slots[bounds[i] : bounds[i + 1]]
+            to = slice(int(slots[0]), int(slots[-1]) + 1) if self.is_direct else slots
+            out[:, layer].view(void)[:, 0][to] = np.frombuffer(view, void)
 
     def _fill(self, reader: Reader, memory: memoryview, bounds: IntArray) -> None:
         """Read the ranges to memory: those of each layer one after the other, at (layers, ranges + 1) bounds in bytes."""

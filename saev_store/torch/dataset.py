@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.utils.data import (
 from saev_store.core.layout import LayerKey
 from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.loaders.columns import TokenColumns, layer_columns
+from saev_store.loaders.options import with_changes
 from saev_store.store.pair import PairSelection
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
 from saev_store.torch.rows import RowOptions, Source, choose_rows
@@ -51,13 +51,8 @@ class StoreDataset(Dataset[ExampleBatch]):
     """
 
     def __init__(self, source: Source, *, token_arrays: Sequence[str] = (), **changed: object) -> None:
-        known = {field.name for field in fields(RowOptions)}
-        for name in changed:
-            if name not in known:
-                raise ArgumentError(f"there is no option {name}", where=name)
         self._made = source, tuple(token_arrays), changed
-        options = replace(RowOptions(), **changed)  # pyright: ignore[reportArgumentType]  # checked where they are used
-        self.store, rows = choose_rows(source, options)
+        self.store, rows = choose_rows(source, with_changes(RowOptions(), changed))
         if isinstance(rows, PairSelection):
             raise ArgumentError("rows of two stores have no map style", where="source", remedy="Use StoreLoader.")
         self.rows = rows

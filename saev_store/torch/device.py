@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -13,23 +13,28 @@ from saev_store.loaders.memory import Bytes, allocate
 from saev_store.torch.batch import ExampleBatch
 
 
-class Copies(Protocol):
-    """Copies batches to a device. The one for CUDA uses a stream of its own; another one simulates late copies in tests."""
+class Copies:
+    """Copies batches to a device without streams, at once.
+
+    Args:
+        device: Any device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
         """Begin to copy. Returns the batch on the device, and a function that returns True when the copy is done."""
-        ...
+        return _moved(batch, self.device), lambda: True
 
     def ready(self, batch: ExampleBatch) -> None:
         """Let everything that is begun on the device from now on see the complete copy."""
-        ...
 
     def wait(self) -> None:
         """Wait until all copies are done."""
-        ...
 
 
-class CudaCopies:
+class CudaCopies(Copies):
     """Copies on a side stream.
 
     Args:
@@ -38,7 +43,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]  # "cuda" has none
-        self.device = torch.device("cuda", index)
+        super().__init__(torch.device("cuda", index))
         self._stream = torch.cuda.Stream(self.device)
         self._events: dict[int, torch.cuda.Event] = {}
 
@@ -62,27 +67,6 @@ class CudaCopies:
     def wait(self) -> None:
         """Wait for the side stream."""
         self._stream.synchronize()
-
-
-class PlainCopies:
-    """Copies at once, to a device without streams.
-
-    Args:
-        device: Any device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
-        """Copy."""
-        return _moved(batch, self.device), lambda: True
-
-    def ready(self, batch: ExampleBatch) -> None:
-        """Do nothing: the copy is complete."""
-
-    def wait(self) -> None:
-        """Do nothing: no copy is under way."""
 
 
 def _moved(batch: ExampleBatch, device: torch.device) -> ExampleBatch:
@@ -115,7 +99,7 @@ def copies_to(device: str) -> Copies | None:
     except (RuntimeError, TypeError, AssertionError, ImportError) as error:  # NotImplementedError is one
         reason = str(error).partition("\n")[0]
         raise ArgumentError(f"{device!r} was asked for, but cannot be used here: {reason}", where="device") from error
-    return PlainCopies(wanted)
+    return Copies(wanted)
 
 
 def memory_for(device: str) -> Callable[[int], Bytes]:

@@ -16,6 +16,7 @@ from saev_store.core.layout import LayerKey
 from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.loaders import Explanation, Loader, LoaderOptions
 from saev_store.loaders.iteration import ended
+from saev_store.loaders.options import with_changes
 from saev_store.loaders.sample import is_factor, norm_scale, stored_scale
 from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
@@ -55,13 +56,10 @@ class StoreLoader:
     batch_sampler = None
 
     def __init__(self, source: Source, options: StoreOptions | None = None, **changed: object) -> None:
-        if options is not None and not isinstance(cast("object", options), StoreOptions):
-            raise ArgumentError(f"options is {kind_of(options)}; it must be StoreOptions(…)", where="options")
-        known = {field.name for field in fields(StoreOptions)}
-        for name in changed:
-            if name not in known:
-                raise ArgumentError(f"there is no option {name}", where=name)
-        options = replace(options or StoreOptions(), **changed)  # pyright: ignore[reportArgumentType]  # checked there
+        given = cast("object", StoreOptions() if options is None else options)
+        if not isinstance(given, StoreOptions):
+            raise ArgumentError(f"options is {kind_of(given)}; it must be StoreOptions(…)", where="options")
+        options = with_changes(given, changed)
         self.options, self._source = options, source
         self._copies: Copies | None = copies_to(options.device)
         near, options = near_copy(source, options)
@@ -110,24 +108,9 @@ class StoreLoader:
         return len(self._loader)
 
     @property
-    def n_batches(self) -> int:
-        """Number of batches of an epoch, the same on every rank."""
-        return len(self._loader)
-
-    @property
     def n_samples(self) -> int:
         """Rows of an epoch, over all ranks."""
         return self._loader.n_samples
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a full batch of this rank."""
-        return self.options.batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """True if a last batch that is not full is left out."""
-        return self.options.drop_last
 
     @property
     def layer_keys(self) -> tuple[LayerKey, ...]:

@@ -38,9 +38,8 @@ class Consumer:
     def __init__(self, shared: SharedLoader, name: str, number: int) -> None:
         self.name = name
         self._shared = shared
-        #: The batch that comes next, counted through all epochs; the thread that asked last; the latest batch.
+        #: The batch that comes next, counted through all epochs; the thread that asked last.
         self.number, self.thread = number, cast("threading.Thread | None", None)
-        self.held: ExampleBatch | None = None
         self.is_between_epochs = True
 
     def __len__(self) -> int:
@@ -58,7 +57,7 @@ class Consumer:
         Raises (from the iterator):
             CorruptShardError, TransportError, DeadlineError: a shard could not be read; every consumer gets the error. The next iteration
                 tries the same batch again.
-            ArgumentError: a consumer has written into a batch, or sharing has ended; the message names the consumer.
+            ArgumentError: sharing has ended.
             SaevStoreError: this consumer was dropped before; the message has the reason.
         """
         end = (self.epoch + 1) * self._shared.n_batches
@@ -129,12 +128,10 @@ class SharedLoader:
         #: Guards all that follows; notified when a batch comes, a consumer moves or leaves, or sharing ends.
         self._changed = threading.Condition(threading.RLock())
         self._live = list(self.consumers)
-        #: Batches by their numbers: what each consumer gets, and the event on a GPU after which it is there.
-        self._window: dict[int, tuple[dict[str, ExampleBatch], torch.cuda.Event | None]] = {}
+        #: Batches by their numbers, and the event on a GPU after which each is there.
+        self._window: dict[int, tuple[ExampleBatch, torch.cuda.Event | None]] = {}
         self._batches: Iterator[ExampleBatch] | None = None
         self._has_begun = self._is_reading = self._has_order = self._is_closed = False
-        #: The error of a consumer that has written into a batch.
-        self._spoiled: ArgumentError | None = None
 
     def __len__(self) -> int:
         """Number of consumers."""
@@ -154,7 +151,6 @@ class SharedLoader:
         left_s, seen = self._timeout_s, cast("object", None)
         with self._changed:
             consumer.thread = threading.current_thread()
-            self._give_back(consumer)
             while True:
                 self._check(consumer)
                 waited_for = [other for other in self._live if other.thread is None]
@@ -181,9 +177,6 @@ class SharedLoader:
         """Note that a consumer has had the last batch of an epoch."""
         with self._changed:
             consumer.is_between_epochs = True
-            self._give_back(consumer)
-            if self._spoiled is not None:
-                raise self._spoiled
 
     def move(self, consumer: Consumer, state: Mapping[str, object]) -> None:
         """Let a consumer continue from a state."""
@@ -223,8 +216,7 @@ class SharedLoader:
         with self._changed:
             if consumer not in self._live:
                 return
-            self._give_back(consumer)
-            if error is None or error is self._spoiled:
+            if error is None:
                 self._remove(consumer)
             else:
                 text = f"consumer {consumer.name!r} failed at {self._where(consumer)}: {type(error).__name__}: {error}"
@@ -247,7 +239,6 @@ class SharedLoader:
             SaevStoreError: what the loader raises; it is in front of the same batch then.
         """
         self._is_reading = True
-        names = [one.name for one in self._live]
         try:
             self._changed.release()
             try:
@@ -256,11 +247,10 @@ class SharedLoader:
                     self._batches = self._batches or iter(self._loader)
                     batch = next(self._batches)
                     event = _event(batch)
-                    found = {name: _alias(batch) for name in names}
-                    del batch
             finally:
                 self._changed.acquire()
-            self._window[self._end] = found, event
+            self._window[self._end] = batch, event
+            del batch
             self._end += 1
             if self._end % self.n_batches == 0:
                 self._batches = None  # the loader's next iteration is the next epoch
@@ -275,10 +265,8 @@ class SharedLoader:
 
     def _hand_out(self, consumer: Consumer) -> ExampleBatch:
         """Return a batch of the window."""
-        self._check_writes()
         self._check(consumer)
-        of, event = self._window[consumer.number]
-        consumer.held = batch = of.pop(consumer.name)
+        batch, event = self._window[consumer.number]
         if event is not None:
             _see(batch, event)
         consumer.number += 1
@@ -294,33 +282,11 @@ class SharedLoader:
 
     def _check(self, consumer: Consumer) -> None:
         """Raise what keeps a consumer from taking a batch."""
-        if self._spoiled is not None:
-            raise self._spoiled
         if consumer.name in self.dropped:
             raise self.dropped[consumer.name]
         if self._is_closed or consumer not in self._live:
             what = "sharing has ended" if self._is_closed else f"consumer {consumer.name!r} was closed"
             raise ArgumentError(what, where="share", remedy="Share the loader again.")
-
-    def _give_back(self, consumer: Consumer) -> None:
-        """Note that a consumer is done with its batch."""
-        self._check_writes()
-        consumer.held = None
-
-    def _check_writes(self) -> None:
-        """Find out if a consumer has written into a batch: others may have seen it, so no consumer continues.
-
-        PyTorch counts writes by its own in-place functions, also through views, but not those of NumPy.
-        """
-        for other in self.consumers:
-            for name, value in (other.held or ExampleBatch()).items():
-                if isinstance(value, torch.Tensor) and value._version and self._spoiled is None:  # noqa: SLF001  # torch has no public name for it
-                    self._spoiled = ArgumentError(
-                        f"consumer {other.name!r} has written into {name} of {self._where(other)}, which others share",
-                        where="share",
-                        remedy="Let it clone what it changes, or let the loader do it (normalize=, dtype=).",
-                    )
-                    self._changed.notify_all()
 
     def _drop_dead(self, waited_for: Sequence[Consumer]) -> None:
         """Drop consumers whose threads have ended; those that ended between two epochs have just left."""
@@ -343,7 +309,6 @@ class SharedLoader:
     def _drop(self, consumer: Consumer, error: SaevStoreError) -> None:
         """Continue without a consumer."""
         if consumer in self._live:
-            self._check_writes()
             self.dropped[consumer.name] = error
             _logger.error("%s", error)
             self._remove(consumer)
@@ -351,8 +316,6 @@ class SharedLoader:
     def _remove(self, consumer: Consumer) -> None:
         """Keep no batches for a consumer."""
         self._live.remove(consumer)
-        for of, _ in self._window.values():
-            of.pop(consumer.name, None)
         self._forget()
         if not self._live:
             self.close()
@@ -383,13 +346,6 @@ class SharedLoader:
         if error is None:
             for dropped in self.dropped.values():
                 raise dropped
-
-
-def _alias(batch: ExampleBatch) -> ExampleBatch:
-    """Return the same memory in tensors whose writes are counted apart."""
-    return ExampleBatch(
-        {name: value.data if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    )
 
 
 def _event(batch: ExampleBatch) -> torch.cuda.Event | None:

@@ -120,20 +120,6 @@ def test_share_refuses_states_that_do_not_fit(store: Path) -> None:
     shared.close()
 
 
-def test_share_ends_for_all_when_a_loop_writes_into_a_batch(store: Path) -> None:
-    def work(consumer: Consumer) -> object:
-        with consumer:
-            for number, batch in enumerate(consumer):
-                if consumer.name == "bad" and number == 2:
-                    batch["act"][1:].mul_(2)
-        return "done"
-
-    with pytest.raises(ArgumentError), make(store).share(["good", "bad"]) as shared:
-        for found in in_threads(shared, work):
-            assert isinstance(found, ArgumentError) and "'bad'" in found.message
-        raise found
-
-
 def test_share_continues_without_loops_that_fail(store: Path, expected: list[torch.Tensor]) -> None:
     """One fails, one ends, one hangs, one never begins, one is closed."""
     go, slow = threading.Event(), threading.Event()

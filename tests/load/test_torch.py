@@ -19,7 +19,7 @@ from saev_store import ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, SelectionError
 from saev_store.loaders import Loader
 from saev_store.torch import BatchDataset, ExampleBatch, StoreDataset, StoreLoader, StoreOptions
-from saev_store.torch.device import PlainCopies, copies_to, memory_for, moved
+from saev_store.torch.device import Copies, copies_to, memory_for, moved
 
 LAYERS, N, TOKENS, D = (3, 7), 17, 5, 8
 
@@ -60,13 +60,7 @@ def test_loader_of_any_source_has_the_batches_of_the_numpy_loader(path: Path) ->
         expected = list(plain)
     for source in (path, str(path), store, rows):
         loader = make(source, token_arrays=["token_ids"])
-        assert (len(loader), loader.n_batches, loader.n_samples, loader.batch_size, loader.drop_last) == (
-            22,
-            22,
-            85,
-            4,
-            False,
-        )
+        assert (len(loader), loader.n_samples, loader.d_model) == (22, 85, D)
         for batch, other in zip(loader, expected, strict=True):
             assert set(batch) == {"act", "example_idx", "token_idx", "token_ids", "token_labels"}
             assert batch["token_labels"].dtype == torch.int64 and batch["token_ids"].dtype == torch.int32
@@ -92,7 +86,7 @@ def test_sixteen_bits_are_tensors_of_sixteen_bits(tmp_path: Path) -> None:
             assert batch["act"].view(torch.int16).numpy().tobytes() == expected.tobytes()
 
 
-class LateCopies(PlainCopies):
+class LateCopies(Copies):
     """Copies as a GPU makes them: a batch is copied long after `start` returned, from memory that must still hold it."""
 
     def __init__(self) -> None:
