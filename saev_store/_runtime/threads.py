@@ -63,13 +63,8 @@ def in_threads(work: Callable[[S], object], items: Sequence[S], n: int) -> None:
             work(item)
         return
     with ThreadPoolExecutor(min(n, len(items)), thread_name_prefix="saev_store") as pool:
-        begun = [pool.submit(work, item) for item in items]
-        try:
-            for future in begun:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for _ in pool.map(work, items):  # which cancels what is not begun if it is left
+            pass
 
 
 async def off_loop(call: Callable[[], T]) -> T:

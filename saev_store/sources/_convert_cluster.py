@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from saev_store._runtime.cluster import connected
 from saev_store._runtime.optional import need
 from saev_store._runtime.progress import Progress
 from saev_store.errors import ArgumentError
@@ -78,9 +77,9 @@ def samples_on_cluster(
         "dtype": kind.name,
         "parts": ranges,
     }
-    with connected(client) as cluster, parts.begun(place, conversion):
+    with parts.begun(place, conversion):
         with Progress(n, "converting", shown=progress, unit="samples") as bar:
-            receipts = parts.written_parts(cluster, place, partial(_write_documents, ids, kind.name), ranges, bar)
+            receipts = parts.written_parts(client, place, partial(_write_documents, ids, kind.name), ranges, bar)
         with IndexedDatasetBuilder(path, dtype, overwrite=overwrite, transport=there) as builder:
             for receipt in receipts:
                 with IndexedDataset(place.part_path(receipt), transport=there, dtype=dtype) as part:
@@ -89,7 +88,7 @@ def samples_on_cluster(
             with Progress(n, "verifying", shown=progress, unit="samples") as bar:
                 read = partial(_digest_of_documents, there, path, kind.name)
                 where = full_url(there, file_names(path)[0])
-                parts.check_read_back(cluster, read, ranges, receipts, where=where, bar=bar, place=place)
+                parts.check_read_back(client, read, ranges, receipts, where=where, bar=bar, place=place)
 
 
 def documents_on_cluster(
@@ -124,9 +123,9 @@ def documents_on_cluster(
         "header": header.to_bytes().hex(),
         "parts": ranges,
     }
-    with connected(client) as cluster, parts.begun(place, conversion):
+    with parts.begun(place, conversion):
         with Progress(header.num_batches, "converting", shown=progress, unit="batches") as bar:
-            receipts = parts.written_parts(cluster, place, partial(_write_batches, records, header), ranges, bar)
+            receipts = parts.written_parts(client, place, partial(_write_batches, records, header), ranges, bar)
         with NewFile(there, path, overwrite=overwrite) as file:
             file.write(header.to_bytes())
             for receipt in receipts:
@@ -137,7 +136,7 @@ def documents_on_cluster(
             with Progress(header.num_batches, "verifying", shown=progress, unit="batches") as bar:
                 read = partial(_digest_of_batches, there, path, header)
                 where = full_url(there, path)
-                parts.check_read_back(cluster, read, ranges, receipts, where=where, bar=bar, place=place)
+                parts.check_read_back(client, read, ranges, receipts, where=where, bar=bar, place=place)
     return header.num_batches
 
 

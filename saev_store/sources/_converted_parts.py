@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from saev_store._runtime.cluster import results
+from saev_store._runtime.cluster import map_shards
 from saev_store._runtime.progress import Progress
 from saev_store.errors import (
     CorruptShardError,
@@ -133,7 +133,7 @@ def begun(place: Place, conversion: Mapping[str, object]) -> Generator[None]:
 
 
 def written_parts(
-    client: Client,
+    client: Client | str | None,
     place: Place,
     write: Callable[[Place, tuple[int, tuple[int, int]]], Receipt],
     ranges: Sequence[tuple[int, int]],
@@ -148,7 +148,7 @@ def written_parts(
     left = [part_idx for part_idx, receipt in kept.items() if receipt is None]
     bar.advance(sum(end - first for part_idx, (first, end) in enumerate(ranges) if kept[part_idx] is not None))
     tasks = [(part_idx, ranges[part_idx]) for part_idx in left]
-    with closing(results(client, partial(write, place), tasks)) as found:
+    with closing(map_shards(partial(write, place), tasks, client)) as found:
         for (part_idx, (first, end)), receipt in zip(tasks, found, strict=True):
             if place.read_receipt(part_idx) is None:
                 raise TransportError(
@@ -162,7 +162,7 @@ def written_parts(
 
 
 def check_read_back(
-    client: Client,
+    client: Client | str | None,
     digest_of: Callable[[tuple[int, int]], str],
     ranges: Sequence[tuple[int, int]],
     receipts: Sequence[Receipt],
@@ -176,7 +176,7 @@ def check_read_back(
     Raises:
         CorruptShardError: they differ. The part in `place` then counts as not finished, so that another call writes it again.
     """
-    with closing(results(client, digest_of, ranges)) as found:
+    with closing(map_shards(digest_of, ranges, client)) as found:
         for part_idx, ((first, end), receipt, digest) in enumerate(zip(ranges, receipts, found, strict=True)):
             if digest != receipt.digest:
                 if place is not None:

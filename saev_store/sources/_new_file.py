@@ -14,8 +14,8 @@ from saev_store.errors import NotFoundError, ReadOnlyError, SaevStoreError, Stor
 from saev_store.sources._files import CHUNK_BYTES
 from saev_store.sources.address import full_url
 from saev_store.transport import Buffer, LocalTransport, Transport
-from saev_store.transport.checks import check_path, os_errors, temporary_folder
-from saev_store.transport.durable import TEMP_PREFIX, make_folders, rename_exclusive
+from saev_store.transport.checks import check_path, os_errors
+from saev_store.transport.durable import TEMP_PREFIX, make_folders
 
 
 class NewFile:
@@ -53,7 +53,7 @@ class NewFile:
         self._identity: os.stat_result | None = None
         self._is_uploaded = False
         if self._local is None:
-            with os_errors(temporary_folder(), "write"):
+            with os_errors("$TMPDIR", "write"):
                 self.temporary = os.path.join(tempfile.gettempdir(), f"{TEMP_PREFIX}{secrets.token_hex(12)}")
                 self._create()
         else:
@@ -153,7 +153,7 @@ class NewFile:
                 self.transport.delete(self.path)
 
     def _link(self) -> bool:
-        """Publish by a hard link, or by a rename that replaces nothing; False where the storage has neither."""
+        """Publish by a hard link; False where the storage has none."""
         if self._local is None:
             return False
         target = f"{self._local.local_path}/{self.path}"
@@ -163,7 +163,7 @@ class NewFile:
             except FileExistsError:
                 raise
             except OSError:  # a file system without hard links
-                return rename_exclusive(self.temporary, target)
+                return False
         return True
 
     def _upload(self, file: BinaryIO, path: str) -> None:

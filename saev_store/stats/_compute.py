@@ -7,16 +7,15 @@ number of threads or workers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.cluster import MAX_TASKS, connected, results
+from saev_store._runtime.cluster import map_shards
 from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.chunk_grid import task_lengths
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
@@ -37,6 +36,8 @@ Task: TypeAlias = "tuple[Work, Promised | None]"
 #: Bytes of activations in memory per task; at least one layer of one example.
 _READ_BYTES = 16 << 20
 _TASK_BYTES = 128 << 20
+#: Upper bound on the tasks of one call: a scheduler spends about a millisecond on each.
+_MAX_TASKS = 4096
 
 
 def compute(
@@ -67,15 +68,10 @@ def compute(
     total = sum(nbytes(layout, work) for work in works)
     call = partial(work_on, store.unmapped())
     tasks = [(work, _digests_of(digests, layout, work)) for work in works]
-    with (
-        nullcontext() if client is None else connected(client) as cluster,
-        Progress(total, "stats", shown=progress) as bar,
-    ):
-        parts = ahead(call, tasks, n_cores()) if cluster is None else results(cluster, call, tasks)
-        with closing(parts):
-            for work, part in zip(works, parts, strict=True):
-                found = merge(found, part)
-                bar.advance(nbytes(layout, work))
+    with Progress(total, "stats", shown=progress) as bar, closing(map_shards(call, tasks, client)) as parts:
+        for work, part in zip(works, parts, strict=True):
+            found = merge(found, part)
+            bar.advance(nbytes(layout, work))
     return found
 
 
@@ -85,7 +81,7 @@ def plan(layout: Layout, chosen: IntArray | None) -> list[Work]:
     >>> plan(Layout(7, (2,), 4, True, 8, 3), None)
     [(0, 7)]
     """
-    task_bytes = max(_TASK_BYTES, layout.nbytes // MAX_TASKS)
+    task_bytes = max(_TASK_BYTES, layout.nbytes // _MAX_TASKS)
     if chosen is not None:
         n_tasks = max(1, -(-len(chosen) * layout.example_nbytes // task_bytes))
         return list(np.array_split(chosen, min(n_tasks, len(chosen))))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from saev_store._runtime.cluster import active_client
 from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray, Layout
 from saev_store.documents import parse_json
@@ -73,8 +72,8 @@ def store_stats(
         store: The opened store.
         sample: Read only this number of examples, drawn without repeats; kept statistics of all examples are preferred.
         seed: Seed of the sample.
-        client: A `distributed.Client`, or the address of a scheduler whose workers can read the store. Default: the
-            active client, if there is one, else threads of this process.
+        client: A `distributed.Client`, or the address of a scheduler whose workers can read the store. Default:
+            threads of this process.
         refresh: Compute again, also if statistics are kept.
         save: Keep the result beside the store.
         progress: Show a bar on stderr; default: when it is a terminal.
@@ -94,7 +93,6 @@ def store_stats(
     progress = check_flag(progress, name="progress", other=None)
     wanted = None if sample is None else _sample(store, sample, seed)
     kept = None if refresh else _kept(store, wanted)
-    client = active_client() if client is None else client
     return kept or _computed(store, wanted, client=client, save=save, progress=progress)
 
 

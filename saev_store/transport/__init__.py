@@ -9,12 +9,11 @@ from saev_store.transport.base import (
     Counters,
     Entry,
     FileStat,
-    ReadCost,
     Sink,
     Transport,
     UnfinishedUpload,
 )
-from saev_store.transport.checks import Buffer
+from saev_store.transport.checks import Buffer, ReadCost
 from saev_store.transport.local import LocalTransport
 from saev_store.transport.open import Engine, open_transport
 

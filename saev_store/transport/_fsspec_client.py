@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
+import socket
 import threading
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from saev_store._runtime.threads import after_fork_in_child
-from saev_store.errors import ArgumentError, MissingDependencyError, TransportError
-from saev_store.transport._fsspec_errors import translated
-from saev_store.transport._loop import check_fork, limit_s, run
-from saev_store.transport._options import authorities, conditional_create, redacted, tls_context
-from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, READ_TIMEOUT_S, RETRY_S
+from saev_store.errors import (
+    ArgumentError,
+    MissingDependencyError,
+    ReadOnlyError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+)
+from saev_store.transport import base
+from saev_store.transport._loop import check_fork
+from saev_store.transport._options import authorities, redacted, tls_context
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, Client, service_error
+from saev_store.transport.checks import from_os_error
 
 T = TypeVar("T")
 
@@ -26,22 +35,10 @@ NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 #: Protocols whose listings fsspec caches without a limit by default, and that have an option against it.
 _LISTING_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "http", "https", "abfs", "abfss", "az"}
-#: Protocols whose open files do not disturb each other.
-_OWN_POSITIONS = {"file", "local", "memory"}
 #: With less, as by default, aiohttp stops and resumes the socket several times for each answer.
 _BUFFER_BYTES = 8 << 20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 3.0
-
-
-class FileSystem(Protocol):
-    """The part of fsspec's file systems that is called by name; fsspec itself has no types."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def exists(self, path: str) -> bool: ...
-    def ls(self, path: str, *, detail: bool) -> Sequence[object]: ...
-    def makedirs(self, path: str, exist_ok: bool) -> None: ...
-    def invalidate_cache(self, path: str | None = None) -> None: ...
+_PRECONDITION = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists", re.IGNORECASE)
 
 
 class _Turn:
@@ -52,35 +49,30 @@ class _Turn:
 
     lock = threading.Lock()
 
-    @classmethod
-    def renew(cls) -> None:
-        """Make a lock that is free: the thread that held it does not exist in a forked child."""
-        cls.lock = threading.Lock()
+
+after_fork_in_child(lambda: setattr(_Turn, "lock", threading.Lock()))
 
 
-after_fork_in_child(_Turn.renew)
-
-
-class FsspecClient:
-    """The file system behind a URL, shared by all transports below it; thread-safe. Its pickles contain the options.
-
-    It is opened by the first call of `fs`.
+class FsspecClient(Client):
+    """The file system behind a URL.
 
     Args:
         url: The address; may be chained.
         options: fsspec's storage options.
-        timeout_s: Time-out of an operation, beside the time for its bytes; of asynchronous file systems only.
 
     Attributes:
         protocols: That of each link of the address.
-        is_conditional: False if the service does not know conditional creation.
+        fs: The file system.
+        is_async: True if requests run side by side on fsspec's loop.
         root: The file system's name of the address.
+
+    Raises:
+        MissingDependencyError: no installed package serves the protocol.
+        ArgumentError: the file system refuses the options.
     """
 
-    def __init__(self, url: str, options: Mapping[str, object], timeout_s: float) -> None:
-        self._arguments = (url, options, timeout_s)
-        self.url, self.timeout_s = url, timeout_s
-        self.is_conditional, self.options = conditional_create(options)
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        super().__init__(url, options)
         if "credential_provider" in options:
             raise ArgumentError(
                 "fsspec takes no credential_provider",
@@ -88,35 +80,26 @@ class FsspecClient:
                 remedy="Install obstore, and leave out the options that it does not know.",
             )
         self.protocols: Sequence[str] = tuple(_protocol(link) for link in url.split("::"))
-        self.root = self._above = self._query = ""
-        self._is_async = False
-        self._fs: FileSystem | None = None
         self._pid = os.getpid()
-        self._opening = threading.RLock()
+        self.fs, root = self._open()  # fsspec has no types
+        # By type: a caching file system pretends to have the attributes of the one it wraps.
+        kind = import_module("fsspec.asyn").AsyncFileSystem
+        self.is_async = issubclass(type(self.fs), kind) and self.protocols[0] != "dir"
+        self.root = root.rstrip("/") if root.strip("/") else root
+        if self.protocols[0] == "tar" and self.root.partition("/")[0] != "." and self.fs.exists("."):
+            # `tar cf x.tar .` and `shutil.make_archive` put this before each name.
+            is_there = self.fs.exists(self.root) if self.root else len(self.fs.ls("", detail=False)) > 1
+            self.root = self.root if is_there else f"./{self.root}".rstrip("/")
+        above, question, query = self.root.partition("?") if "://" in self.root else (self.root, "", "")
+        self._above, self._query = f"{above.rstrip('/')}/" if above else "", question + query
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return FsspecClient, self._arguments
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of an asynchronous file system."""
+        check_fork(self._pid, where=safe_url(self.url))
+        return self.fs.loop
 
-    def fs(self) -> FileSystem:
-        """The file system.
-
-        Raises:
-            MissingDependencyError: no installed package serves the protocol.
-            ArgumentError: the file system refuses the options.
-            ForkError: a parent process has opened it, and it is asynchronous.
-        """
-        if self._fs is not None:
-            if self._is_async:
-                check_fork(self._pid, where=safe_url(self.url))
-            return self._fs
-        with self._opening:
-            if self._fs is None:
-                self._pid, self._fs = os.getpid(), self._open()
-            return self._fs
-
-    def _open(self) -> FileSystem:
-        # By name, for these modules have no types.
-        core, asyn = (import_module(f"fsspec.{name}") for name in ("core", "asyn"))
+    def _open(self) -> tuple[Any, str]:
+        """The file system, and its name of the address."""
         options = dict(self.options) if len(self.protocols) > 1 else tuned(self.protocols[0], self.options)
         if len(self.protocols) > 1:
             for protocol in set(self.protocols):
@@ -126,7 +109,7 @@ class FsspecClient:
             raise self._missing(f"Protocol not known: {drive[0]}")  # fsspec takes it for a drive of Windows
         with self.errors("open", safe_url(self.url)):
             try:
-                found = core.url_to_fs(self.url, **options)
+                return import_module("fsspec.core").url_to_fs(self.url, **options)
             except ImportError as error:
                 raise self._missing(str(error)) from error
             except (TypeError, ValueError) as error:
@@ -136,24 +119,6 @@ class FsspecClient:
                 raise ArgumentError(
                     f"{safe_url(self.url)} cannot be opened with these options: {text}", where="storage_options"
                 ) from None
-        fs, root = cast("tuple[FileSystem, str]", found)
-        root = root.rstrip("/") if root.strip("/") else root
-        # By type: a caching file system pretends to have the attributes of the one it wraps.
-        self._is_async = issubclass(type(fs), cast("type", asyn.AsyncFileSystem)) and self.protocols[0] != "dir"
-        if self.protocols[0] == "tar" and root.partition("/")[0] != "." and fs.exists("."):
-            # `tar cf x.tar .` and `shutil.make_archive` put this before each name.
-            is_there = fs.exists(root) if root else len(fs.ls("", detail=False)) > 1
-            root = root if is_there else f"./{root}".rstrip("/")
-        self.root = root
-        above, question, query = root.partition("?") if "://" in root else (root, "", "")
-        self._above, self._query = f"{above.rstrip('/')}/" if above else "", question + query
-        return fs
-
-    @property
-    def is_async(self) -> bool:
-        """True if requests run side by side on fsspec's loop."""
-        self.fs()
-        return self._is_async
 
     def _missing(self, text: str) -> MissingDependencyError:
         extras = sorted({_EXTRAS[protocol] for protocol in self.protocols if protocol in _EXTRAS})
@@ -165,54 +130,95 @@ class FsspecClient:
 
     def key(self, below: str) -> str:
         """The file system's name of a file below the root."""
-        self.fs()  # which learns the root
         return f"{self._above}{below}{self._query}" if below else self.root
 
-    @contextlib.contextmanager
-    def errors(self, doing: str, where: str) -> Generator[None]:
-        """A block in which errors of fsspec, and of the clients of services below it, become ours."""
-        try:
-            yield
-        except Exception as error:
-            ours = translated(error, redact=lambda text: redacted(text, self.options), doing=doing, where=where)
-            if ours is error:
-                raise
-            raise ours from None  # the text of the first one may contain what was signed
-
-    def turn(self) -> AbstractContextManager[object]:
-        """A block in which files may be open."""
-        is_free = self.is_async or self.protocols[0] in _OWN_POSITIONS
-        return contextlib.nullcontext() if is_free else _Turn.lock
-
-    def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: object) -> object:
+    def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: object) -> Any:  # noqa: ANN401  # fsspec has no types
         """The result of an operation of the file system.
 
-        An asynchronous operation has the time-out for `nbytes`, and is cancelled then. The others have none.
+        An asynchronous operation has the time-out for `nbytes`, is cancelled then, and is tried again. The others are not.
         """
-        fs = self.fs()
         if self.is_async:
-            begin = getattr(fs, f"_{operation}")
-            return self.run(lambda: begin(*arguments, **options), nbytes=nbytes)
-        with self.turn():
-            return getattr(fs, operation)(*arguments, **options)
-
-    def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
-        """The result of `work()` on the loop of an asynchronous file system; its errors are the library's own."""
-        return run(work, self.fs().loop, limit_s=limit_s(self.timeout_s, nbytes))
+            begin = getattr(self.fs, f"_{operation}")
+            return self.run(lambda: self.again(lambda: begin(*arguments, **options)), nbytes=nbytes)
+        with _Turn.lock:
+            return getattr(self.fs, operation)(*arguments, **options)
 
     async def again(self, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work()`; errors of a busy or broken service are tried again for `RETRY_S`."""
         wait_s, now_s = _FIRST_WAIT_S, asyncio.get_running_loop().time
-        ends_s = now_s() + RETRY_S
+        ends_s = now_s() + base.RETRY_S
         while True:
             try:
                 return await work()
             except Exception as error:
-                ours = translated(error, redact=str, doing="read", where="")
+                ours = self.translated(error, doing="read", where="")
                 if not (isinstance(ours, TransportError) and ours.transient) or now_s() + wait_s > ends_s:
                     raise
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
+        """Our error for one of fsspec's, or of the client of a service below it."""
+        if isinstance(error, SaevStoreError):
+            return error
+        reason = error.__cause__
+        if isinstance(error, FileNotFoundError) and isinstance(reason, Exception) and not _is_absence(reason):
+            error = reason  # fsspec's web client calls every failure so, refused connections included
+        text, status, kind = redacted(str(error), self.options).strip(), _status_of(error), type(error).__name__
+        message, links = f"could not {doing}: {kind}{f': {text}' if text else ''}", _chain(error)
+        if doing == "create" and (isinstance(error, FileExistsError) or status == 412 or _PRECONDITION.search(text)):
+            return StoreExistsError("the file already exists", where=where)
+        if isinstance(error, NotImplementedError):
+            return ReadOnlyError(f"this kind of file system cannot {doing}", where=where)
+        is_unknown_host = any(isinstance(getattr(link, "os_error", link), socket.gaierror) for link in links)
+        code = error.errno if isinstance(error, OSError) else None
+        if isinstance(error, FileNotFoundError) or (isinstance(error, KeyError) and "in the archive" in text):
+            status = 404  # `zipfile` has no member of that name, through older fsspec
+        elif isinstance(error, PermissionError) or "Credentials" in kind or text.startswith("Forbidden:"):  # of gcsfs
+            status = 403
+        elif isinstance(error, FileExistsError):
+            status = 412  # gcsfs makes this of it, whatever was asked
+        elif isinstance(error, TimeoutError) or "Timeout" in kind:
+            status = 408
+        elif status is None and not is_unknown_host and code not in {None, errno.EIO, errno.EBUSY}:
+            return from_os_error(OSError(code, text), where=where, doing=doing)
+        remedy = "Check the host's name in the address." if is_unknown_host else None
+        passes = not isinstance(error, (TypeError, ValueError))
+        texts = " ".join(map(str, links))
+        return service_error(status, message, text=texts, doing=doing, where=where, remedy=remedy, passes=passes)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and all that it came from."""
+    found, todo = list[BaseException](), [error]
+    while todo:
+        link = todo.pop()
+        if not any(link is known for known in found):
+            found.append(link)
+            todo += [other for other in (link.__cause__, link.__context__) if other is not None]
+    return found
+
+
+def _status_of(error: BaseException) -> int | None:
+    """The HTTP status that an error of aiohttp, gcsfs, botocore or azure, or its cause, carries."""
+    if type(error).__name__ == "ClientPayloadError":  # a broken body; its cause has a code, but no server sent it
+        return None
+    for attribute in ("status", "code", "status_code"):
+        value = getattr(error, attribute, None)
+        if isinstance(value, int) and 100 <= value < 600:
+            return value
+    response: object = getattr(error, "response", None)
+    if isinstance(response, Mapping):
+        about = cast("Mapping[str, Mapping[str, object]]", response).get("ResponseMetadata", {})
+        if isinstance(value := about.get("HTTPStatusCode"), int):
+            return value
+    return None if error.__cause__ is None else _status_of(error.__cause__)
+
+
+def _is_absence(error: Exception) -> bool:
+    if isinstance(error, (FileNotFoundError, KeyError)) or _status_of(error) == 404:
+        return True
+    return not (isinstance(error, OSError) or _status_of(error) or type(error).__module__.startswith("aiohttp"))
 
 
 def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
@@ -232,7 +238,7 @@ def tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
         found["config_kwargs"] = {
             "max_pool_connections": IN_FLIGHT,  # botocore's default is 10
             "connect_timeout": CONNECT_TIMEOUT_S,
-            "read_timeout": READ_TIMEOUT_S,
+            "read_timeout": base.READ_TIMEOUT_S,
             # s3fs retries too, and the two multiply. This one is for status 429, which s3fs does not retry.
             "retries": {"max_attempts": 1, "mode": "standard"},
             **cast("Mapping[str, object]", options.get("config_kwargs") or {}),
@@ -258,7 +264,7 @@ def _timeout() -> object:
     with contextlib.suppress(ImportError):
         from aiohttp import ClientTimeout
 
-        return ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+        return ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=base.READ_TIMEOUT_S)
     return None
 
 

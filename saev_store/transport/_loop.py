@@ -16,8 +16,6 @@ from saev_store.errors import ForkError, TransportError
 
 T = TypeVar("T")
 
-#: Slower than this is as good as stalled, so it is part of every deadline.
-SLOWEST_BYTES_PER_S = 1 << 20
 #: Seconds that a loop may take to notice that work is cancelled.
 _STUCK_S = 10.0
 _lock = threading.Lock()
@@ -71,11 +69,6 @@ def check_fork(pid: int, *, where: str) -> None:
             where=where,
             remedy='Start workers with multiprocessing_context="spawn" (or "forkserver").',
         )
-
-
-def limit_s(timeout_s: float, nbytes: int) -> float:
-    """Time allowed for an operation that moves `nbytes`."""
-    return timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
 
 def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:

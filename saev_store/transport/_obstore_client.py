@@ -1,198 +1,318 @@
-"""The client of one bucket through obstore: how it is opened, waits and errors."""
+"""The client of one bucket through obstore: its address and options, how it is opened, and its errors.
+
+Options are those of fsspec's file systems, or obstore's own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
-from saev_store.errors import (
-    AccessError,
-    DeadlineError,
-    MissingDependencyError,
-    NotFoundError,
-    SaevStoreError,
-    StoreExistsError,
-    TransportError,
-)
-from saev_store.transport._loop import awaited, limit_s, own_loop, run
-from saev_store.transport._obstore_options import Place, place_of
-from saev_store.transport._options import (
-    CONDITIONAL_CREATE,
-    conditional_create,
-    read_authorities,
-    redacted,
-    refused_certificate,
-)
-from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, READ_TIMEOUT_S, RETRY_S
+from saev_store.errors import ArgumentError, MissingDependencyError, SaevStoreError, kind_of
+from saev_store.transport import base
+from saev_store.transport._loop import own_loop
+from saev_store.transport._options import authorities, redacted, tls_context
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, Client, service_error
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-T = TypeVar("T")
-
+_KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az"}
+#: Options inside these are known by their path, such as `client_kwargs.region_name`.
+_NESTED = ("client_kwargs", "config_kwargs", "config_kwargs.s3")
+#: fsspec's names of obstore's options; the last one wins.
+_RENAMED: Mapping[str, Mapping[str, str]] = {
+    "s3": {
+        "anon": "skip_signature",
+        "requester_pays": "request_payer",
+        "key": "access_key_id",
+        "secret": "secret_access_key",
+        "token": "session_token",
+        "endpoint_url": "endpoint",
+        "client_kwargs.endpoint_url": "endpoint",
+        "client_kwargs.region_name": "region",
+    },
+    "gs": {},
+    "az": {"anon": "skip_signature", "sas_token": "sas_key"},
+}
+#: Options that only tune how fsspec's clients work, or say again what obstore finds out; we tune ours.
+_TUNING = {
+    "access", "asynchronous", "batch_size", "block_size", "cache_timeout", "cache_type", "config_kwargs.connect_timeout",
+    "config_kwargs.max_pool_connections", "config_kwargs.read_timeout", "config_kwargs.retries", "consistency",
+    "default_block_size", "default_cache_type", "default_fill_cache", "fixed_upload_size", "listings_expiry_time",
+    "max_concurrency", "max_paths", "project", "skip_instance_cache", "use_listings_cache", "use_ssl",
+}  # fmt: skip
+#: Types of Google's credential files that obstore reads.
+_GOOGLE_TYPES = {"service_account", "authorized_user"}
 _NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
+#: The status of an answer that an error stands for.
+_STATUSES = {
+    "AlreadyExistsError": 412, "FileNotFoundError": 404, "NotFoundError": 404, "PermissionDeniedError": 403,
+    "PreconditionError": 412, "TimeoutError": 408, "UnauthenticatedError": 401,
+}  # fmt: skip
 
 
-class ObstoreClient:
-    """The bucket behind an address, shared by all transports below it; thread-safe. Its pickles contain the options.
-
-    Args:
-        url: The address.
-        options: Storage options.
-        timeout_s: Time-out of an operation, beside the time for its bytes.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An address and its options, as obstore takes them.
 
     Attributes:
-        options: Storage options.
+        kind: Which of obstore's stores serves it.
+        bucket: Bucket or container.
+        prefix: Path inside the bucket, without slashes at its ends.
+        config: Arguments of the store.
+        verify: A PEM file of authorities that are trusted besides the system's, True for the system's alone, False to
+            accept any certificate.
+    """
+
+    kind: str
+    bucket: str
+    prefix: str
+    config: Mapping[str, object] = field(repr=False)
+    verify: str | bool
+
+
+class ObstoreClient(Client):
+    """The bucket behind an address.
+
+    Attributes:
         place: The address and its options, as obstore takes them.
-        slots: Held by each request while it is under way.
-        is_conditional: False if the service does not know conditional creation.
 
     Raises:
         ArgumentError: obstore has no equivalent for an option, or no store for the address.
         MissingDependencyError: obstore is not installed.
     """
 
-    def __init__(self, url: str, options: Mapping[str, object], timeout_s: float) -> None:
-        self._arguments = (url, options, timeout_s)
-        self.options, self.timeout_s = options, timeout_s
-        self.is_conditional, rest = conditional_create(options)
-        self.place = place_of(url, rest)
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        super().__init__(url, options)
         if find_spec("obstore") is None:
             raise MissingDependencyError(
                 "the engine obstore is not installed", where=url, remedy="pip install 'saev_store[obstore]'"
             )
-        self.slots = asyncio.Semaphore(IN_FLIGHT)
-        self._store: ObjectStore | None = None
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return ObstoreClient, self._arguments
+        self.place = place_of(url, self.options)
+        self._has_region = self.place.kind != "s3" or "region" in self.place.config
+        try:
+            self._store = _open(self.place)
+        except (ImportError, SaevStoreError):
+            raise
+        except Exception as error:
+            raise ArgumentError(
+                f"the engine obstore refuses these options: {redacted(_brief(str(error)), options)}",
+                where="storage_options",
+                remedy='Correct them, or use engine="fsspec".',
+            ) from None
 
     @property
     def store(self) -> ObjectStore:
         """The client object of obstore."""
-        if self._store is None:
-            self._store = _open(self.place)
+        if not self._has_region:
+            region = bucket_region(self.place.bucket) or "us-east-1"
+            self._store = _open(replace(self.place, config={**self.place.config, "region": region}))
+            self._has_region = True
         return self._store
 
-    def call(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
-        """The result of `work()`, waited for in this thread, for as long as `nbytes` may take.
-
-        Raises:
-            ForkError: the process was forked after a bucket was read.
-            DeadlineError: it took too long, and was cancelled.
-            SaevStoreError: the equivalent of obstore's error.
-        """
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that all clients of this kind share."""
         loop = own_loop()
-        try:
-            _ = self.store  # opened here, not on the loop: it may ask for the bucket's region
-            return run(work, loop, limit_s=limit_s(self.timeout_s, nbytes))
-        except Exception as error:
-            ours = self.translated(error, doing=doing, where=where)
-        raise ours  # not `from error`: its text contains whole answers of the server, addresses and headers
-
-    async def awaited(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
-        """As `call`, awaited in any event loop."""
-        loop = own_loop()
-        try:
-            return await awaited(work, loop, limit_s=limit_s(self.timeout_s, nbytes))
-        except Exception as error:
-            ours = self.translated(error, doing=doing, where=where)
-        raise ours
+        _ = self.store  # not on the loop: it may ask for the bucket's region
+        return loop
 
     def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
-        """Our error for one of obstore's; ours stay as they are."""
+        """Our error for one of obstore's."""
         if isinstance(error, SaevStoreError):
             return error
-        kind, text = type(error).__name__, str(error)
+        text, status = str(error), status_of(error)
         found = re.search(r"<Code>(\w{1,60})</Code>", text)
-        code, status = found[1] if found else None, status_of(error)
-        if refused := refused_certificate(text, where=where):
-            return refused
-        message = redacted(f"could not {doing}: {_brief(text, code, status)}", self.options)
-        if isinstance(error, FileNotFoundError) or status == 404:
-            return NotFoundError(message, where=where)
-        if doing == "create" and (kind in {"AlreadyExistsError", "PreconditionError"} or status == 412):
-            return StoreExistsError("the file already exists", where=where)
-        if status == 501 and doing == "create":
-            remedy = f"The service has no conditional requests. Pass storage_options={{{CONDITIONAL_CREATE!r}: False}}."
-            return TransportError(message, where=where, remedy=remedy)
-        denied = kind in {"PermissionDeniedError", "UnauthenticatedError"} or status in {401, 403}
-        if denied or code in _NOT_LET_IN or "redential" in text.partition("\n")[0]:
-            return AccessError(
-                message,
-                where=where,
-                remedy="Check the credentials in storage_options or the environment, and the clock.",
-            )
-        if isinstance(error, TimeoutError) or re.search(r"\btimed? ?out\b", text.partition("\n")[0], re.IGNORECASE):
-            return DeadlineError(message, where=where, transient=True)
-        remedy, is_elsewhere = None, "Received redirect without LOCATION" in text
+        code = found[1] if found else None
+        first = text.partition("\n")[0]
+        if code in _NOT_LET_IN or (status is None and "redential" in first):
+            status = 403
+        elif re.search(r"\btimed? ?out\b", first, re.IGNORECASE):
+            status = 408
+        is_elsewhere, remedy = "Received redirect without LOCATION" in text, None
         if (is_elsewhere or status in {301, 307, 308, 400}) and self.place.kind == "s3":
             remedy = 'Check the region: storage_options={"client_kwargs": {"region_name": …}}.'
-        passes = not is_elsewhere if status is None else may_pass(status)
-        return TransportError(
-            message, where=where, remedy=remedy, transient=passes and not isinstance(error, (TypeError, ValueError))
-        )
-
-
-def may_pass(status: int) -> bool:
-    """Return True if a later request may succeed after an answer with this status."""
-    return status in {408, 409, 429} or (status >= 500 and status not in {501, 505})
+        message = redacted(f"could not {doing}: {_brief(text)}{f' ({code})' if code else ''}", self.options)
+        passes = not is_elsewhere and not isinstance(error, (TypeError, ValueError))
+        return service_error(status, message, text=text, doing=doing, where=where, remedy=remedy, passes=passes)
 
 
 def status_of(error: Exception) -> int | None:
-    """The HTTP status in an error of obstore."""
-    found = re.search(r"status code: (\d{3})|status: (\d{3})|error status (\d{3})|returned (\d{3})", str(error))
-    return int(next(group for group in found.groups() if group)) if found else None
+    """The HTTP status in an error of obstore, or that of such an answer."""
+    if (known := _STATUSES.get(type(error).__name__)) is not None:
+        return known
+    found = re.search(r"(?:status code|status|error status|returned):? (\d{3})", str(error))
+    return int(found[1]) if found else None
 
 
-def _brief(text: str, code: str | None, status: int | None) -> str:
-    """The first line up to the server's answer, which may repeat what was signed; of that, the code alone."""
+def _brief(text: str) -> str:
+    """The first line up to the server's answer, which may repeat what was signed."""
     head = text.partition("\n")[0].partition("<?xml")[0].partition("<Error")[0]
-    head = re.sub(r"\b(https?://)([^/\s?]*@)?([^\s?]*)(\?\S*)?", r"\1\3", head).strip(" :")[:300]
-    return f"{head} ({code})" if code and (status or code) else head
+    return re.sub(r"\b(https?://)([^/\s?]*@)?([^\s?]*)(\?\S*)?", r"\1\3", head).strip(" :")[:300]
+
+
+def place_of(url: str, options: Mapping[str, object]) -> Place:
+    """An address with options, as obstore takes them.
+
+    Raises:
+        ArgumentError: obstore has no store for the address.
+
+    >>> place_of("s3://lab/shards/", {"anon": True, "endpoint_url": "http://localhost:9000"}).config["skip_signature"]
+    True
+    """
+    scheme, _, rest_of_url = url.partition("://")
+    bucket = urlsplit(url).netloc
+    if scheme not in _KINDS or not bucket or not {"?", "#", "@"}.isdisjoint(url) or "::" in url:
+        raise ArgumentError(
+            f"obstore serves {', '.join(_KINDS)}, a bucket and a path, without user, '?' and '#'",
+            where="url",
+            remedy='Correct it, or use engine="fsspec".',
+        )
+    kind, config = _KINDS[scheme], dict(options)
+    for name in _NESTED:
+        config |= {f"{name}.{key}": item for key, item in _mapping(config, name).items()}
+    verify, inner = config.pop("verify", None), config.pop("client_kwargs.verify", None)
+    for theirs, ours in _RENAMED[kind].items():
+        if (value := config.pop(theirs, None)) is not None:
+            config[ours] = value
+    for name in _TUNING & config.keys():
+        del config[name]
+    if kind == "s3":
+        _read_s3(config)
+    elif kind == "gs":
+        _read_gs(config)
+    prefix = rest_of_url.partition("/")[2].strip("/")
+    return Place(kind, bucket, prefix, config, authorities(scheme, inner if verify is None else verify))
+
+
+def _mapping(options: dict[str, object], name: str) -> dict[str, object]:
+    """Take an option that is a mapping out of the others."""
+    value = options.pop(name, None)
+    if not isinstance(value, Mapping | None):
+        raise ArgumentError(f"must be a mapping, got {kind_of(value)}", where=f"storage_options[{name!r}]")
+    return {str(key): item for key, item in cast("Mapping[object, object]", value or {}).items()}
+
+
+def _read_s3(config: dict[str, object]) -> None:
+    """Complete the options for S3."""
+    if config.pop("config_kwargs.s3.addressing_style", "path") == "virtual":
+        config["virtual_hosted_style_request"] = True
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if "endpoint" not in config and endpoint:
+        config["endpoint"] = endpoint
+    if "endpoint" in config:
+        # obstore reads the environment too, and this key of it would win over every option.
+        config["aws_endpoint_url_s3"] = config["endpoint"]
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if "region" not in config and (region or "endpoint" in config):  # only AWS itself minds
+        config["region"] = region or "us-east-1"
+    if {"access_key_id", "secret_access_key"} <= config.keys():
+        config.setdefault("skip_signature", False)
+        # The token of the environment belongs to other keys, and only a provider leaves it out.
+        if "session_token" not in config:
+            key, secret = config.pop("access_key_id"), config.pop("secret_access_key")
+            config["credential_provider"] = partial(_credential, key, secret)
+
+
+def _credential(key: object, secret: object) -> dict[str, object]:
+    return {"access_key_id": key, "secret_access_key": secret, "token": None, "expires_at": None}
+
+
+def _read_gs(config: dict[str, object]) -> None:
+    """Read the option `token` for Google; one that is neither a word nor a file is left, and refused by obstore."""
+    token = config.get("token")
+    if token == "anon":  # noqa: S105 - a word, not a token
+        config["skip_signature"] = True
+    elif isinstance(token, str) and os.path.exists(token):
+        config["application_credentials"] = token
+    elif token not in (None, "google_default"):
+        return
+    config.pop("token", None)
+
+
+def resolves_alike(place: Place) -> bool:
+    """Return True if obstore finds the end point and the credentials that fsspec's file systems find.
+
+    These read configuration files, profiles and federated identities, which obstore does not know. Options of one's own decide
+    for both.
+    """
+    given, environment = place.config, os.environ
+    is_given = bool({"credential_provider", "bearer_token"} & given.keys())
+    is_given |= str(given.get("skip_signature", "")).strip().lower() in {"1", "true", "on", "yes", "y"}
+    if place.kind == "s3":
+        is_given |= {"access_key_id", "secret_access_key"} <= given.keys()
+        has_keys = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= environment.keys()
+        is_given |= has_keys and "AWS_PROFILE" not in environment
+        return is_given and ("endpoint" in given or not ("AWS_ENDPOINT" in environment or _configures_endpoint()))
+    if place.kind == "gs":
+        if "GOOGLE_BASE_URL" in environment and "base_url" not in given:
+            return False
+        path = given.get("application_credentials") or environment.get("GOOGLE_APPLICATION_CREDENTIALS")
+        is_given |= bool({"service_account", "service_account_key"} & given.keys())
+        return is_given or (isinstance(path, str) and _google_type(path) in _GOOGLE_TYPES)
+    return is_given or (bool({"account_key", "sas_key", "client_secret"} & given.keys()) and "account_name" in given)
+
+
+def _configures_endpoint() -> bool:
+    """Return True if the configuration file of AWS names an end point, for whatever profile."""
+    try:
+        with open(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")), "rb") as file:
+            return b"endpoint_url" in file.read(1 << 20)
+    except OSError:
+        return False
+
+
+def _google_type(path: str) -> object:
+    """The type of a file of Google's credentials; None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            found: object = json.loads(file.read(1 << 20))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return cast("dict[str, object]", found).get("type") if isinstance(found, dict) else None
 
 
 def _open(place: Place) -> ObjectStore:
     from obstore import store as stores
 
+    config = dict(place.config)
+    endpoint = str(config.get("endpoint") or config.get("base_url") or "")
     client_options: dict[str, object] = {
-        "allow_http": place.allow_http,
+        "allow_http": endpoint.lower().startswith("http://") or bool(config.get("use_emulator")),
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
-        "read_timeout": timedelta(seconds=READ_TIMEOUT_S),
-        # For the whole request, body included: the deadline of `ObstoreClient.call` is what counts.
+        "read_timeout": timedelta(seconds=base.READ_TIMEOUT_S),
+        # For the whole request, body included: the deadline of `Client.run` is what counts.
         "timeout": timedelta(hours=1),
         # A request that begins before the last connection is back opens another one.
         "pool_max_idle_per_host": str(2 * IN_FLIGHT),
     }
     if isinstance(place.verify, str):
-        client_options["root_certificate"] = read_authorities(place.verify)
+        tls_context(place.verify)  # an error if there is no certificate in it
+        with open(place.verify, encoding="latin-1") as file:
+            client_options["root_certificate"] = file.read()
     elif not place.verify:
         client_options["allow_invalid_certificates"] = True
-    if place.headers:
-        client_options["default_headers"] = dict(place.headers)
+    given = {name: config.pop(name) for name in ("credential_provider",) if name in config}
     retry: dict[str, object] = {
         # The waits are random: only their sum is limited.
         "max_retries": 1000,
-        "retry_timeout": timedelta(seconds=RETRY_S),
+        "retry_timeout": timedelta(seconds=base.RETRY_S),
         "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3), "base": 3},
     }
-    shared: Mapping[str, object] = {"client_options": client_options, "retry_config": retry}
-    config = dict(place.config)
-    if place.kind == "http":
-        return stores.HTTPStore(place.bucket, **shared)  # pyright: ignore[reportArgumentType]  # typed dictionaries
-    if place.kind == "s3" and "region" not in config:
-        config["region"] = bucket_region(place.bucket) or "us-east-1"
-    provider = config.pop("credential_provider", None)
-    given = {} if provider is None else {"credential_provider": provider}
     make = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[place.kind]
-    return make(place.bucket, config=config, **given, **shared)  # pyright: ignore[reportArgumentType]  # typed dictionaries
+    return make(place.bucket, config=config, client_options=client_options, retry_config=retry, **given)  # pyright: ignore[reportArgumentType]  # typed dictionaries
 
 
 def bucket_region(bucket: str, *, endpoint: str = "https://s3.amazonaws.com") -> str | None:

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Mapping
 from typing import cast
 
-from saev_store.errors import ArgumentError, TransportError, kind_of
+from saev_store.errors import ArgumentError, kind_of
 
 #: Option: False for services that answer 501 to a conditional request. `create` then looks first, and two processes that
 #: create the same file at the same time may both succeed.
@@ -18,9 +18,6 @@ CONDITIONAL_CREATE = "conditional_create"
 _SECRET = re.compile("key|secret|token|pass|sas|cred|auth|header|account", re.IGNORECASE)
 #: Environment variables that name a file of authorities, by protocol; the first one that is set wins.
 _VARIABLES = {"s3": ("AWS_CA_BUNDLE", "SSL_CERT_FILE"), "s3a": ("AWS_CA_BUNDLE", "SSL_CERT_FILE")}
-_REFUSED = re.compile(
-    r"InvalidCertificate\(\s*(\w+)|invalid peer certificate: ([\w ]+)|certificate verify failed: ([^()\]\\]+)"
-)
 
 
 def redacted(text: str, options: Mapping[str, object]) -> str:
@@ -79,53 +76,21 @@ def authorities(protocol: str, verify: object) -> str | bool:
     return verify if isinstance(verify, bool) else os.fspath(cast("str", verify))
 
 
-def read_authorities(path: str) -> str:
-    """The text of a PEM file.
+@functools.cache
+def tls_context(authority: str | bool) -> ssl.SSLContext:
+    """The context with which Python's own TLS checks certificates, always the same object for the same authorities.
 
     Raises:
         ArgumentError: the file cannot be read, or has no certificate.
     """
     try:
-        with open(path, encoding="latin-1") as file:
-            text = file.read()
-    except OSError as error:
-        reason = error.strerror
-    else:
-        if "-----BEGIN CERTIFICATE-----" in text:
-            return text
-        reason = "it has no certificate in PEM format"
-    raise ArgumentError(
-        f"the certificate authorities could not be read from {path}: {reason}",
-        where="storage_options",
-        remedy="Correct the option verify, AWS_CA_BUNDLE or SSL_CERT_FILE.",
-    )
-
-
-@functools.cache
-def tls_context(authority: str | bool) -> ssl.SSLContext:
-    """The context with which Python's own TLS checks certificates, always the same object for the same authorities."""
-    if isinstance(authority, str):
-        return ssl.create_default_context(cadata=read_authorities(authority))
-    context = ssl.create_default_context()
-    if not authority:
+        context = ssl.create_default_context(cafile=authority if isinstance(authority, str) else None)
+    except OSError as error:  # also those of `ssl`
+        raise ArgumentError(
+            f"the certificate authorities could not be read from {authority}: {error}",
+            where="storage_options",
+            remedy="Correct the option verify, AWS_CA_BUNDLE or SSL_CERT_FILE.",
+        ) from error
+    if authority is False:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
-
-
-def refused_certificate(text: str, *, where: str) -> TransportError | None:
-    """The error for a refused certificate, if a client's error is about that.
-
-    >>> refused_certificate("InvalidCertificate(UnknownIssuer)", where="s3://lab").transient
-    False
-    """
-    found = _REFUSED.search(text)
-    if found is None:
-        return None
-    reason = next(part for part in found.groups() if part).strip()
-    return TransportError(
-        f"the server's certificate is not trusted: {reason}",
-        where=where,
-        remedy='Name the file of the authority that signed it, storage_options={"verify": "/path/to/ca.pem"}, or set '
-        "SSL_CERT_FILE (for s3:// also AWS_CA_BUNDLE); check the host name in the address.",
-        transient=False,
-    )

@@ -6,41 +6,24 @@ All back ends raise only errors of `saev_store.errors`.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-import numpy as np
-
 from saev_store._runtime.threads import off_loop
-from saev_store.core.coalesce import coalesce
-from saev_store.errors import ReadOnlyError, TransportError
+from saev_store.errors import ArgumentError, ReadOnlyError, TransportError
 from saev_store.names import joined_url
-from saev_store.transport.checks import Buffer, check_path, check_ranges
+from saev_store.transport.checks import Buffer, ReadCost, byte_views, check_path
 
+#: How long a busy service is asked again, and the time-out of an answer of which nothing comes any more.
+RETRY_S, READ_TIMEOUT_S = 15.0, 10.0
 #: Ranges of one file, and the memory that each fills: path, first bytes, writable buffers.
 FileReads = tuple[str, Sequence[int], Sequence[memoryview]]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCost:
-    """Rule for merging and cutting ranges.
-
-    Attributes:
-        max_gap_bytes: Reading this many unneeded bytes costs at most as much as another request.
-        max_request_bytes: A request is at most this long: longer ranges are cut, and merged ones stop growing.
-    """
-
-    max_gap_bytes: float
-    max_request_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One name found by `Transport.list`.
 
     Attributes:
@@ -73,8 +56,7 @@ class FileStat(NamedTuple):
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class UnfinishedUpload:
+class UnfinishedUpload(NamedTuple):
     """A multipart upload that was begun and neither completed nor aborted.
 
     Attributes:
@@ -88,7 +70,7 @@ class UnfinishedUpload:
     begun_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counters:
     """Totals of a transport and of all transports that were opened below it; retries inside a client are not counted.
 
@@ -102,60 +84,93 @@ class Counters:
     bytes_read: int = 0
     bytes_written: int = 0
 
-
-class RequestCounter:
-    """A thread-safe count of requests and bytes. A pickle starts again from zero."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._n: Counter[str] = Counter()
-
-    def __reduce__(self) -> tuple[type[RequestCounter], tuple[()]]:
-        return RequestCounter, ()
-
     def add(self, *, requests: int = 1, read: int = 0, written: int = 0) -> None:
         """Count requests and their bytes."""
-        with self._lock:
-            self._n.update(requests=requests, bytes_read=read, bytes_written=written)
-
-    @property
-    def counters(self) -> Counters:
-        """A snapshot."""
-        with self._lock:
-            return Counters(**self._n)
+        self.requests += requests
+        self.bytes_read += read
+        self.bytes_written += written
 
 
 class Sink(ABC):
-    """One file under construction, written from its first byte to its last; made by `Transport.open_sink`."""
+    """One file under construction, written from its first byte to its last; made by `Transport.open_sink`.
 
-    @abstractmethod
+    Raises:
+        ArgumentError: `used_nbytes` do not fit into `file_nbytes`.
+    """
+
+    def __init__(self, where: str, tally: Counters, *, used_nbytes: int, file_nbytes: int) -> None:
+        if not 0 <= used_nbytes <= file_nbytes:
+            raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=where)
+        self._where, self.tally = where, tally
+        self._used, self._file_nbytes = used_nbytes, file_nbytes
+        self._written, self._is_open = 0, True
+
     def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         """Append buffers.
 
         Args:
             offset: Number of bytes that were written before.
-            buffers: C-contiguous memory. It may be reused when the call returns; with `done`, when `done` is called.
-            done: Called when the memory may be reused, in any thread, also after an error.
+            buffers: C-contiguous memory, which may be reused when the call returns.
+            done: Called when the memory may be reused.
 
         Raises:
             ArgumentError: `offset` is not the next byte, or the buffers exceed the file.
             TransportError: the bytes could not be written.
         """
+        self._check_open()
+        views = byte_views(buffers, writable=False)
+        end = offset + sum(map(len, views))
+        if offset != self._written or end > self._used:
+            raise ArgumentError(
+                f"bytes {offset}:{end} are not the next ones: {self._written:,} of {self._used:,} were written",
+                where=self._where,
+            )
+        self._append(views)
+        self._written = end
+        self.tally.add(written=end - offset)
+        if done is not None:
+            done()
 
-    @abstractmethod
     def commit(self) -> None:
         """Make the file durable under its name, exactly `file_nbytes` long; what was not written at its end reads as zeros.
 
         Raises:
-            ArgumentError: some of `used_nbytes` were not written.
+            ArgumentError: some of `used_nbytes` were not written: the hole would read as vectors of zeros.
             TransportError: the file could not be completed.
         """
+        self._check_open()
+        if self._written < self._used:
+            raise ArgumentError(
+                f"only {self._written:,} of {self._used:,} bytes were written",
+                where=self._where,
+                remedy="Write the rest before `commit`, or `abort`.",
+            )
+        self._finish()
+        self.abort()
 
-    @abstractmethod
     def abort(self) -> None:
         """Release resources without committing; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._release()
 
-    # -- for writers that resume within a file: only local files can -----------------------------------------------------
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise TransportError("this file is already committed or aborted", where=self._where)
+
+    @abstractmethod
+    def _append(self, views: list[memoryview]) -> None:
+        """Write bytes behind the `_written` ones."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Make the file durable, with zeros behind its used bytes."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Release resources."""
+
+    # -- for writers that resume within a file: only local files can. Goes with them. ------------------------------------
 
     def sync(self) -> int:
         """Make written bytes durable; return how many leading bytes are. 0 if only `commit` persists."""
@@ -193,7 +208,7 @@ class Transport(ABC):
     pads = False
 
     def __init__(self) -> None:
-        self.tally = RequestCounter()
+        self.tally = Counters()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -201,7 +216,7 @@ class Transport(ABC):
     @property
     def counters(self) -> Counters:
         """Requests and bytes so far."""
-        return self.tally.counters
+        return replace(self.tally)
 
     def where(self, path: str) -> str:
         """The full name of a file, for messages.
@@ -237,6 +252,7 @@ class Transport(ABC):
     def version(self, path: str) -> str:
         """The pinned version of a file, which is pinned now if it was not before."""
 
+    @abstractmethod
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """Read half-open ranges, in any order; neighbours share requests as `cost` says.
 
@@ -253,41 +269,6 @@ class Transport(ABC):
         >>> [len(part) for part in open_transport(SAMPLE).get_ranges("shards.json", starts=[0, 1], ends=[1, 5])]
         [1, 4]
         """
-        check_ranges(self.where(path), starts, ends)
-        longest = self.cost.max_request_bytes
-        if len(starts) == 1 and 0 < ends[0] - starts[0] <= longest:
-            return self._fetch(path, starts, ends)
-        low, high = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
-        found: list[Buffer] = [b""] * len(low)
-        wanted = np.flatnonzero(high > low)
-        order = wanted[np.argsort(low[wanted], kind="stable")]
-        is_long = high[order] - low[order] > longest
-        for number in order[is_long].tolist():
-            found[number] = self._fetch_long(path, int(low[number]), int(high[number]))
-        order = order[~is_long]
-        low, high = low[order], high[order]
-        spans = coalesce(low, high, max_gap_bytes=self.cost.max_gap_bytes, max_request_bytes=longest)
-        parts = self._fetch(path, spans.starts.tolist(), spans.ends.tolist()) if len(spans) else ()
-        for part, first, last in zip(parts, spans.first.tolist(), spans.first[1:].tolist(), strict=False):
-            view, base = memoryview(part), int(low[first])
-            for at in range(first, last):
-                found[order[at]] = view[int(low[at]) - base : int(high[at]) - base]
-        return found
-
-    def _fetch_long(self, path: str, start: int, end: int) -> Buffer:
-        """Read a range in several requests; its memory is allocated after the size of the file is known."""
-        self._check_length(path, end)
-        memory = memoryview(bytearray(end - start))
-        self.readinto(path, starts=[start], buffers=[memory])
-        return memory.toreadonly()
-
-    @abstractmethod
-    def _check_length(self, path: str, needed: int) -> None:
-        """Raise `CorruptShardError` if a file is shorter than `needed` bytes."""
-
-    @abstractmethod
-    def _fetch(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        """Read ranges, none empty, each in one request."""
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fill each buffer from the bytes that begin at its start.

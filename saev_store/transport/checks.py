@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
 from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from saev_store.errors import (
 )
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+T = TypeVar("T")
 
 #: What to do, by the number of the error.
 _REMEDIES = {
@@ -36,17 +37,9 @@ _REMEDIES = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit on open files (`ulimit -n`)."),
 }
 _TRANSIENT = {
-    errno.EAGAIN,
-    errno.ECONNABORTED,
-    errno.ECONNREFUSED,
-    errno.ECONNRESET,
-    errno.EHOSTUNREACH,
-    errno.EINTR,
-    errno.EIO,
-    errno.ENETUNREACH,
-    errno.EPIPE,
-    errno.ESTALE,
-}
+    errno.EAGAIN, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.EINTR, errno.EIO,
+    errno.ENETUNREACH, errno.EPIPE, errno.ESTALE,
+}  # fmt: skip
 
 
 def check_path(path: str, *, root_ok: bool = False) -> str:
@@ -73,20 +66,6 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
     return path
 
 
-def temporary_folder() -> str:
-    """The folder for temporary files, `$TMPDIR` or the system's.
-
-    Raises:
-        TransportError: none can be written.
-    """
-    try:
-        return tempfile.gettempdir()
-    except OSError as error:
-        raise TransportError(
-            f"no folder for temporary files can be written: {error.strerror}", where="$TMPDIR", remedy="Name one in it."
-        ) from error
-
-
 def check_ranges(where: str, starts: Sequence[int], ends: Sequence[int]) -> int:
     """The largest end (0 if there are no ranges), once each range is half-open and not negative.
 
@@ -104,19 +83,17 @@ def check_ranges(where: str, starts: Sequence[int], ends: Sequence[int]) -> int:
 
 
 def byte_views(buffers: Sequence[memoryview], *, writable: bool) -> list[memoryview]:
-    """The same memory as one-dimensional bytes, without the empty ones.
+    """The same memory as one-dimensional bytes, one view for each buffer.
 
     Raises:
         ArgumentError: a buffer is not C-contiguous, not castable to bytes, or read-only where it will be filled.
     """
     views: list[memoryview] = []
     for buffer in buffers:
-        if buffer.nbytes == 0:
-            continue
-        if writable and buffer.readonly:
+        if writable and buffer.readonly and buffer.nbytes:
             raise ArgumentError("a read-only buffer cannot be filled", where="buffers")
         try:
-            views.append(buffer.cast("B"))
+            views.append(buffer.cast("B") if buffer.nbytes else memoryview(b""))
         except (TypeError, ValueError) as error:
             raise ArgumentError(
                 f"a buffer of format {buffer.format!r} and shape {buffer.shape} is not plain memory: {error}",
@@ -126,61 +103,79 @@ def byte_views(buffers: Sequence[memoryview], *, writable: bool) -> list[memoryv
     return views
 
 
-class Request(NamedTuple):
-    """One request for a range of a file, and the memory that is filled from it.
+class ReadCost(NamedTuple):
+    """Rule for merging and cutting ranges.
 
     Attributes:
-        start: First byte of the file.
+        max_gap_bytes: Reading this many unneeded bytes costs at most as much as another request.
+        max_request_bytes: A request is at most this long: longer ranges are cut, and merged ones stop growing.
+    """
+
+    max_gap_bytes: float
+    max_request_bytes: float
+
+
+class Request(NamedTuple, Generic[T]):
+    """One request for a range of a file.
+
+    Attributes:
+        start: First byte.
         end: One past the last byte.
-        pieces: First byte and memory (bytes, writable) of each part that is wanted, by ascending first byte.
+        pieces: First byte, one past the last byte, and target of each part that is wanted, by ascending first byte.
     """
 
     start: int
     end: int
-    pieces: Sequence[tuple[int, memoryview]]
-
-    def fill(self, data: Buffer) -> None:
-        """Copy the bytes of the range to where they are wanted."""
-        source = np.frombuffer(data, np.uint8)
-        for start, view in self.pieces:
-            at = start - self.start
-            np.frombuffer(view, np.uint8)[:] = source[at : at + len(view)]
+    pieces: Sequence[tuple[int, int, T]]
 
 
-def requests_of(
-    where: str, starts: Sequence[int], buffers: Sequence[memoryview], *, max_gap_bytes: float, max_request_bytes: float
-) -> list[Request]:
-    """Cut and merge reads into requests.
+def requests_of(pieces: list[tuple[int, int, T]], cost: ReadCost) -> list[Request[T]]:
+    """Merge pieces of a file (first byte, one past the last byte, target), none empty, into requests; sorts `pieces`.
+
+    >>> [request[:2] for request in requests_of([(8, 11, "b"), (5, 7, "a"), (40, 44, "c")], ReadCost(1, 6))]
+    [(5, 11), (40, 44)]
+    """
+    pieces.sort(key=itemgetter(0))
+    low, high = (np.array([piece[i] for piece in pieces], np.int64) for i in (0, 1))
+    spans = coalesce(low, high, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes)
+    bounds = zip(spans.starts.tolist(), spans.ends.tolist(), pairwise(spans.first.tolist()), strict=True)
+    return [Request(start, end, pieces[first:last]) for start, end, (first, last) in bounds]
+
+
+def requests_into(
+    where: str, starts: Sequence[int], buffers: Sequence[memoryview], cost: ReadCost
+) -> list[Request[memoryview]]:
+    """Cut and merge reads into requests, whose targets are writable bytes.
 
     Args:
         where: The file's name, for messages.
         starts: First byte of each read, in any order.
-        buffers: The memory that each fills; empty ones are left out.
-        max_gap_bytes: Largest gap between two reads that share a request.
-        max_request_bytes: Longest request.
+        buffers: The memory that each fills.
+        cost: Longest request, and largest gap between two reads that share one.
 
     Raises:
         ArgumentError: the lengths differ, a start is negative, or a buffer cannot be filled.
-
-    >>> buffers = [memoryview(bytearray(n)) for n in (2, 3, 9)]
-    >>> [request[:2] for request in requests_of("a.bin", [5, 8, 40], buffers, max_gap_bytes=1, max_request_bytes=6)]
-    [(5, 11), (40, 46), (46, 49)]
     """
     if len(starts) != len(buffers):
         raise ArgumentError(f"{len(starts)} starts but {len(buffers)} buffers: each range needs both", where=where)
-    pieces: list[tuple[int, memoryview]] = []
-    for start, buffer in zip(starts, buffers, strict=True):
+    pieces: list[tuple[int, int, memoryview]] = []
+    for first, view in zip(starts, byte_views(buffers, writable=True), strict=True):
+        start = int(first)
+        end, step = start + len(view), int(min(cost.max_request_bytes, len(view)))
         if start < 0:
-            raise ArgumentError(f"the range {start}:{start + buffer.nbytes} is negative", where=where)
-        for view in byte_views((buffer,), writable=True):
-            step = int(min(max_request_bytes, len(view)))
-            pieces.extend((start + at, view[at : at + step]) for at in range(0, len(view), step))
-    pieces.sort(key=lambda piece: piece[0])
-    low = np.array([start for start, _ in pieces], np.int64)
-    high = low + np.array([len(view) for _, view in pieces], np.int64)
-    spans = coalesce(low, high, max_gap_bytes=max_gap_bytes, max_request_bytes=max_request_bytes)
-    bounds = zip(spans.starts.tolist(), spans.ends.tolist(), pairwise(spans.first.tolist()), strict=True)
-    return [Request(start, end, pieces[first:last]) for start, end, (first, last) in bounds]
+            raise ArgumentError(f"the range {start}:{end} is negative", where=where)
+        if 0 < len(view) <= step:
+            pieces.append((start, end, view))
+        elif step:
+            pieces += [(at, min(at + step, end), view[at - start :][:step]) for at in range(start, end, step)]
+    return requests_of(pieces, cost)
+
+
+def fill(request: Request[memoryview], data: Buffer) -> None:
+    """Copy the bytes of a request to where they are wanted."""
+    source = np.frombuffer(data, np.uint8)
+    for start, end, view in request.pieces:
+        np.frombuffer(view, np.uint8)[:] = source[start - request.start : end - request.start]
 
 
 def too_short(where: str, *, size: int, needed: int) -> CorruptShardError:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from saev_store._runtime.threads import after_fork_in_child
 from saev_store.errors import TransportError
 
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
@@ -123,19 +122,13 @@ class OpenFile:
 
 
 class DescriptorCache:
-    """At most `limit` open files by absolute path; thread-safe."""
+    """A bounded number of open files by absolute path; thread-safe without a lock, which a forked child could find taken."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._files: dict[str, OpenFile] = {}
         #: The open file if there is one, else None.
         self.peek = self._files.get
-        self._renew()
-        after_fork_in_child(self._renew)
-
-    def _renew(self) -> None:
-        """Make a lock that is free, also in a forked child: the thread that held it does not exist there."""
-        self._lock = threading.Lock()
 
     def open(self, where: str) -> OpenFile:
         """The open file, opened now if it is not, or if another file has taken the name.
@@ -150,26 +143,24 @@ class DescriptorCache:
             # The open descriptor keeps the inode number from being given to another file.
             if (status.st_dev, status.st_ino) == file.inode:
                 return file
-            self.forget(where)
         try:
             file = OpenFile(where)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
-            self.forget("")
+            self._files.clear()
             file = OpenFile(where)
-        with self._lock:
-            # The oldest goes first; a reader that still uses it keeps it open.
-            while len(self._files) >= self._limit:
-                del self._files[next(iter(self._files))]
-            return self._files.setdefault(where, file)
+        self._files.pop(where, None)
+        for oldest in list(self._files)[: max(0, len(self._files) + 1 - self._limit)]:
+            self._files.pop(oldest, None)  # a reader that still uses it keeps it open
+        self._files[where] = file
+        return file
 
     def forget(self, where: str) -> None:
-        """Close `where` and everything below it (`""`: everything) once no reader uses it."""
-        with self._lock:
-            gone = [path for path in self._files if not where or path == where or path.startswith(f"{where}/")]
-            for path in gone:
-                del self._files[path]
+        """Close `where` and everything below it once no reader uses it."""
+        for path in list(self._files):
+            if path == where or path.startswith(f"{where}/"):
+                self._files.pop(path, None)
 
 
 #: Small enough for `ulimit -n 256`, large enough that a scan with several threads never reopens.

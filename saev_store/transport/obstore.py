@@ -1,22 +1,19 @@
-"""Object stores and web servers through obstore: ranges, documents, listings and uploads."""
+"""Object stores through obstore: ranges, documents, listings and uploads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError
-from saev_store.transport._loop import gathered, own_loop
+from saev_store.transport._loop import gathered
 from saev_store.transport._obstore_client import ObstoreClient, status_of
 from saev_store.transport._remote import RemoteTransport
-from saev_store.transport.base import Entry, FileReads, FileStat, ReadCost, Transport
-from saev_store.transport.checks import Buffer, Request, check_ranges, requests_of, too_big, too_short
-from saev_store.transport.durable import SequentialSink
+from saev_store.transport.base import Entry, FileStat, Sink, Transport
+from saev_store.transport.checks import Buffer, ReadCost, too_big
 
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile, ObjectMeta
@@ -34,18 +31,17 @@ _N_CREATES, _CREATE_WAIT_S = 4, 0.3
 _ABORT_TIMEOUT_S = 10
 
 
-class ObstoreTransport(RemoteTransport):
-    """`s3://`, `gs://`, `az://` and `http(s)://` through obstore. Each returned buffer is read-only memory of its own.
+class ObstoreTransport(RemoteTransport[ObstoreClient]):
+    """`s3://`, `gs://` and `az://` through obstore. Each returned buffer is read-only memory of its own.
 
     Each answer has the ETag of its object, so that a file that is replaced while it is read is an error, never a mixture. An
-    operation has a time-out of `timeout_s` plus one second per MiB that it moves, retries included. After `fork`, reads and writes
-    in the child raise `ForkError`.
+    operation has a time-out of a minute plus one second per MiB that it moves, retries included. After `fork`, reads and writes in
+    the child raise `ForkError`.
 
     Args:
         url: The root.
         storage_options: As fsspec's file systems take them, or obstore's own names; `credential_provider` is a function that
             returns fresh credentials; `conditional_create=False` is for services without conditional requests.
-        timeout_s: Time-out of an operation.
 
     Raises:
         ArgumentError: obstore has no equivalent for an option.
@@ -55,17 +51,17 @@ class ObstoreTransport(RemoteTransport):
     #: A request costs its share of the latency (30 ms, 64 in flight) and 0.1 ms of CPU: the time of 70 kB at 1 Gbit/s.
     cost = ReadCost(70_000, REQUEST_BYTES)
 
-    def __init__(
-        self, url: str, storage_options: Mapping[str, object] | None = None, *, timeout_s: float = 60.0
-    ) -> None:
-        self.client = ObstoreClient(url, storage_options or {}, timeout_s)
+    def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
+        self.client = ObstoreClient(url, storage_options or {})
         super().__init__(url.rstrip("/"))
         self.name = f"obstore:{self.client.place.kind}"
+
+    def key(self, path: str) -> str:
+        return "/".join(part for part in (self.client.place.prefix, self._below(path)) if part)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """The whole of a small file in one request, whose body is not read if it is longer than allowed."""
         import obstore
 
         client, where, key = self.client, self.where(path), self.key(path)
@@ -82,7 +78,6 @@ class ObstoreTransport(RemoteTransport):
         return data
 
     def stat(self, path: str) -> FileStat:
-        """Size and ETag of an object, as it is now."""
         return self.client.call("look at it", self.where(path), partial(self._stat, path))
 
     async def _stat(self, path: str) -> FileStat:
@@ -91,19 +86,14 @@ class ObstoreTransport(RemoteTransport):
         self.tally.add()
         return _file_stat(await obstore.head_async(self.client.store, self.key(path)))
 
-    def _check_length(self, path: str, needed: int) -> None:
-        if (found := self.stat(path)).nbytes < needed:
-            raise too_short(self.where(path), size=found.nbytes, needed=needed)
-        self._pin(path, found)
+    def _fetch(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
+        async def one(number: int, path: str, start: int, end: int) -> None:
+            use(number, await self._get(path, start, end))
 
-    def _fetch(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        ranges = list(zip(starts, ends, strict=True))
-        nbytes = sum(ends) - sum(starts) if max(ends) < 1 << 50 else 0
-        work = partial(self._get_all, path, ranges)
-        return self.client.call("read", self.where(path), work, nbytes=nbytes)
-
-    def _get_all(self, path: str, ranges: Sequence[tuple[int, int]]) -> Awaitable[Sequence[Buffer]]:
-        return gathered([self._get(path, start, end) for start, end in ranges])
+        if ranges:
+            nbytes = sum(min(end - start, REQUEST_BYTES) for _, start, end in ranges)
+            works = lambda: gathered([one(number, *place) for number, place in enumerate(ranges)])  # noqa: E731
+            self.client.call("read", self.where(ranges[-1][0]), works, nbytes=nbytes)
 
     async def _get(self, path: str, start: int, end: int) -> memoryview:
         """The bytes of one request.
@@ -118,13 +108,11 @@ class ObstoreTransport(RemoteTransport):
         try:
             async with client.slots:
                 answer = await obstore.get_async(client.store, self.key(path), options={"range": (start, end)})
-                found = self._pin(path, _file_stat(answer.meta))
-                if found.nbytes < end:
-                    raise too_short(self.where(path), size=found.nbytes, needed=end)
+                self._pin(path, _file_stat(answer.meta), end)
                 data = memoryview(await answer.bytes_async())
         except Exception as error:
             if status_of(error) == 416:
-                self._check_short(path, await self._stat(path), end)
+                self._pin(path, await self._stat(path), end)
             raise client.translated(error, doing="read", where=self.where(path)) from None
         if len(data) != end - start:
             raise TransportError(
@@ -133,37 +121,7 @@ class ObstoreTransport(RemoteTransport):
         self.tally.add(read=len(data))
         return data
 
-    def _check_short(self, path: str, found: FileStat, needed: int) -> None:
-        if found.nbytes < needed:
-            raise too_short(self.where(path), size=found.nbytes, needed=needed) from None
-
-    def readinto_files(self, reads: Iterable[FileReads]) -> None:
-        """Fetch the ranges of all files side by side, and copy each to its place as it arrives."""
-        cost, works, nbytes, where = self.cost, list[tuple[str, Request]](), 0, self.url
-        for path, starts, buffers in reads:
-            where = self.where(path)
-            requests = requests_of(
-                where, starts, buffers, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes
-            )
-            works += [(path, request) for request in requests]
-            nbytes += sum(request.end - request.start for request in requests)
-
-        async def fill(path: str, request: Request) -> None:
-            request.fill(await self._get(path, request.start, request.end))
-
-        if works:
-            self.client.call("read", where, lambda: gathered([fill(*work) for work in works]), nbytes=nbytes)
-
-    async def get_range_async(self, path: str, *, start: int, end: int) -> Buffer:
-        """As `get_ranges` of one range, without blocking the running event loop."""
-        where = self.where(path)
-        check_ranges(where, [start], [end])
-        if start == end or end - start > self.cost.max_request_bytes:
-            return await super().get_range_async(path, start=start, end=end)
-        return await self.client.awaited("read", where, lambda: self._get(path, start, end), nbytes=end - start)
-
     def list(self, path: str = "") -> Sequence[Entry]:
-        """The names directly in a folder, sorted."""
         import obstore
 
         client, key, where = self.client, self.key(path), self.where(path) if path else self.url
@@ -187,7 +145,6 @@ class ObstoreTransport(RemoteTransport):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, path: str, data: Buffer) -> None:
-        """Create or replace an object."""
         self._put("write", path, bytes(data), mode="overwrite")
 
     def create(self, path: str, data: Buffer) -> None:
@@ -221,7 +178,6 @@ class ObstoreTransport(RemoteTransport):
         self.tally.add(written=len(data))
 
     def delete(self, path: str) -> None:
-        """Delete an object, and all objects below it as a folder."""
         import obstore
 
         client, key = self.client, self.key(path)
@@ -240,7 +196,7 @@ class ObstoreTransport(RemoteTransport):
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> ObstoreSink:
         """An upload that runs while it is written, and appears when it is committed."""
-        own_loop()  # or a ForkError, before anything is written
+        self.client.loop()  # or a ForkError, before anything is written
         if not resume:
             self._check_absent(path)
         return ObstoreSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
@@ -249,119 +205,65 @@ class ObstoreTransport(RemoteTransport):
         """Let the service copy an object; False from another bucket or client, and for objects above 5 GiB."""
         if not isinstance(source, ObstoreTransport):
             return False
-        ours, theirs = self.client.place, source.client.place
-        same = (ours.kind, ours.bucket, self.client.options) == (theirs.kind, theirs.bucket, source.client.options)
-        if ours.kind == "http" or not same or (nbytes := source.size(source_path)) > _MAX_COPY_BYTES:
+        ours, theirs = self.client, source.client
+        same = (ours.place.bucket, ours.options) == (theirs.place.bucket, theirs.options) and self.name == source.name
+        if not same or (nbytes := source.size(source_path)) > _MAX_COPY_BYTES:
             return False
         import obstore
 
-        old, new, store = source.key(source_path), self.key(path), self.client.store  # of the same class
+        old, new = source.key(source_path), self.key(path)
         self.unpin(path)
         self.tally.add()
         # Services answer only when they have finished; up to a minute for each GiB.
-        self.client.call("copy", self.where(path), lambda: obstore.copy_async(store, old, new), nbytes=nbytes // 16)
+        ours.call("copy", self.where(path), lambda: obstore.copy_async(ours.store, old, new), nbytes=nbytes // 16)
         return True
 
-    def key(self, path: str) -> str:
-        return "/".join(part for part in (self.client.place.prefix, self._below(path)) if part)
 
-
-class ObstoreSink(SequentialSink):
+class ObstoreSink(Sink):
     """A multipart upload that appears under its name when it is committed, and never in part.
 
-    A buffer that is exactly the next part is sent without a copy if `done` is given. Nothing survives a crash before `commit`.
+    Nothing survives a crash before `commit`.
     """
 
     def __init__(self, transport: ObstoreTransport, path: str, *, used_nbytes: int, file_nbytes: int) -> None:
-        super().__init__(
-            transport.where(path),
-            transport.tally,  # made by it
-            used_nbytes=used_nbytes,
-            file_nbytes=file_nbytes,
-        )
-        self._transport, self._path, self._key = transport, path, transport.key(path)
-        self._part_bytes = part_bytes(file_nbytes)
-        self._part = bytearray()
-        self._writer: AsyncWritableFile | None = None
-        self._open = True
-
-    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
-        """Append the buffers, and send the parts that are complete."""
-        if not self._open:
-            raise TransportError("this file is already committed or aborted", where=self._where)
-        views = self._next(offset, buffers)
-        self._written = offset + sum(map(len, views))
-        if done is not None and not self._part and len(views) == 1 and len(views[0]) == self._part_bytes:
-            view = memoryview(views[0])
-            weakref.finalize(view, done).atexit = False  # obstore releases the view when it is sent
-            self._send(view)
-            return
-        for whole in views:
-            view = whole
-            while len(view):
-                n_taken = min(len(view), self._part_bytes - len(self._part))
-                self._part += view[:n_taken]
-                view = view[n_taken:]
-                if len(self._part) == self._part_bytes:
-                    part, self._part = self._part, bytearray()
-                    self._send(memoryview(part))
-        if done is not None:
-            done()
-
-    def commit(self) -> None:
-        """Send the rest, and zeros up to the file's length, complete the upload, and compare the object's size."""
-        self._check_complete()
-        if not self._open:
-            raise TransportError("this file is already committed or aborted", where=self._where)
         import obstore
 
-        store = self._transport.client.store
+        where, key = transport.where(path), transport.key(path)
+        super().__init__(where, transport.tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._transport, self._path, self._key = transport, path, key
+        self._part_bytes = part_bytes(file_nbytes)
+        self._writer: AsyncWritableFile = obstore.open_writer_async(
+            transport.client.store, key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
+        )
+
+    def _append(self, views: list[memoryview]) -> None:
+        """Hand bytes to obstore, which sends complete parts, and waits while too many are under way."""
+        data = b"".join(views)
+        self._call(lambda: self._writer.write(data), nbytes=len(data) + self._part_bytes * PARTS_IN_FLIGHT)
+
+    def _finish(self) -> None:
+        """Send the rest, with zeros behind it, and complete the upload."""
+        import obstore
+
+        client = self._transport.client
 
         async def finish() -> int:
-            left, part = self._file_nbytes - self._written, bytes(self._part)
-            if self._writer is None and len(part) + left <= self._part_bytes:
-                await obstore.put_async(store, self._key, part + bytes(left), use_multipart=False)
-            else:
-                await self._start().write(part)
-                for start in range(0, left, self._part_bytes):
-                    await self._start().write(bytes(min(self._part_bytes, left - start)))
-                await self._start().close()
-            return (await obstore.head_async(store, self._key))["size"]
+            for start in range(self._written, self._file_nbytes, self._part_bytes):
+                await self._writer.write(bytes(min(self._part_bytes, self._file_nbytes - start)))
+            await self._writer.close()
+            return (await obstore.head_async(client.store, self._key))["size"]
 
         size = self._call(finish, nbytes=self._file_nbytes)
-        self._writer, self._open = None, False
+        self._is_open = False
         self._transport.unpin(self._path)
-        self.tally.add(requests=1 + -(-self._file_nbytes // self._part_bytes), written=self._file_nbytes)
+        self.tally.add(requests=1 + -(-self._file_nbytes // self._part_bytes), written=self._file_nbytes - self._used)
         if size != self._file_nbytes:
             raise TransportError(f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where)
 
-    def abort(self) -> None:
+    def _release(self) -> None:
         """Abort the upload: the service deletes its parts."""
-        writer, self._writer, self._open = self._writer, None, False
-        if writer is not None:
-            with contextlib.suppress(SaevStoreError):
-                self._transport.client.call("abort the upload", self._where, partial(_abort, writer))
-
-    def __del__(self) -> None:
-        writer = getattr(self, "_writer", None)
-        if writer is not None and not sys.is_finalizing():
-            with contextlib.suppress(
-                Exception
-            ):  # the collector may run in the thread of the loop, so this waits for nothing
-                asyncio.run_coroutine_threadsafe(_abort(writer), own_loop())
-
-    def _send(self, part: memoryview) -> None:
-        """Hand one part to obstore, which reads its memory without a copy; waits while too many are under way."""
-        self._call(lambda: self._start().write(part), nbytes=len(part) * (PARTS_IN_FLIGHT + 1))
-
-    def _start(self) -> AsyncWritableFile:
-        import obstore
-
-        if self._writer is None:
-            self._writer = obstore.open_writer_async(
-                self._transport.client.store, self._key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
-            )
-        return self._writer
+        with contextlib.suppress(SaevStoreError):
+            self._transport.client.call("abort the upload", self._where, partial(_abort, self._writer))
 
     def _call(self, work: Callable[[], Awaitable[object]], *, nbytes: int) -> object:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Literal, cast, get_args
 from urllib.parse import unquote
@@ -48,10 +49,12 @@ def open_transport(
     if separator and "::" not in scheme:  # neither client knows schemes in capitals
         text = f"{scheme.lower()}://{rest}"
     path, options = _local_path(text), storage_options or {}
-    if path is None and (engine == "obstore" or (engine == "auto" and _obstore_fits(text, options))):
+    if path is None and engine == "obstore":
         from saev_store.transport.obstore import ObstoreTransport
 
         return ObstoreTransport(text, options)
+    if path is None and engine == "auto" and (found := _through_obstore(text, options)) is not None:
+        return found
     if engine == "fsspec" or (engine == "auto" and path is None):
         from saev_store.transport.fsspec import FsspecTransport
 
@@ -65,21 +68,21 @@ def open_transport(
     return LocalTransport(path, use_mmap=engine != "pread")
 
 
-def _obstore_fits(url: str, options: Mapping[str, object]) -> bool:
-    """Return True if obstore can do all that fsspec's client would, at the same end point, with the same credentials."""
+def _through_obstore(url: str, options: Mapping[str, object]) -> Transport | None:
+    """A transport through obstore if it can do all that fsspec's client would, at the same end point, with the same credentials."""
     scheme = url.partition("://")[0]
     if scheme not in _OBJECT_STORES or find_spec("obstore") is None:
-        return False
+        return None
     if scheme in {"gs", "gcs"} and os.environ.get("STORAGE_EMULATOR_HOST"):
-        return False  # emulators speak the other one of Google's two interfaces
-    from saev_store.transport._obstore_options import place_of, resolves_alike
-    from saev_store.transport._options import conditional_create
+        return None  # emulators speak the other one of Google's two interfaces
+    from saev_store.transport._obstore_client import resolves_alike
+    from saev_store.transport.obstore import ObstoreTransport
 
-    _, rest = conditional_create(options)
-    try:
-        return resolves_alike(place_of(url, rest)) or find_spec(_OBJECT_STORES[scheme]) is None
-    except ArgumentError:
-        return False
+    with suppress(ArgumentError):
+        made = ObstoreTransport(url, options)
+        if resolves_alike(made.client.place) or find_spec(_OBJECT_STORES[scheme]) is None:
+            return made
+    return None
 
 
 def _local_path(url: str) -> str | None:

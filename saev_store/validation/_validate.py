@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from xxhash import xxh3_128
 
-from saev_store._runtime.cluster import connected, equal_parts, results
+from saev_store._runtime.cluster import map_shards
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_flag
@@ -240,9 +240,9 @@ def _read_shards(
 def _read_on_cluster(
     client: Client | str, transport: Transport, layout: Layout, sizes: Sequence[tuple[int, int]], block_bytes: int
 ) -> Generator[tuple[int, ShardSummary | None]]:
-    """What `_read_shards` yields, read by the workers of a cluster, each some shards at a time."""
+    """What `_read_shards` yields, read by the workers of a cluster, each task one shard."""
     read = partial(_read_on_worker, transport, layout, block_bytes)
-    with connected(client) as cluster, closing(results(cluster, read, equal_parts(sizes))) as found:
+    with closing(map_shards(read, [[size] for size in sizes], client)) as found:
         for n_bytes, summaries in found:
             yield n_bytes, None
             yield from ((0, summary) for summary in summaries)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from cloud_servers import Fault, Proxy
 from contract_places import BUCKETS, FILES, READS, SERVED, UNSAFE, WRITES, Place, filled
+from retries import few_tries  # noqa: F401 (a fixture)
 from waiting import HANG_S, soon
 
 from saev_store.errors import (
@@ -344,6 +345,7 @@ def test_neighbours_are_one_request_and_distant_ranges_are_not(name: str, tmp_pa
 # Replaced files
 
 
+@pytest.mark.usefixtures("few_tries")
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error_until_it_is_opened_again(written: Place) -> None:
     new = np.random.default_rng(7).bytes(len(BIG))
     transport = written.open()

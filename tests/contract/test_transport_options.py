@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from cloud_servers import Fault, Proxy, gcs_json_bucket  # noqa: F401 (a fixture)
 from range_server import serving
+from retries import few_tries  # noqa: F401 (a fixture)
 from servers import Bucket, s3_bucket  # noqa: F401 (one is a fixture)
 from tls import Certificates, TlsFront, certificates, no_authorities  # noqa: F401 (two are fixtures)
 from waiting import HANG_S
@@ -283,6 +284,7 @@ def test_gcsfs_asks_the_end_point_that_is_given(gcs_json_bucket: Bucket, monkeyp
 
 
 @engines
+@pytest.mark.usefixtures("few_tries")
 def test_a_service_without_conditional_creation_needs_an_option(s3_bucket: Bucket, proxy: Proxy, engine: str) -> None:
     """The old room does not know it."""
     proxy.faults.append(Fault(header="if-none-match", status=501, code="NotImplemented", times=-1))
@@ -353,7 +355,7 @@ def test_what_is_no_secret_travels_in_a_pickle(tmp_path) -> None:
 
 
 @engines
-@pytest.mark.usefixtures("no_authorities")
+@pytest.mark.usefixtures("no_authorities", "few_tries")
 def test_a_private_authority_is_trusted_where_it_is_named(
     s3_bucket: Bucket, certificates: Certificates, engine: str, tmp_path: Path
 ) -> None:

@@ -10,10 +10,9 @@ from typing import Self
 
 from saev_store.errors import NotFoundError, StoreExistsError, WriterConflictError
 from saev_store.names import joined_url
-from saev_store.transport import Buffer, Entry, FileStat, LocalTransport, ReadCost, Transport
+from saev_store.transport import Buffer, Entry, FileStat, LocalTransport, ReadCost, Sink, Transport
 from saev_store.transport.base import FileReads
-from saev_store.transport.checks import check_path, check_ranges, requests_of, too_big, too_short
-from saev_store.transport.durable import SequentialSink
+from saev_store.transport.checks import check_path, check_ranges, fill, requests_into, too_big, too_short
 
 
 class PreadTransport(LocalTransport):
@@ -75,9 +74,11 @@ class MemoryTransport(Transport):
         return memoryview(self.get_ranges(path, starts=[0], ends=[nbytes])[0])
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        if self.cost.max_gap_bytes < float("inf"):
-            return super().get_ranges(path, starts=starts, ends=ends)
         check_ranges(self.where(path), starts, ends)
+        if self.cost.max_gap_bytes < float("inf"):
+            parts = [memoryview(bytearray(end - start)) for start, end in zip(starts, ends, strict=True)]
+            self.readinto(path, starts=starts, buffers=parts)
+            return [part.toreadonly() for part in parts]
         return self._fetch(path, starts, ends)
 
     def _fetch(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
@@ -86,20 +87,10 @@ class MemoryTransport(Transport):
             raise too_short(self.where(path), size=len(view), needed=needed)
         return [view[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _check_length(self, path: str, needed: int) -> None:
-        if (size := self.size(path)) < needed:
-            raise too_short(self.where(path), size=size, needed=needed)
-
     def readinto_files(self, reads: Iterable[FileReads]) -> None:
         for path, starts, buffers in reads:
-            for request in requests_of(
-                path,
-                starts,
-                buffers,
-                max_gap_bytes=self.cost.max_gap_bytes,
-                max_request_bytes=self.cost.max_request_bytes,
-            ):
-                request.fill(self._fetch(path, [request.start], [request.end])[0])
+            for request in requests_into(path, starts, buffers, self.cost):
+                fill(request, self._fetch(path, [request.start], [request.end])[0])
 
     def list(self, path: str = "") -> Sequence[Entry]:
         folder = f"{check_path(path)}/" if path else ""
@@ -152,19 +143,16 @@ class MemoryTransport(Transport):
         return MemorySink(self._files, key, self.where(path), self.tally, used_nbytes, file_nbytes)
 
 
-class MemorySink(SequentialSink):
+class MemorySink(Sink):
     """A file under construction; what is written stays when it is resumed."""
 
     def __init__(self, files: dict[str, bytes], key: str, where: str, tally: object, used: int, file: int) -> None:
         super().__init__(where, tally, used_nbytes=used, file_nbytes=file)
         self._files, self._key, self._data = files, key, bytearray(files.get(key, b""))[:used]
 
-    def write(self, offset: int, buffers: Sequence[memoryview], done: object = None) -> None:
-        for view in self._next(offset, buffers):
-            self._data[self._written : self._written + len(view)] = view
-            self._written += len(view)
-        if done is not None:
-            done()
+    def _append(self, views: list[memoryview]) -> None:
+        data = b"".join(views)
+        self._data[self._written : self._written + len(data)] = data
 
     def sync(self) -> int:
         self._files[self._key] = bytes(self._data)
@@ -176,9 +164,8 @@ class MemorySink(SequentialSink):
     def read_back(self, start: int, end: int) -> bytes:
         return bytes(self._data[start : min(end, self._used)])
 
-    def commit(self) -> None:
-        self._check_complete()
+    def _finish(self) -> None:
         self._files[self._key] = bytes(self._data).ljust(self._file_nbytes, b"\0")
 
-    def abort(self) -> None:
+    def _release(self) -> None:
         pass

@@ -82,11 +82,6 @@ class Wrapper(Transport):
     def check_mapped(self, path: str, nbytes: int) -> None:
         self._inner.check_mapped(path, nbytes)
 
-    def _fetch(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        raise NotImplementedError
-
-    _check_length = _fetch
-
     def readinto_files(self, reads: Iterable[FileReads]) -> None:
         for path, starts, buffers in reads:
             nbytes = sum(buffer.nbytes for buffer in buffers)
@@ -132,6 +127,8 @@ class _WrappedSink(Sink):
 
     def __init__(self, inner: Sink, around: Callable[..., object]) -> None:
         self._inner, self._around = inner, around
+
+    _append = _finish = _release = Sink.abort
 
     def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)

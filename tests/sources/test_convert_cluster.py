@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -272,7 +271,6 @@ def test_whatever_changes_the_file_makes_another_conversion(corpus: Path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_converted_parts, "begun", begun)
-    monkeypatch.setattr(_convert_cluster, "connected", contextlib.nullcontext)
     memory = MemoryTransport()
     batches = {"seq_len": 4, "batch_size": 2, "seed": 3, "end_token": 999, "pad_token": 7}
     with IndexedDataset(corpus) as documents:

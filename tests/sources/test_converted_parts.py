@@ -54,13 +54,12 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was run, in the place of a cluster's workers; parts are small."""
     ran: list[object] = []
 
-    def results(client: object, call: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    def map_shards(call: Callable[[Any], Any], items: Iterable[Any], client: object) -> Iterator[Any]:
         for item in items:
             ran.append(item)
             yield call(item)
 
-    monkeypatch.setattr(_converted_parts, "results", results)
-    monkeypatch.setattr(_convert_cluster, "connected", contextlib.nullcontext)
+    monkeypatch.setattr(_converted_parts, "map_shards", map_shards)
     monkeypatch.setattr(_convert_cluster, "_PART_BYTES", 4096)
     monkeypatch.setattr(_convert_cluster, "_PART_SAMPLES", 2)
     return ran

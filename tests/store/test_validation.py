@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -254,7 +253,7 @@ def test_sizes_that_a_listing_does_not_tell_are_asked_for(store):
 
     class Silent(MemoryTransport):
         def list(self, path: str = "") -> list[Entry]:
-            return [replace(entry, size=None) for entry in super().list(path)]
+            return [entry._replace(size=None) for entry in super().list(path)]
 
     assert quick_checks(Silent(files), metadata, index) == []
     name = "acts000001.bin"
@@ -629,7 +628,7 @@ def test_a_folder_in_a_listing_is_no_file(store: Plain):
 
     class WithFolder(MemoryTransport):
         def list(self, path: str = "") -> list[Entry]:
-            return [replace(entry, is_dir=entry.path == "acts000001.bin") for entry in super().list(path)]
+            return [entry._replace(is_dir=entry.path == "acts000001.bin") for entry in super().list(path)]
 
     (problem,) = quick_checks(WithFolder(files), metadata, index)
     assert (problem.kind, problem.message) == ("not_a_file", "acts000001.bin cannot be read: it is a folder")

@@ -21,7 +21,7 @@ from saev_store.sources.energon.index_sqlite import MAGIC, SqliteIndex
 from saev_store.sources.energon.keys import INDEX_SQLITE
 from saev_store.sources.energon.tars import BLOCK, Part, Sample, disagreement, parse_sample, read_tar_idx
 from saev_store.transport import Transport
-from saev_store.transport.checks import os_errors, temporary_folder
+from saev_store.transport.checks import os_errors
 
 N_THREADS = 16
 #: Size limit of a remote database.
@@ -265,7 +265,7 @@ def open_index(transport: Transport, nbytes: int) -> SqliteIndex:
         return SqliteIndex(f"{transport.local_path}/{INDEX_SQLITE}", where=where)
     if nbytes > _MAX_INDEX_NBYTES:
         raise DocumentError(f"it has {nbytes:,} bytes; at most {_MAX_INDEX_NBYTES:,} are fetched", where=where)
-    with os_errors(temporary_folder(), "write"):
+    with os_errors("$TMPDIR", "write"):
         descriptor, path = tempfile.mkstemp(prefix="saev-store-index-", suffix=".sqlite")
     try:
         with os_errors(path, "write"), os.fdopen(descriptor, "wb") as file:  # closing writes the rest

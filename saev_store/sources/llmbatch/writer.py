@@ -20,7 +20,7 @@ from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, MAX_U32, Header
 from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
-from saev_store.transport.checks import os_errors, temporary_folder
+from saev_store.transport.checks import os_errors
 
 if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
@@ -153,11 +153,11 @@ def write_batch_dataset(
     if not overwrite:  # before the stream is consumed
         refuse_existing(there, path)
     shape = (header.total_records, header.seq_len)
-    with os_errors(temporary_folder(), "collect records"):
+    with os_errors("$TMPDIR", "collect records"):
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed below)
     with file as spool:
         _collect(_grouped(tokens_iter, header.seq_len), spool, header, progress=progress)
-        with os_errors(temporary_folder(), "map the records"):
+        with os_errors("$TMPDIR", "map the records"):
             tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
         return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
 
@@ -242,7 +242,7 @@ def _collect(groups: Iterator[TokenArray], spool: FileIO, header: Header, *, pro
             n += len(records)
             if n > total:
                 break
-            with os_errors(temporary_folder(), "collect records"):
+            with os_errors("$TMPDIR", "collect records"):
                 left = memoryview(records).cast("B")
                 while left:
                     left = left[spool.write(left) :]
