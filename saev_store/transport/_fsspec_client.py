@@ -183,7 +183,7 @@ class FsspecClient(Client):
         elif status is None and not is_unknown_host and code not in {None, errno.EIO, errno.EBUSY}:
             return from_os_error(OSError(code, text), where=where, doing=doing)
         remedy = "Check the host's name in the address." if is_unknown_host else None
-        passes = not isinstance(error, (TypeError, ValueError))
+        passes = not isinstance(error, (TypeError, ValueError)) and kind != "TooManyRedirects"
         texts = " ".join(map(str, links))
         return service_error(status, message, text=texts, doing=doing, where=where, remedy=remedy, passes=passes)
 

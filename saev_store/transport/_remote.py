@@ -19,7 +19,7 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.names import joined_url
-from saev_store.transport._loop import awaited, run
+from saev_store.transport._loop import awaited, gathered, run
 from saev_store.transport._options import CONDITIONAL_CREATE, conditional_create
 from saev_store.transport.base import FileReads, FileStat, Transport
 from saev_store.transport.checks import Buffer, check_path, check_ranges, fill, requests_into, requests_of, too_short
@@ -164,6 +164,14 @@ class RemoteTransport(Transport, Generic[C]):
     @abstractmethod
     def _fetch(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
         """Read ranges (path, start, end), none empty, each in one request; `use` gets each with its number as it arrives."""
+
+    async def _get_all(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
+        """Read ranges side by side."""
+
+        async def one(number: int, path: str, start: int, end: int) -> None:
+            use(number, await self._get(path, start, end))
+
+        await gathered([one(number, *place) for number, place in enumerate(ranges)])
 
     @abstractmethod
     async def _get(self, path: str, start: int, end: int) -> Buffer:

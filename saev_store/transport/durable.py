@@ -154,22 +154,33 @@ class LocalSink(FdSink):
         return b"".join(parts)
 
 
-@contextlib.contextmanager
-def temporary_file(where: str, data: Buffer) -> Generator[str]:
-    """The path of a durable file with that content next to `where`; deleted afterwards unless it was renamed."""
+def write_file(where: str, data: Buffer, *, replace: bool) -> None:
+    """Make a durable file that has all of its content at once, with `replace` in the place of another one.
+
+    Raises:
+        OSError: `FileExistsError` if the name is taken, or another failure.
+    """
     folder = os.path.dirname(where)
     make_folders(folder)
     temporary = f"{folder}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
         _new_file(temporary, data)
-        yield temporary
+        if replace:
+            os.replace(temporary, where)
+        else:
+            os.link(temporary, where)  # a rename would replace
+    except OSError as error:
+        if replace or error.errno not in _NO_LINKS:
+            raise
+        _new_file(where, data)  # a kill can leave a part of it
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+    fsync_folder(folder)
 
 
 def _new_file(where: str, data: Buffer) -> None:
-    """Create a durable file exclusively; a kill can leave an empty or partial one."""
+    """Create a durable file exclusively."""
     fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_all(fd, [memoryview(data)], 0)
@@ -179,21 +190,6 @@ def _new_file(where: str, data: Buffer) -> None:
         raise
     finally:
         os.close(fd)
-
-
-def link_exclusive(temporary: str, where: str, data: Buffer) -> None:
-    """Give a file with the content `data` the name `where` as well, unless that is taken.
-
-    Raises:
-        OSError: `FileExistsError` if the name is taken, or another failure.
-    """
-    # A hard link is exclusive and carries the content; an ordinary rename would replace.
-    try:
-        os.link(temporary, where)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        _new_file(where, data)  # a kill can leave a part of it
 
 
 #: Locks of this process, by its number and the path of the file: those of the system are between processes.

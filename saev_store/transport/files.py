@@ -87,15 +87,6 @@ def check_regular(mode: int, *, where: str) -> None:
         raise TransportError(f"this is {kind}, but a regular file is needed", where=where)
 
 
-#: Size, time of the last change (ns) and inode number: what distinguishes files of one name.
-Identity = tuple[int, int, int]
-
-
-def identity_of(status: os.stat_result) -> Identity:
-    """The numbers that distinguish a file from others of its name."""
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
 class OpenFile:
     """A regular file open for reading; closed when the last reference goes, so never under a thread that reads it.
 
@@ -105,11 +96,15 @@ class OpenFile:
     """
 
     def __init__(self, where: str) -> None:
-        self.fd = os.open(where, _FLAGS)
+        self.where, self.fd = where, os.open(where, _FLAGS)
+        self.look()
+
+    def look(self) -> None:
+        """Remember what distinguishes the file from others of its name: size, time of the last change (ns), inode number."""
         status = os.fstat(self.fd)
-        check_regular(status.st_mode, where=where)
-        self.identity = identity_of(status)
-        self.inode = (status.st_dev, status.st_ino)
+        check_regular(status.st_mode, where=self.where)
+        self.identity = status.st_size, status.st_mtime_ns, status.st_ino
+        self.inode = status.st_dev, status.st_ino
 
     def size(self) -> int:
         """The size of the file now, in bytes; a third of the price of `fstat`, and the position is not used."""

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from saev_store.errors import NotFoundError, TransportError, kind_of
 from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, FsspecClient, safe_url
-from saev_store.transport._loop import gathered
 from saev_store.transport._remote import RemoteTransport
 from saev_store.transport.base import Entry, FileStat, Transport, UnfinishedUpload
 from saev_store.transport.checks import Buffer, ReadCost, os_errors, too_big, too_short
@@ -112,17 +111,12 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         for path, end in needed.items():
             self._check_length(path, end)
 
-        async def one(number: int, path: str, start: int, end: int) -> None:
-            use(number, await self._get(path, start, end))
-
         client, where = self.client, self.where(ranges[-1][0]) if ranges else self.url
         try:
             with client.errors("read", where):
                 if client.is_async and ranges:
                     nbytes = sum(end - start for _, start, end in ranges)
-                    client.run(
-                        lambda: gathered([one(number, *place) for number, place in enumerate(ranges)]), nbytes=nbytes
-                    )
+                    client.run(lambda: self._get_all(ranges, use), nbytes=nbytes)
                     return
                 for number, (path, start, end) in enumerate(ranges):
                     data = client.ask("cat_file", self.key(path), start=start, end=end)

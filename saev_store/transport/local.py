@@ -40,18 +40,15 @@ from saev_store.transport.durable import (
     ASIDE_PREFIX,
     LocalSink,
     fsync_folder,
-    link_exclusive,
     locked,
-    temporary_file,
+    write_file,
 )
 from saev_store.transport.files import (
     DESCRIPTORS,
     IOV_MAX,
-    Identity,
     OpenFile,
     behind,
     check_regular,
-    identity_of,
     map_file,
     positions,
 )
@@ -98,7 +95,7 @@ class LocalTransport(Transport):
         self._expected: dict[str, tuple[int, int]] = {}
         #: The digest of digests.json then: files of the same sizes that were only touched, or copied, are accepted with it.
         self._digests = b""
-        self._pins: dict[str, Identity] = {}
+        self._pins: dict[str, tuple[int, int, int]] = {}
         self._maps: dict[str, memoryview] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -146,11 +143,11 @@ class LocalTransport(Transport):
         with os_errors(where, "look at it"):
             status = os.stat(where)
         check_regular(status.st_mode, where=where)
-        return FileStat(status.st_size, _version(identity_of(status)))
+        return FileStat(status.st_size, f"{status.st_ino} {status.st_mtime_ns} {status.st_size}")
 
     def version(self, path: str) -> str:
         with os_errors(where := self.where(path), "read"):
-            return _version(self._open(path, where).identity)
+            return " ".join(map(str, reversed(self._open(path, where).identity)))
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One read-only buffer per range; with maps a view that keeps its map alive, also after `close`."""
@@ -236,7 +233,7 @@ class LocalTransport(Transport):
         """
         file = DESCRIPTORS.open(where)
         if path not in self._pins:
-            file.identity = identity_of(os.fstat(file.fd))  # it may be open for long, and the file written since
+            file.look()  # it may be open for long, and the file written since
             size, modified_ns = self._expected.get(path, file.identity[:2])
             # Scratch disks purge by age, so people touch files; and other machines have copies.
             if file.identity[:2] != (size, modified_ns) and (
@@ -270,18 +267,14 @@ class LocalTransport(Transport):
     def put(self, path: str, data: Buffer) -> None:
         where = self.where(path)
         with os_errors(where, "write"):
-            with temporary_file(where, data) as temporary:
-                os.replace(temporary, where)
-            fsync_folder(os.path.dirname(where))
+            write_file(where, data, replace=True)
         self._changed(path)
         self.tally.add(written=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
         where = self.where(path)
         with os_errors(where, "create"):
-            with temporary_file(where, data) as temporary:
-                link_exclusive(temporary, where, data)
-            fsync_folder(os.path.dirname(where))
+            write_file(where, data, replace=False)
         self.tally.add(written=len(data))
 
     def delete(self, path: str) -> None:
@@ -349,11 +342,6 @@ def local_root(root: str | os.PathLike[str]) -> str:
     except (TypeError, UnicodeEncodeError):
         pass
     raise ArgumentError(f"{brief(root)} is not a path: pass a str, not empty and without NUL", where="root")
-
-
-def _version(identity: Identity) -> str:
-    size, modified_ns, inode = identity
-    return f"{inode} {modified_ns} {size}"
 
 
 def _replaced(where: str, before: int, now: int) -> CorruptShardError:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from saev_store.errors import NotFoundError, SaevStoreError, TransportError
-from saev_store.transport._loop import gathered
 from saev_store.transport._obstore_client import ObstoreClient, status_of
 from saev_store.transport._remote import RemoteTransport
 from saev_store.transport.base import Entry, FileStat, Sink, Transport
@@ -87,13 +86,9 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         return _file_stat(await obstore.head_async(self.client.store, self.key(path)))
 
     def _fetch(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
-        async def one(number: int, path: str, start: int, end: int) -> None:
-            use(number, await self._get(path, start, end))
-
         if ranges:
             nbytes = sum(min(end - start, REQUEST_BYTES) for _, start, end in ranges)
-            works = lambda: gathered([one(number, *place) for number, place in enumerate(ranges)])  # noqa: E731
-            self.client.call("read", self.where(ranges[-1][0]), works, nbytes=nbytes)
+            self.client.call("read", self.where(ranges[-1][0]), lambda: self._get_all(ranges, use), nbytes=nbytes)
 
     async def _get(self, path: str, start: int, end: int) -> memoryview:
         """The bytes of one request.

@@ -328,7 +328,7 @@ ANSWERS: dict[str, tuple[dict, tuple[type[SaevStoreError], ...] | None]] = {
     "denied": ({"status": 403, "code": "AccessDenied", "times": -1}, (AccessError,)),
     "unknown": ({"status": 401, "code": "Unauthorized", "times": -1}, (AccessError,)),
     "gone": ({"status": 404, "code": "NoSuchKey", "times": -1}, (NotFoundError,)),
-    "redirected in a circle": ({"status": 307, "location": "/", "times": 40}, (TransportError, NotFoundError)),
+    "redirected in a circle": ({"status": 307, "location": "/", "times": 12}, (TransportError, NotFoundError)),
 }  # fmt: skip
 
 
