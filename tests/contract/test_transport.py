@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 
 import fsspec.asyn
@@ -407,6 +408,53 @@ def test_a_page_that_is_replaced_while_it_is_read_is_an_error(tmp_path) -> None:
         with pytest.raises(TransportError):
             one(transport, "acts000000.bin", 100, 200)
             transport.recheck()
+
+
+def test_map_prefix_is_a_view_that_check_mapped_compares_until_the_file_is_replaced(tmp_path) -> None:
+    with filled("mmap", tmp_path) as place, filled("pread", tmp_path) as other:
+        assert other.open().map_prefix("acts000000.bin", 10) is None
+        transport = place.open()
+        for nbytes in (0, 10, len(BIG)):
+            before = transport.counters
+            view = transport.map_prefix("acts000000.bin", nbytes)
+            assert view.readonly and bytes(view) == BIG[:nbytes]
+            assert transport.counters.bytes_read - before.bytes_read == nbytes
+            transport.check_mapped("acts000000.bin", nbytes)
+        for call in (transport.map_prefix, transport.check_mapped):
+            with pytest.raises(CorruptShardError):
+                call("acts000000.bin", len(BIG) + 1)
+        version = transport.version("acts000000.bin")
+        assert place.open().version("acts000000.bin") == version == transport.stat("acts000000.bin").version
+        place.fill("acts000000.bin", BIG[::-1])
+        for call in (transport.map_prefix, place.open().check_mapped):
+            with suppress(CorruptShardError):  # or the old file goes on
+                call("acts000000.bin", 10)
+        assert bytes(view) == BIG
+        transport.close()
+        assert bytes(transport.map_prefix("acts000000.bin", 10)) == BIG[::-1][:10]
+        assert transport.version("acts000000.bin") != version
+
+
+def test_a_transport_that_expects_files_reads_no_others_but_touched_ones_of_equal_digests(tmp_path) -> None:
+    with filled("mmap", tmp_path) as place:
+        for has_digests in (False, True):
+            if has_digests:
+                place.fill("digests.json", b"{}")
+            transport, status = place.open(), os.stat(f"{place.url}/acts000000.bin")
+            transport.expect({"acts000000.bin": (status.st_size, status.st_mtime_ns)})
+            for engine in (transport, transport.unmapped(), pickle.loads(pickle.dumps(transport))):
+                assert engine.expects and one(engine, "acts000000.bin", 3, 9) == BIG[3:9]
+            os.utime(f"{place.url}/acts000000.bin", ns=(1, 1))
+            for engine in (transport.unmapped(), pickle.loads(pickle.dumps(transport))):
+                if has_digests:
+                    assert one(engine, "acts000000.bin", 3, 9) == BIG[3:9]
+                else:
+                    with pytest.raises(CorruptShardError):
+                        one(engine, "acts000000.bin", 3, 9)
+            place.fill("acts000000.bin", BIG[:-1] if has_digests else BIG)
+        with pytest.raises(CorruptShardError):
+            one(transport.unmapped(), "acts000000.bin", 3, 9)
+        assert not transport.at("").expects
 
 
 def test_what_a_transport_changes_itself_it_reads(written: Place) -> None:

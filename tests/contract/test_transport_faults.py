@@ -596,3 +596,8 @@ def test_a_cut_file_is_a_corrupt_shard_to_whoever_reads_it_already(tmp_path) -> 
                     one(transport, 40_000, 60_000)
                 with pytest.raises(CorruptShardError):
                     transport.readinto("acts000000.bin", starts=[40_000], buffers=[memoryview(bytearray(20_000))])
+                if engine == "mmap":
+                    for call in (transport.map_prefix, transport.check_mapped):
+                        with pytest.raises(CorruptShardError):
+                            call("acts000000.bin", 60_000)
+            assert bytes(transport.map_prefix("acts000000.bin", 50_000) or BIG[:50_000]) == BIG[:50_000]
