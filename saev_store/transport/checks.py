@@ -135,6 +135,8 @@ def requests_of(pieces: list[tuple[int, int, T]], cost: ReadCost) -> list[Reques
     >>> [request[:2] for request in requests_of([(8, 11, "b"), (5, 7, "a"), (40, 44, "c")], ReadCost(1, 6))]
     [(5, 11), (40, 44)]
     """
+    if len(pieces) == 1:  # the most frequent case by far
+        return [Request(pieces[0][0], pieces[0][1], pieces)]
     pieces.sort(key=itemgetter(0))
     low, high = (np.array([piece[i] for piece in pieces], np.int64) for i in (0, 1))
     spans = coalesce(low, high, max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes)
