@@ -128,7 +128,7 @@ def begun(place: Place, conversion: Mapping[str, object]) -> Generator[None]:
                 ) from None
         yield
         place.writes.delete(place.folder)
-        if place.transport.moves:
+        if place.transport.local_path is not None:
             place.writes.delete(lock)
 
 

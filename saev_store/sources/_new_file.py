@@ -121,7 +121,7 @@ class NewFile:
     def _publish(self, file: BinaryIO) -> None:
         """Give the complete file its name, and take the hidden one away."""
         transport = self.transport
-        if not transport.moves:  # an object appears when its upload is complete
+        if transport.local_path is None:  # an object appears when its upload is complete
             if not self._overwrite:
                 refuse_existing(transport, self.path)
             self._upload(file, self.path)
@@ -168,8 +168,8 @@ class NewFile:
 
     def _upload(self, file: BinaryIO, path: str) -> None:
         nbytes = file.seek(0, os.SEEK_END)
-        resume = self._overwrite and path == self.path
-        sink = self.transport.open_sink(path, used_nbytes=nbytes, file_nbytes=nbytes, resume=resume)
+        replace = self._overwrite and path == self.path
+        sink = self.transport.open_sink(path, used_nbytes=nbytes, file_nbytes=nbytes, replace=replace)
         try:
             file.seek(0)
             for start in range(0, nbytes, CHUNK_BYTES):

@@ -17,7 +17,7 @@ from saev_store.errors import NotFoundError, SaevStoreError, counted
 from saev_store.names import METADATA_NAME, SHARDS_NAME, WORK_FOLDER, one_line, printable
 from saev_store.store.card import human_bytes
 from saev_store.transport import Transport
-from saev_store.transport.durable import ASIDE_PREFIX
+from saev_store.transport.durable import TEMP_PREFIX
 
 #: Folders that are looked at side by side.
 _N_THREADS = 16
@@ -97,7 +97,7 @@ def list_stores(root: Transport) -> StoreList:
         NotFoundError: there is no such root.
         TransportError: it cannot be listed.
     """
-    names = {entry.name for entry in root.list() if entry.is_dir and not entry.name.startswith(ASIDE_PREFIX)}
+    names = {entry.name for entry in root.list() if entry.is_dir and not entry.name.startswith(TEMP_PREFIX)}
     if WORK_FOLDER in names:  # of unfinished stores, which may have no file yet
         with contextlib.suppress(NotFoundError):  # the last of them was just published
             names |= {entry.name for entry in root.list(WORK_FOLDER) if entry.is_dir}

@@ -6,10 +6,10 @@ All back ends raise only errors of `saev_store.errors`.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from saev_store._runtime.threads import off_loop
@@ -70,7 +70,7 @@ class UnfinishedUpload(NamedTuple):
     begun_s: float | None
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class Counters:
     """Totals of a transport and of all transports that were opened below it; retries inside a client are not counted.
 
@@ -105,13 +105,12 @@ class Sink(ABC):
         self._used, self._file_nbytes = used_nbytes, file_nbytes
         self._written, self._is_open = 0, True
 
-    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Append buffers.
 
         Args:
             offset: Number of bytes that were written before.
             buffers: C-contiguous memory, which may be reused when the call returns.
-            done: Called when the memory may be reused.
 
         Raises:
             ArgumentError: `offset` is not the next byte, or the buffers exceed the file.
@@ -128,8 +127,6 @@ class Sink(ABC):
         self._append(views)
         self._written = end
         self.tally.add(written=end - offset)
-        if done is not None:
-            done()
 
     def commit(self) -> None:
         """Make the file durable under its name, exactly `file_nbytes` long; what was not written at its end reads as zeros.
@@ -170,20 +167,6 @@ class Sink(ABC):
     def _release(self) -> None:
         """Release resources."""
 
-    # -- for writers that resume within a file: only local files can. Goes with them. ------------------------------------
-
-    def sync(self) -> int:
-        """Make written bytes durable; return how many leading bytes are. 0 if only `commit` persists."""
-        return 0
-
-    def keep(self, nbytes: int) -> None:
-        """Count the first `nbytes` of a resumed file as written."""
-        raise TransportError(f"{nbytes} bytes cannot be kept: uploads start over", where="keep")
-
-    def read_back(self, start: int, end: int) -> bytes:  # noqa: ARG002  # uploads hold nothing to read back
-        """Return that range of a resumed file; shorter than requested where the file ends."""
-        return b""
-
 
 class Transport(ABC):
     """Reads and writes files below one root; thread-safe.
@@ -197,7 +180,6 @@ class Transport(ABC):
         cost: How ranges are merged and cut.
         is_local: True for files of this machine or memory of this process.
         local_path: The root's absolute path on this machine; None elsewhere.
-        pads: True if a tail of zeros costs nothing (POSIX): the last shard is then written at full size.
     """
 
     url: str
@@ -205,7 +187,6 @@ class Transport(ABC):
     cost: ReadCost
     is_local = False
     local_path: str | None = None
-    pads = False
 
     def __init__(self) -> None:
         self.tally = Counters()
@@ -216,7 +197,7 @@ class Transport(ABC):
     @property
     def counters(self) -> Counters:
         """Requests and bytes so far."""
-        return replace(self.tally)
+        return dataclasses.replace(self.tally)
 
     def where(self, path: str) -> str:
         """The full name of a file, for messages.
@@ -350,25 +331,20 @@ class Transport(ABC):
         """Rename a finished file, durably; a file of that name is replaced. Local files only."""
         raise self._read_only(source, target)
 
-    @property
-    def moves(self) -> bool:
-        """True if `move` works, and a large file appears before it is complete."""
-        return False
-
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> Sink:
         """Start a large file of `file_nbytes`, of which `used_nbytes` will be written.
 
         Args:
             path: Its name.
             used_nbytes: Number of bytes that will be written.
             file_nbytes: Its final length; the rest reads as zeros (sparse where possible).
-            resume: Continue an existing file; where that is impossible, replace it on `commit`.
+            replace: Replace a file of that name: on `commit`, or now if it is on this machine.
 
         Raises:
-            StoreExistsError: the file exists, and `resume` is false.
+            StoreExistsError: the file exists, and `replace` is false.
             TransportError: there is not enough space, as far as that can be known.
         """
-        raise self._read_only(path, used_nbytes, file_nbytes, resume)
+        raise self._read_only(path, used_nbytes, file_nbytes, replace)
 
     def lock(self, path: str) -> AbstractContextManager[object]:
         """A block that holds an advisory lock, which the system releases with the process; nothing where there are no locks.

@@ -23,8 +23,6 @@ from saev_store.transport.files import IOV_MAX, behind
 
 #: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"
-#: Folders that are no longer needed once the process that made them has ended start with this.
-ASIDE_PREFIX = f"{TEMP_PREFIX}aside-"
 
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -101,16 +99,19 @@ class LocalSink(FdSink):
     """A file under construction at its final place, cut to its exact size at the end.
 
     Raises:
-        StoreExistsError: it exists, and `resume` is false.
+        StoreExistsError: it exists, and `replace` is false.
         TransportError: there is not enough space for `used_nbytes`.
     """
 
-    def __init__(self, where: str, tally: Counters, *, used_nbytes: int, file_nbytes: int, resume: bool) -> None:
+    def __init__(self, where: str, tally: Counters, *, used_nbytes: int, file_nbytes: int, replace: bool) -> None:
         super().__init__(where, tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if resume else os.O_EXCL)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_EXCL
         try:
             with os_errors(where, "open for writing"):
                 make_folders(os.path.dirname(where))
+                if replace:  # a hard link of it may be a file of another store
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(where)
                 self._fd = os.open(where, flags, 0o666)
         except StoreExistsError as error:
             error.remedy = "Resume, or delete it first."
@@ -119,8 +120,7 @@ class LocalSink(FdSink):
             try:
                 self._reserve()
             except OSError:
-                if not resume:
-                    os.unlink(where)
+                os.unlink(where)
                 raise
 
     def _finish(self) -> None:
@@ -130,28 +130,6 @@ class LocalSink(FdSink):
             os.ftruncate(self._fd, self._file_nbytes)
             os.fsync(self._fd)
             fsync_folder(os.path.dirname(self._where))
-
-    def sync(self) -> int:
-        """Flush to the disk; return the number of leading bytes that are safe now."""
-        self._check_open()
-        with os_errors(self._where, "sync"):
-            os.fsync(self._fd)
-            fsync_folder(os.path.dirname(self._where))
-        return self._written
-
-    def keep(self, nbytes: int) -> None:
-        """Count the first `nbytes` of a resumed file as written: the caller has verified them."""
-        self._written = nbytes
-
-    def read_back(self, start: int, end: int) -> bytes:
-        """Return that range of a resumed file; shorter than requested where the file ends."""
-        self._check_open()
-        parts = list[bytes]()
-        with os_errors(self._where, "read"):
-            while start < end and (part := os.pread(self._fd, min(end, self._used) - start, start)):
-                parts.append(part)
-                start += len(part)
-        return b"".join(parts)
 
 
 def write_file(where: str, data: Buffer, *, replace: bool) -> None:
@@ -256,27 +234,6 @@ def _locked(where: str) -> int:
 
 def _conflict(where: str, holder: str) -> WriterConflictError:
     return WriterConflictError(f"{holder} is writing here", where=where, remedy="Wait for it, or stop it and resume.")
-
-
-def lock_holder(where: str) -> str:
-    """Description of the process that holds the lock on a file; "" if none does, or it cannot be determined."""
-    if (os.getpid(), os.path.realpath(where)) in _HELD:
-        return "this process"
-    try:
-        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        import fcntl
-
-        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _holder(fd)
-    except (ImportError, OSError):  # Windows, and file systems without locks
-        return ""
-    finally:
-        os.close(fd)
-    return ""
 
 
 def _holder(fd: int) -> str:

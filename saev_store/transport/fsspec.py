@@ -218,9 +218,9 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
             for name in sorted(infos, reverse=True):  # what is in a folder before the folder
                 client.ask("rmdir" if infos[name].get("type") == "directory" else "rm_file", name)
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> SpooledSink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> SpooledSink:
         """A file that is collected on this machine and uploaded when it is committed."""
-        if not resume:
+        if not replace:
             self._check_absent(path)
         return SpooledSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ import xxhash
 
 from saev_store._runtime.threads import in_threads, n_threads
 from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError, brief
-from saev_store.names import DIGESTS_NAME, WORK_FOLDER
+from saev_store.names import DIGESTS_NAME
 from saev_store.transport.base import Counters, Entry, FileReads, FileStat, Transport
 from saev_store.transport.checks import (
     Buffer,
@@ -37,7 +36,6 @@ from saev_store.transport.checks import (
     too_short,
 )
 from saev_store.transport.durable import (
-    ASIDE_PREFIX,
     LocalSink,
     fsync_folder,
     locked,
@@ -83,7 +81,6 @@ class LocalTransport(Transport):
     """
 
     is_local = True
-    pads = True
 
     def __init__(self, root: str | os.PathLike[str], *, use_mmap: bool = True, tally: Counters | None = None) -> None:
         super().__init__()
@@ -283,24 +280,11 @@ class LocalTransport(Transport):
         self.tally.add()
         with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.isdir(where) and not os.path.islink(where):
-                aside = where
-                if os.path.basename(where) == WORK_FOLDER:  # other processes take locks in it, and may make it again
-                    aside = f"{os.path.dirname(where)}/{ASIDE_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-                    os.rename(where, aside)
-                try:
-                    shutil.rmtree(aside)
-                except OSError:
-                    with contextlib.suppress(OSError):
-                        os.rename(aside, where)
-                    raise
+                shutil.rmtree(where)
             else:
                 os.unlink(where)
             fsync_folder(os.path.dirname(where))
         self._changed(path)
-
-    @property
-    def moves(self) -> bool:
-        return True
 
     def move(self, source: str, target: str) -> None:
         old, new = self.where(source), self.where(target)
@@ -311,9 +295,11 @@ class LocalTransport(Transport):
         self._changed(source)
         self._changed(target)
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> LocalSink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> LocalSink:
         self._changed(path)
-        return LocalSink(self.where(path), self.tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
+        return LocalSink(
+            self.where(path), self.tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes, replace=replace
+        )
 
     def lock(self, path: str) -> AbstractContextManager[None]:
         return locked(self.where(path))

@@ -189,10 +189,10 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         self.tally.add(requests=2)
         client.call("delete", self.where(path), delete)
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> ObstoreSink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> ObstoreSink:
         """An upload that runs while it is written, and appears when it is committed."""
         self.client.loop()  # or a ForkError, before anything is written
-        if not resume:
+        if not replace:
             self._check_absent(path)
         return ObstoreSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 

@@ -101,13 +101,7 @@ def open_sink(place: Transport, path: str, *, used_nbytes: int, file_nbytes: int
 
     Nothing is deleted in a bucket: without locks the old file may be that of a store that was just published.
     """
-    if not is_disk(place):
-        return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=True)
-    try:
-        return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-    except StoreExistsError:
-        place.delete(path)
-        return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+    return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, replace=True)
 
 
 def each(place: Transport, ask: Callable[[S], T], items: Sequence[S], n: int = N_AHEAD) -> list[T]:

@@ -118,10 +118,6 @@ class MemoryTransport(Transport):
         for name in [name for name in self._files if name == key or name.startswith(f"{key}/")]:
             self._files.pop(name, None)
 
-    @property
-    def moves(self) -> bool:
-        return True
-
     def move(self, source: str, target: str) -> None:
         self.put(target, self.read(source))
         self.delete(source)
@@ -136,33 +132,22 @@ class MemoryTransport(Transport):
         finally:
             lock.release()
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> MemorySink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> MemorySink:
         key = self._prefix + check_path(path)
-        if key in self._files and not resume:
+        if key in self._files and not replace:
             raise StoreExistsError("the file already exists", where=self.where(path))
         return MemorySink(self._files, key, self.where(path), self.tally, used_nbytes, file_nbytes)
 
 
 class MemorySink(Sink):
-    """A file under construction; what is written stays when it is resumed."""
+    """A file under construction; it appears when it is committed."""
 
     def __init__(self, files: dict[str, bytes], key: str, where: str, tally: object, used: int, file: int) -> None:
         super().__init__(where, tally, used_nbytes=used, file_nbytes=file)
-        self._files, self._key, self._data = files, key, bytearray(files.get(key, b""))[:used]
+        self._files, self._key, self._data = files, key, bytearray()
 
     def _append(self, views: list[memoryview]) -> None:
-        data = b"".join(views)
-        self._data[self._written : self._written + len(data)] = data
-
-    def sync(self) -> int:
-        self._files[self._key] = bytes(self._data)
-        return self._written
-
-    def keep(self, nbytes: int) -> None:
-        self._written = nbytes
-
-    def read_back(self, start: int, end: int) -> bytes:
-        return bytes(self._data[start : min(end, self._used)])
+        self._data += b"".join(views)
 
     def _finish(self) -> None:
         self._files[self._key] = bytes(self._data).ljust(self._file_nbytes, b"\0")

@@ -174,9 +174,9 @@ class Placed(Wrapper):
             os.rmdir(folder)
             folder = os.path.dirname(folder)
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> Sink:
         self._send()
-        inner = self._inner.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, resume=resume)
+        inner = self._inner.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, replace=replace)
         return PlacedSink(inner, self, path)
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:

@@ -151,10 +151,10 @@ class Disk:
         self.state.step(f"move {source} {target}")
         self.state.files[self.prefix + target] = self.state.files.pop(self.prefix + source)
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> DiskSink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> DiskSink:
         self.state.step(f"open_sink {path}")
         full = self.prefix + path
-        if not resume and full in self.state.files:
+        if not replace and full in self.state.files:
             raise StoreExistsError("there already", where=path)
         file = File(None, bytearray(file_nbytes))
         if self.state.posix:

@@ -25,7 +25,7 @@ class Wrapper(Transport):
         super().__init__()
         self._inner = inner
         self.url, self.name = inner.url, f"wrapped({inner.name})"
-        self.local_path, self.pads = inner.local_path, inner.pads
+        self.local_path = inner.local_path
 
     @property
     def inner(self) -> Transport:
@@ -34,10 +34,6 @@ class Wrapper(Transport):
     @property
     def cost(self) -> ReadCost:
         return self._inner.cost
-
-    @property
-    def moves(self) -> bool:
-        return self._inner.moves
 
     @property
     def counters(self):
@@ -102,9 +98,9 @@ class Wrapper(Transport):
     def move(self, source: str, target: str) -> None:
         self._around("move", 0, lambda: self._inner.move(source, target))
 
-    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, resume: bool = False) -> Sink:
+    def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> Sink:
         sizes = {"used_nbytes": used_nbytes, "file_nbytes": file_nbytes}
-        sink = self._around("open_sink", 0, lambda: self._inner.open_sink(path, **sizes, resume=resume))
+        sink = self._around("open_sink", 0, lambda: self._inner.open_sink(path, **sizes, replace=replace))
         return _WrappedSink(sink, self._around)
 
     def lock(self, path: str) -> AbstractContextManager[object]:
@@ -130,18 +126,9 @@ class _WrappedSink(Sink):
 
     _append = _finish = _release = Sink.abort
 
-    def write(self, offset: int, buffers: Sequence[memoryview], done: Callable[[], object] | None = None) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._around("sink.write", nbytes, lambda: self._inner.write(offset, buffers, done))
-
-    def sync(self) -> int:
-        return cast("int", self._around("sink.sync", 0, self._inner.sync))
-
-    def keep(self, nbytes: int) -> None:
-        self._inner.keep(nbytes)
-
-    def read_back(self, start: int, end: int) -> bytes:
-        return cast("bytes", self._around("sink.read_back", None, lambda: self._inner.read_back(start, end)))
+        self._around("sink.write", nbytes, lambda: self._inner.write(offset, buffers))
 
     def commit(self) -> None:
         self._around("sink.commit", 0, self._inner.commit)
