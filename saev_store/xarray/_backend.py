@@ -9,7 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from saev_store.names import METADATA_NAME, SHARDS_NAME
 from saev_store.store.identity import recording_identity
 from saev_store.store.listing import list_stores
 from saev_store.store.store import ShardStore
-from saev_store.transport import Transport, open_transport
+from saev_store.transport import open_transport
 from saev_store.zarr.documents import ARRAY, HOOK_POINT, TOKEN_DIMS, attributes_of, coordinates, token_variables
 
 try:
@@ -63,7 +63,7 @@ class SaevBackend(BackendEntrypoint):
     open_dataset_parameters = ("filename_or_obj", "drop_variables", "group", "storage_options", "damaged_ok")
 
     def guess_can_open(self, filename_or_obj: object) -> bool:
-        """Whether this is a `ShardStore` or the local folder of one; two files are looked up, no server is contacted."""
+        """Return True for a `ShardStore` and the local folder of one; no server is contacted."""
         if isinstance(filename_or_obj, ShardStore):
             return True
         if not isinstance(filename_or_obj, (str, os.PathLike)):
@@ -103,16 +103,14 @@ class SaevBackend(BackendEntrypoint):
             SaevStoreError: as `ShardStore.open`.
         """
         _check_decoders(decoders)
-        if group is not None and not isinstance(group, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ArgumentError(f"group is {brief(group)}; it must be the name of a folder, or None", where="group")
-        name = (os.fspath(group) if group else "").strip("/")
+        is_path = group is None or isinstance(group, (str, os.PathLike))  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        name = os.fspath(group or "").strip("/") if is_path else ""
+        if not is_path or (name and isinstance(filename_or_obj, ShardStore)):
+            raise ArgumentError(f"{brief(group)} is not the folder of a store below a root", where="group")
         if isinstance(filename_or_obj, ShardStore):
-            if name:
-                raise ArgumentError(f"an opened store has no group {group!r}", where="group")
             return dataset_of(filename_or_obj, drop_variables)
-        place = open_transport(filename_or_obj, storage_options).at(name) if name else filename_or_obj
-        options = None if name else storage_options
-        return dataset_of(ShardStore.open(place, options, damaged_ok=damaged_ok), drop_variables)
+        place = open_transport(filename_or_obj, storage_options).at(name)
+        return dataset_of(ShardStore.open(place, damaged_ok=damaged_ok), drop_variables)
 
     def open_groups_as_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  # as `open_dataset`
         self,
@@ -135,32 +133,29 @@ class SaevBackend(BackendEntrypoint):
         _check_decoders(decoders)
         if isinstance(filename_or_obj, ShardStore):
             return {"/": dataset_of(filename_or_obj, drop_variables)}
-        root = open_transport(filename_or_obj, storage_options)
-        folders, left_out = _folders_of(root, damaged_ok=damaged_ok)
-        if left_out:
-            warnings.warn(f"{root.url}: left out of the tree: {', '.join(left_out)}", SaevStoreWarning, stacklevel=3)
+        root, folders = open_transport(filename_or_obj, storage_options), [""]
+        try:
+            root.size(METADATA_NAME)
+        except NotFoundError:
+            wanted = {"complete", "damaged"} if damaged_ok else {"complete"}
+            entries = list_stores(root)
+            left_out = [f"{entry.name} ({entry.state})" for entry in entries if entry.state not in wanted]
+            # Opening a root without stores raises the error that says why.
+            folders = [entry.name for entry in entries if entry.state in wanted] or [""]
+            if left_out:
+                warnings.warn(
+                    f"{root.url}: left out of the tree: {', '.join(left_out)}", SaevStoreWarning, stacklevel=3
+                )
         return {
             f"/{name}": dataset_of(ShardStore.open(root.at(name), damaged_ok=damaged_ok), drop_variables)
             for name in folders
         }
 
     def open_datatree(  # pyright: ignore[reportIncompatibleMethodOverride]  # as `open_dataset`
-        self,
-        filename_or_obj: str | os.PathLike[str] | ShardStore,
-        *,
-        drop_variables: str | Iterable[str] | None = None,
-        storage_options: Mapping[str, object] | None = None,
-        damaged_ok: bool = False,
-        **decoders: object,
+        self, filename_or_obj: str | os.PathLike[str] | ShardStore, **options: Any
     ) -> xarray.DataTree:
         """The datasets of `open_groups_as_dict` as one tree; closing it closes the stores."""
-        datasets = self.open_groups_as_dict(
-            filename_or_obj,
-            drop_variables=drop_variables,
-            storage_options=storage_options,
-            damaged_ok=damaged_ok,
-            **decoders,
-        )
+        datasets = self.open_groups_as_dict(filename_or_obj, **options)
         tree = xarray.DataTree.from_dict(datasets)  # pyright: ignore[reportUnknownMemberType]  # partly annotated
         for path, dataset in datasets.items():
             cast("xarray.DataTree", tree[path]).set_close(dataset.close)
@@ -171,22 +166,6 @@ def _check_decoders(options: Mapping[str, object]) -> None:
     unknown = sorted(options.keys() - _DECODERS)
     if unknown:
         raise TypeError(f'engine "saev" has no option {", ".join(unknown)}')
-
-
-def _folders_of(root: Transport, *, damaged_ok: bool) -> tuple[list[str], list[str]]:
-    """The folders of stores in a root ("" for a root that is a store itself), and what is left out."""
-    folders: list[str] = []
-    left_out: list[str] = []
-    try:
-        root.size(METADATA_NAME)
-    except NotFoundError:
-        for entry in list_stores(root):
-            if entry.state == "complete" or (entry.state == "damaged" and damaged_ok):
-                folders.append(entry.name)
-            else:
-                left_out.append(f"{entry.name} ({entry.state})")
-    # Opening the root raises the error that says why there is no store.
-    return folders or [""], left_out
 
 
 def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = None) -> xarray.Dataset:
@@ -228,7 +207,7 @@ def dataset_of(store: ShardStore, drop_variables: str | Iterable[str] | None = N
 
 
 def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
-    """A lazy dataset of the activations: what `ShardStore.as_xarray` gives.
+    """Implements `ShardStore.as_xarray`: a lazy dataset of the activations.
 
     Args:
         store: The opened store.
@@ -266,7 +245,7 @@ def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
 
 
 def concat(stores: Sequence[ShardStore]) -> xarray.Dataset:
-    """Several stores of one model as one lazy dataset along `example`: what `ShardStore.concat` gives.
+    """Implements `ShardStore.concat`: several stores of one model as one lazy dataset along `example`.
 
     Tasks of dask follow the shards of each store. `example` counts on through the stores. The attributes are those on
     which the stores agree, and `stores`: a JSON list of the url, content hash and number of examples of each.

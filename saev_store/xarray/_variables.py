@@ -28,15 +28,8 @@ class StoreArray(BackendArray):
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Values:
         items = cast("Key", key.tuple)
-        if not isinstance(key, indexing.VectorizedIndexer):
-            return self.outer(items)
-        found = self.points(items)
-        # NumPy leaves the dimensions of neighbouring lists in place; xarray expects them in front.
-        lists = [axis for axis, item in enumerate(items) if isinstance(item, np.ndarray)]
-        if not lists or lists[-1] - lists[0] + 1 > len(lists):
-            return found
-        n_dims = np.ndim(cast("Values", items[lists[0]]))
-        return np.moveaxis(found, range(lists[0], lists[0] + n_dims), range(n_dims))
+        # `LazyArray` makes points of several axes positions on all of them, whose dimensions NumPy puts in front, too.
+        return self.points(items) if isinstance(key, indexing.VectorizedIndexer) else self.outer(items)
 
     async def async_getitem(self, key: indexing.ExplicitIndexer) -> Values:
         """The same in a thread, for `load_async`."""
