@@ -151,10 +151,10 @@ def _strings(node: ast.expr) -> list[str]:
 
 def _commands() -> Iterator[str]:
     """Every command with its arguments and options, as `--help` has them."""
-    from saev_store.cli._run import app
+    from saev_store.cli._app import app
 
     yield "# Commands and options\n"
-    yield "What `saev-store COMMAND --help` prints. Exit codes, output and buckets: [the command line](../cli.md).\n"
+    yield "Commands with their arguments and options. Exit codes, output and buckets: [the command line](../cli.md).\n"
     for name, command in app().commands.items():
         yield f"## {name}\n"
         yield f"{_escaped(command.help)}\n"

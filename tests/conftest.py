@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,3 +57,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from places import leave_out
 
         leave_out(config, items)
+
+
+class Done(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        """The one document that it printed."""
+        return json.loads(self.out, parse_constant=pytest.fail)
+
+    @property
+    def error(self) -> dict:
+        """The error that it printed as a document."""
+        assert self.out == ""
+        return json.loads(self.err)["error"]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """A command in this process."""
+
+    from saev_store.cli import main
+
+    def call(*arguments: object) -> Done:
+        code = main([str(argument) for argument in arguments])
+        return Done(code, *capfd.readouterr())
+
+    return call

@@ -1,25 +1,22 @@
-"""What all commands share: their options, and output as text or one JSON document."""
+"""Options that several commands share, and output as text or one JSON document."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from saev_store.cli._wording import as_commands
-from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, TransportError
-from saev_store.transport import open_transport
+from saev_store._runtime.optional import need
+from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from saev_store.core.layout import LayerKey
     from saev_store.problems import Problem
 
@@ -57,13 +54,49 @@ Progress = Annotated[
         "--progress/--no-progress", help="Show a bar on standard error, or none [default: a bar in a terminal]."
     ),
 ]
-
 Scheduler = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS", help="A dask scheduler, such as tcp://host:8786, whose workers do the work [default: none]."
     ),
 ]
+PIPE_CLOSED = 141
+
+
+def json_object(text: str, *, where: str) -> dict[str, object]:
+    """The object of a JSON text.
+
+    Raises:
+        ArgumentError: the text is something else.
+
+    >>> json_object('{"anon": true}', where="--storage-options")
+    {'anon': True}
+    """
+    try:
+        parsed = cast("object", json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{text!r} is not JSON ({error})", where=where) from None
+    if not isinstance(parsed, dict):
+        raise ArgumentError(f"{text!r} is JSON, but not an object", where=where, remedy="""Pass '{"key": value}'.""")
+    return cast("dict[str, object]", parsed)
+
+
+def pairs_of(pairs: Iterable[str], *, where: str) -> dict[str, str]:
+    """Names and values of texts `NAME=VALUE`.
+
+    Raises:
+        ArgumentError: a text has no `=`, or no name before it.
+
+    >>> pairs_of(["image=jpg"], where="--field")
+    {'image': 'jpg'}
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"{pair!r} is not NAME=VALUE", where=where, remedy=f"Write for example {where} a=b.")
+        found[name] = value
+    return found
 
 
 def storage_options(
@@ -79,70 +112,13 @@ def storage_options(
     >>> storage_options('{"anon": true}', ["endpoint_url=http://127.0.0.1:9000"])
     {'anon': True, 'endpoint_url': 'http://127.0.0.1:9000'}
     """
-    options: dict[str, object] = {}
-    if text is not None:
-        try:
-            parsed = cast("object", json.loads(text))
-        except (ValueError, RecursionError) as error:
-            raise ArgumentError(
-                f"{text!r} is not JSON ({error})", where=name, remedy="""Quote it for the shell: '{"anon": true}'."""
-            ) from None
-        if not isinstance(parsed, dict):
-            raise ArgumentError(f"{text!r} is JSON, but not an object", where=name, remedy="""Pass '{"key": value}'.""")
-        options.update(cast("dict[str, object]", parsed))
-    for pair in pairs or ():
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise ArgumentError(
-                f"{pair!r} is not KEY=VALUE",
-                where=name.replace("-storage-options", "-option"),
-                remedy=f"Write for example {name.replace('-storage-options', '-option')} anon=true.",
-            )
+    options = {} if text is None else json_object(text, where=name)
+    for key, value in pairs_of(pairs or (), where=name.replace("-storage-options", "-option")).items():
         try:
             options[key] = cast("object", json.loads(value))
         except (ValueError, RecursionError):
             options[key] = value
     return options or None
-
-
-def check_destination(
-    url: str,
-    options: Mapping[str, object] | None = None,
-    *,
-    where: str,
-    options_name: str = "--storage-options",
-    is_file: bool = False,
-) -> None:
-    """Refuse what is no address to write to, before anything else is done.
-
-    Args:
-        url: A folder, or with `is_file` a file.
-        options: Options of its file system.
-        where: The option or argument that has the address.
-        options_name: The option that has the options.
-        is_file: It will be a file.
-
-    Raises:
-        ArgumentError: it is empty, a file where a folder is written or the other way round, a URL with one slash, which would
-            be the name of a local folder, or takes no such options.
-    """
-    kind, other = ("file", "folder") if is_file else ("folder", "file")
-    if not url:
-        raise ArgumentError(f"it is empty; it must be a {kind}, or a URL of one", where=where)
-    scheme = re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url)
-    if scheme is not None and scheme[1] not in {"file", "local"}:
-        raise ArgumentError(
-            f"{url!r} is no URL: two slashes follow the colon", where=where, remedy=f"Write {scheme[1]}://…."
-        )
-    if os.path.isdir(url) if is_file else os.path.isfile(url):
-        raise ArgumentError(f"{url!r} is a {other}; it must be a {kind}", where=where)
-    if is_file and os.path.exists(url) and not os.path.isfile(url):  # it would be replaced, even if it is a device
-        raise ArgumentError(f"{url!r} is no regular file", where=where, remedy="Name a file.")
-    try:
-        open_transport(url, options).close()
-    except ArgumentError as error:
-        error.where = {"storage_options": options_name, "url": where}.get(error.where or "", error.where)
-        raise
 
 
 def integers(text: str, *, where: str) -> list[int]:
@@ -163,7 +139,7 @@ def integers(text: str, *, where: str) -> list[int]:
 
 
 def layer_keys(text: str, *, where: str) -> list[LayerKey]:
-    """Layers from a comma-separated list: labels, or labels with their hook points; none twice.
+    """Layers from a comma-separated list: labels, or labels with their hook points.
 
     Raises:
         ArgumentError: the text is something else.
@@ -173,72 +149,45 @@ def layer_keys(text: str, *, where: str) -> list[LayerKey]:
     """
     parts = [part.partition(":") for part in text.split(",")]
     try:
-        found: list[LayerKey] = [
-            (int(label), hook_point) if colon else int(label) for label, colon, hook_point in parts
-        ]
+        return [(int(label), hook_point) if colon else int(label) for label, colon, hook_point in parts]
     except ValueError:
-        found = []
-    if found and all(hook_point or not colon for _, colon, hook_point in parts):
-        if len(set(found)) == len(found):
-            return found
-        raise ArgumentError(f"{text!r} names a layer twice", where=where, remedy="Name each layer once.")
-    raise ArgumentError(
-        f"{text!r} is not a list of layers",
-        where=where,
-        remedy=f"Separate them by commas: {where} 2,5. With hook points: {where} 2:attn_out,5:resid_mid.",
-    )
+        raise ArgumentError(
+            f"{text!r} is not a list of layers",
+            where=where,
+            remedy=f"Separate them by commas: {where} 2,5. With hook points: {where} 2:attn_out,5:resid_mid.",
+        ) from None
 
 
-@contextmanager
-def naming_what_to_check() -> Generator[None]:
-    """Says what to do in errors of a folder that is not there."""
+def load_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer from a file of the tokenizers library.
+
+    Raises:
+        MissingDependencyError: the library is not installed.
+        ArgumentError: the file is not one of a tokenizer.
+    """
+    need("tokenizers", install="saev-store[energon]", where=name)
+    from tokenizers import Tokenizer
+
     try:
-        yield
-    except NotFoundError as error:
-        error.remedy = error.remedy or "Check the address, and that its disk is mounted."
-        raise
-
-
-class PipeClosedError(Exception):
-    """The reader of standard output has stopped (`saev-store ls | head`)."""
-
-
-class UsageText(Exception):
-    """A mistake in the arguments, with the usage as text."""
+        return Tokenizer.from_file(name)
+    except Exception as error:  # the library raises nothing narrower
+        raise ArgumentError(f"not a tokenizer ({error})", where=name) from None
 
 
 def emit(text: str) -> None:
-    """Print to standard output.
-
-    Raises:
-        PipeClosedError: the reader has stopped.
-    """
+    """Print to standard output; exit with 141 if its reader has stopped."""
+    encoding = sys.stdout.encoding or "ascii"
     try:
-        print(text, flush=True)
-    except BrokenPipeError as error:
-        raise PipeClosedError from error
-    except OSError as error:
-        raise unwritable(error) from error
-    except UnicodeEncodeError:
-        encoding = sys.stdout.encoding or "ascii"
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-
-
-def unwritable(error: OSError) -> TransportError:
-    """What to raise where standard output takes no text; what is left of it is discarded."""
-    discard_output()
-    return TransportError(f"it cannot be written: {error.strerror}", where="standard output")
-
-
-def discard_output() -> None:
-    """Let Python, which flushes standard output again at exit, write to nowhere."""
-    with contextlib.suppress(OSError, ValueError):  # it may be no file
+    except BrokenPipeError:
+        # Python flushes standard output again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(PIPE_CLOSED) from None
 
 
 def emit_json(value: object, *, indent: int | None = 2) -> None:
     """Print one JSON document; NaN and infinity become null. `indent=None` prints one line."""
-    emit(json.dumps(_finite(value), indent=indent, ensure_ascii=True, allow_nan=False))
+    emit(json.dumps(_finite(value), indent=indent, allow_nan=False))
 
 
 def _finite(value: object) -> object:
@@ -251,39 +200,24 @@ def _finite(value: object) -> object:
     return value
 
 
-def emit_error(error: Exception, *, as_json: bool, seen: Sequence[str] = ()) -> None:
-    """Print an error on standard error; `seen` are earlier warnings."""
-    if as_json:
-        document: dict[str, object] = {"error": error_to_dict(error)}
-        if seen:
-            document["warnings"] = list(seen)
-        print(json.dumps(document, indent=2), file=sys.stderr)
-    elif isinstance(error, SaevStoreError | UsageText):
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        print(
-            f"internal error: {type(error).__name__}: {error}\nThis is a defect; --debug shows where it happened.",
-            file=sys.stderr,
-        )
+def emit_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows as aligned columns to standard output.
+
+    >>> emit_table(["name", "size"], [["a", "12 B"], ["longer", "3 B"]])
+    name    size
+    a       12 B
+    longer  3 B
+    """
+    from saev_store.names import one_line
+
+    lines = [list(header), *(list(map(one_line, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    emit("\n".join("  ".join(line).rstrip() for line in padded))
 
 
-def error_to_dict(error: Exception) -> dict[str, object]:
-    """An error as plain JSON types: `kind` is stable, `problems` lists all problems."""
-    if not isinstance(error, SaevStoreError):
-        is_usage = isinstance(error, UsageText)
-        kind, message = ("usage", str(error)) if is_usage else ("defect", f"{type(error).__name__}: {error}")
-        return {"kind": kind, "message": message, "where": None, "remedy": None, "problems": []}
-    return {
-        "kind": error.kind,
-        "message": error.message,
-        "where": error.where,
-        "remedy": error.remedy,
-        "problems": told(getattr(error, "problems", ())),
-    }
-
-
-def told(problems: Iterable[Problem]) -> list[dict[str, object]]:
-    """Problems as plain JSON types, whose messages name commands."""
+def problem_dicts(problems: Iterable[Problem]) -> list[dict[str, object]]:
+    """Problems as plain JSON types."""
     from saev_store.validation import problem_to_dict
 
-    return [problem_to_dict(replace(problem, message=as_commands(problem.message))) for problem in problems]
+    return [problem_to_dict(problem) for problem in problems]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saev_store._runtime.threads import ahead
-from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, naming_what_to_check, storage_options
-from saev_store.cli._tables import emit_table
+from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, emit_table, storage_options
 from saev_store.core.layout import layer_name
 from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
@@ -39,8 +38,7 @@ def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, opti
     if (found := dataset_at(root, given)) is not None:
         list_parts(*found, as_json=as_json)
         return
-    with naming_what_to_check():
-        stores = ShardStore.list(root, given)
+    stores = ShardStore.list(root, given)
     transport = open_transport(root, given)
     states = list(ahead(partial(state_of, transport), stores, _N_THREADS))
     if as_json:
@@ -64,9 +62,7 @@ def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, opti
             state,
         ))  # fmt: skip
     if rows:
-        emit_table(
-            ("store", "shape", "layers", "size", "protocol", "model", "state"), rows, right="size", whole="store"
-        )
+        emit_table(("store", "shape", "layers", "size", "protocol", "model", "state"), rows)
     elif _is_store(transport):
         emit(f"{stores.root} is a store itself; inspect it with: saev-store info {stores.root}")
     else:
@@ -154,7 +150,7 @@ def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
         found = files.info(folder)
         entries = files.entries(folder) if found["type"] == "directory" else iter([found])
     except NotFoundError:
-        # The key of a sample, without a part; one that several samples have is told by `parts`.
+        # The key of a sample, without a part.
         if not dataset.places.find(folder):
             raise
         parts = dataset.parts(folder)

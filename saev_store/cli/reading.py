@@ -1,10 +1,12 @@
-"""The commands that read a store: `info`, `head`, `validate` and `stats`."""
+"""The commands that read: `info`, `estimate`, `head`, `validate`, `stats`, `view` and `docs`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
@@ -18,13 +20,12 @@ from saev_store.cli._common import (
     Url,
     emit,
     emit_json,
+    emit_table,
     layer_keys,
+    load_tokenizer,
+    problem_dicts,
     storage_options,
-    told,
 )
-from saev_store.cli._ends import say_done
-from saev_store.cli._tables import emit_card, emit_table, is_drawn
-from saev_store.cli._wording import as_commands
 from saev_store.core.dtypes import StoredDtype
 from saev_store.errors import (
     ArgumentError,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
     from saev_store.validation import Report
 
-#: What `estimate` tells of, in this order.
-STORED_DTYPES: tuple[StoredDtype, ...] = get_args(StoredDtype)
 _FILES = (".batch", ".idx", ".bin")
 #: Values of a vector shown in the table; `--json` has all of them.
 _SHOWN = 6
@@ -50,29 +49,24 @@ _MOST_ROWS = 100_000
 
 def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
     """Describe a store, or a data set that stores are recorded from. Opens damaged stores too."""
-    from saev_store.store.card import card_rows
+    from saev_store.store.card import card_rows, card_text
     from saev_store.store.store import ShardStore
 
     given = storage_options(options, option)
-    source = source_at(url, given)
+    source = _source_at(url, given)
     if source is not None:
-        source_info(source, as_json=as_json)
+        _source_info(source, as_json=as_json)
         return
     with ShardStore.open(url, given, damaged_ok=True) as store:
         if as_json:
-            emit_json(describe(store))
+            emit_json(_describe(store))
             return
-        rows = card_rows(
-            store.metadata,
-            store.transport,
-            store.problems,
-            token_arrays=store.token_arrays,
-            most_problems=len(store.problems),
-        )
-        emit_card(f"<ShardStore {store.name}>", [(name, as_commands(text)) for name, text in rows])
+        problems, arrays = store.problems, store.token_arrays
+        rows = card_rows(store.metadata, store.transport, problems, token_arrays=arrays, most_problems=len(problems))
+        emit(card_text(store.name, rows))
 
 
-def describe(store: ShardStore) -> dict[str, object]:
+def _describe(store: ShardStore) -> dict[str, object]:
     """A store as plain JSON types."""
     from saev_store.core.token_arrays import LABELS, TokenArray
     from saev_store.store.sizes import sizes_by_dtype
@@ -104,7 +98,7 @@ def describe(store: ShardStore) -> dict[str, object]:
         ],
         "labels": LABELS in arrays,
         "engine": store.transport.name,
-        "problems": told(store.problems),
+        "problems": problem_dicts(store.problems),
     }
 
 
@@ -112,13 +106,13 @@ def estimate(
     url: Url,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Tell of this dtype only [default: of each]."),
+        typer.Option(help="Show this dtype only [default: each]."),
     ] = None,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
 ) -> None:
-    """Say what a store takes in each dtype, and what reading all of it would cost; nothing of it is read."""
+    """Show the size of a store in each dtype, and what reading all of it would cost; no vector is read."""
     from saev_store.store.card import human_bytes
     from saev_store.store.sizes import sizes_by_dtype
     from saev_store.store.store import ShardStore
@@ -126,7 +120,7 @@ def estimate(
     with ShardStore.open(url, storage_options(options, option)) as store:
         arrays = [store.token_arrays.declared(name) for name in store.token_arrays]
         sizes = sizes_by_dtype(store.layout, arrays)
-        chosen: list[StoredDtype] = [name for name in STORED_DTYPES if dtype in {None, name}]
+        chosen: list[StoredDtype] = [name for name in get_args(StoredDtype) if dtype in {None, name}]
         reads = {name: store.estimate(dtype=name) for name in chosen}
     if as_json:
         found = {name: sizes[name].to_dict() | {"read": asdict(reads[name])} for name in chosen}
@@ -141,10 +135,10 @@ def estimate(
         )
         for name in chosen
     ]
-    emit_table(("dtype", "vectors", "token arrays", "reading all vectors"), rows, right="vectors")
+    emit_table(("dtype", "vectors", "token arrays", "reading all vectors"), rows)
 
 
-def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
+def _source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
     """The data set at an address, not opened; None for a store and for unknown formats.
 
     Raises:
@@ -165,7 +159,7 @@ def source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
         return None
 
 
-def source_info(found: Found, *, as_json: bool) -> None:
+def _source_info(found: Found, *, as_json: bool) -> None:
     """Describe a data set."""
     with found.open(damaged_ok=True) as source:
         if not as_json:
@@ -175,12 +169,12 @@ def source_info(found: Found, *, as_json: bool) -> None:
             described = source.describe()
         except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
             described = {"format": source.format, "url": source.url, "n_samples": len(source)}
-        emit_json({**described, "problems": told(source.problems)})
+        emit_json({**described, "problems": problem_dicts(source.problems)})
 
 
 def head(
     url: Url,
-    n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="How many vectors to show.")] = 5,
+    n: Annotated[int, typer.Option("-n", min=1, max=_MOST_ROWS, help="Number of vectors to show.")] = 5,
     layer: Annotated[
         str | None,
         typer.Option(
@@ -189,7 +183,7 @@ def head(
     ] = None,
     tokens: Annotated[
         Literal["all", "content", "special"],
-        typer.Option(help="Which tokens to show: all, those of the input, or CLS and BOS."),
+        typer.Option(help="Tokens to show: all, those of the input, or CLS and BOS."),
     ] = "all",
     token_array: Annotated[
         list[str] | None,
@@ -216,42 +210,26 @@ def head(
         with np.errstate(invalid="ignore"):  # NaN and infinity are shown as they are
             norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1))
         where = selection.coordinates(rows)
-        example, token = where.example_idx.tolist(), where.token_idx.tolist()
-        # Of all tokens: batches of special ones alone have no columns, but here somebody asked for these.
+        # Of all tokens: special ones alone have no columns.
         every = TokenColumns([store.sel(layer=label)], token_array or (), labels=False)
         columns = every.at(where.example_idx, where.token_idx)
-        recorded = [
-            {key: None if t < 0 else values[row].item() for key, values in columns.items()}
-            for row, t in enumerate(token)
-        ]
+    found, lines = list[dict[str, object]](), list[list[str]]()
+    for row, (example, token) in enumerate(zip(where.example_idx.tolist(), where.token_idx.tolist(), strict=True)):
+        arrays = {name: None if token < 0 else values[row].item() for name, values in columns.items()}
+        found.append({"example_idx": example, "token_idx": token, "norm": norms[row].item()})
+        found[-1] |= {"values": vectors[row].tolist()} | ({"token_arrays": arrays} if arrays else {})
+        lines.append([
+            str(example),
+            "CLS" if token < 0 else str(token),
+            *("-" if value is None else str(value) for value in arrays.values()),
+            f"{norms[row]:.4g}",
+            " ".join(f"{value:.4g}" for value in vectors[row, :_SHOWN]),
+        ])  # fmt: skip
     if as_json:
-        emit_json({
-            "url": store.url,
-            "layer": label,
-            "tokens": tokens,
-            "vectors": [
-                {"example_idx": e, "token_idx": t, "norm": norm, "values": values}
-                | ({"token_arrays": found} if found else {})
-                for e, t, found, norm, values in zip(
-                    example, token, recorded, norms.tolist(), vectors.tolist(), strict=True
-                )
-            ],
-        })  # fmt: skip
+        emit_json({"url": store.url, "layer": label, "tokens": tokens, "vectors": found})
         return
-    lines = [
-        (
-            str(e),
-            "CLS" if t < 0 else str(t),
-            *("-" if value is None else str(value) for value in found.values()),
-            f"{norm:.4g}",
-            " ".join(f"{value:.4g}" for value in values[:_SHOWN]),
-        )
-        for e, t, found, norm, values in zip(example, token, recorded, norms.tolist(), vectors.tolist(), strict=True)
-    ]
-    d_model = store.shape[3]
-    shown = f"{d_model} values" if d_model <= _SHOWN else f"the first {_SHOWN} of {d_model} values"
-    emit(f"layer {label} of {list(store.layout.layer_keys)}, {shown} per vector")
-    emit_table(("example", "token", *columns, "norm", "values"), lines, right="example token norm")
+    emit(f"layer {label} of {list(store.layout.layer_keys)}, up to {_SHOWN} of {store.shape[3]} values per vector")
+    emit_table(("example", "token", *columns, "norm", "values"), lines)
 
 
 def validate(
@@ -269,46 +247,21 @@ def validate(
     from saev_store.store.store import ShardStore
 
     given = storage_options(options, option)
-    source = source_at(url, given)
+    source = _source_at(url, given)
     if source is not None and scheduler is not None:
         raise ArgumentError(f"{url} is a data set; a cluster validates stores only", where="--scheduler")
     if source is not None:
-        report = source_report(source, deep=deep, progress=progress)
+        report = _source_report(source, deep=deep, progress=progress)
     else:
         with ShardStore.open(url, given, damaged_ok=True) as store:
             report = store.validate(deep=deep, client=scheduler, progress=progress)
-    if deep:
-        say_done("validated", "validating checking", at=report.url, as_json=as_json, nothing="no shard is there")
-    if as_json:
-        emit_json({**report.to_dict(), "problems": told(report.problems)})
-    else:
-        _emit_report(report)
+    emit_json(report.to_dict()) if as_json else emit(str(report))
     if not report.ok:
         raise typer.Exit(1)
 
 
-def _emit_report(report: Report) -> None:
-    """Print the problems; in a terminal as a table."""
-    text = as_commands(str(report))
-    rows = [
-        (
-            each.severity,
-            each.kind,
-            each.where,
-            as_commands(each.message),
-            ", ".join(f"{start}:{end}" for start, end in each.lost),
-        )
-        for each in report.problems
-    ]
-    if not rows or not is_drawn():
-        emit(text)
-        return
-    emit("\n".join(text.splitlines()[:2]))
-    emit_table(("severity", "kind", "where", "problem", "lost examples"), rows)
-
-
-def source_report(found: Found, *, deep: bool, progress: bool | None) -> Report:
-    """What is wrong with a data set, also one that does not open."""
+def _source_report(found: Found, *, deep: bool, progress: bool | None) -> Report:
+    """Report about a data set, also one that does not open."""
     from saev_store.problems import Problem
     from saev_store.sources.address import full_url
     from saev_store.validation import Report
@@ -338,15 +291,72 @@ def stats(
     progress: Progress = None,
 ) -> None:
     """Show count, mean, std, mean norm, min, max, zeros, non-finite, saturated and subnormal values of each layer."""
-    from saev_store.stats import STATISTICS
     from saev_store.store.store import ShardStore
 
     with ShardStore.open(url, storage_options(options, option)) as store:
         found = store.stats(sample=sample, seed=seed, client=scheduler, refresh=refresh, save=save, progress=progress)
-    say_done("read", "stats", at=url, as_json=as_json, nothing="stats.json has it")
-    if as_json:
-        emit_json(found.to_dict())
-    else:
-        emit_table(("layer", *STATISTICS), found.rows(), right=" ".join(STATISTICS), plain=str(found))
-        if is_drawn():
-            emit(found.covers)
+    emit_json(found.to_dict()) if as_json else emit(str(found))
+
+
+def view(
+    url: Url,
+    other: Annotated[
+        str | None, typer.Argument(metavar="[OTHER]", help="A second store, to compare the first one with.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port of this machine to listen on; 0 takes any free one.")] = 0,
+    source: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where the data set is now that the store was recorded from."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="For stores of texts: a tokenizer.json, to show words for ids.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the web browser.")] = False,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+) -> None:
+    """Show a store on a local web page, until Ctrl-C: card, layers, examples, tokens and their neighbours. Writes nothing."""
+    from saev_store.store.store import ShardStore
+    from saev_store.view import View
+
+    given = storage_options(options, option)
+    store = ShardStore.open(url, given, damaged_ok=True)
+    second = None if other is None else ShardStore.open(other, given, damaged_ok=True)
+    data = None if source is None else store.source(url=source)
+    with View(store, other=second, source=data, tokenizer=_decoder(tokenizer), port=port) as page:
+        _show(page.url, as_json=as_json, show=show)
+        with suppress(KeyboardInterrupt):
+            page.wait()
+
+
+def docs(
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open the pages in the web browser.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Open the documentation that is installed with this package, and print its address. With --json only print it."""
+    page = Path(str(files("saev_store"))) / "_site" / "index.html"
+    if not page.is_file():
+        raise NotFoundError(
+            "the documentation was not built for this installation",
+            where="docs",
+            remedy="In a clone of the repository: pip install '.[docs]' && mkdocs build --strict && pip install .",
+        )
+    _show(page.resolve().as_uri(), as_json=as_json, show=show and not as_json)
+
+
+def _show(address: str, *, as_json: bool, show: bool) -> None:
+    """Print an address, and open it in the web browser."""
+    import webbrowser
+
+    emit_json({"url": address}, indent=None) if as_json else emit(address)
+    if show:
+        webbrowser.open(address)
+
+
+def _decoder(name: str | None) -> Callable[[int], str] | None:
+    """A function from a token id to its text, of a file of the tokenizers library."""
+    if name is None:
+        return None
+    loaded = load_tokenizer(name)
+    return lambda token_id: loaded.decode([token_id], skip_special_tokens=False)

@@ -1,11 +1,16 @@
-"""The command `record`: a language model over texts or a vision model over images, from flags, a TOML file, or both."""
+"""The commands that record: `record`, `repair`, `finalize` and `demo`; from options, a TOML file, or both."""
 
 from __future__ import annotations
 
-import shlex
+import difflib
+import inspect
+import os
 import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
 
 import typer
 
@@ -14,302 +19,406 @@ from saev_store.cli._common import (
     Pairs,
     Progress,
     StorageOptions,
-    check_destination,
     emit,
     emit_json,
+    integers,
     storage_options,
 )
-from saev_store.cli._plan import (
-    Dtype,
-    Layout,
-    OnBadImage,
-    OnNonfinite,
-    Plan,
-    check_source,
-    naming_source,
-    plan_of,
-)
-from saev_store.cli.finishing import emit_part, parse_part
-from saev_store.errors import ArgumentError
+from saev_store.errors import ArgumentError, NotFoundError, ResumeError
+from saev_store.transport import open_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
-    from saev_store import ShardStore
-    from saev_store.record import ExampleSource, Images, Part, RecordedPart, RecordingEstimate, RecordingReport, Texts
+    from saev_store.record import ExampleSource, Images, Part, RecordedPart, RecordingReport, Texts
     from saev_store.sources import Source
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+#: Options of one call, which a TOML file does not have.
+_ONLY_OPTIONS = {"context_", "config", "options", "option", "part", "dry_run", "as_json", "progress"}
+_OF_TEXTS = ("context", "tokenizer", "text_key", "layout", "pack", "bos", "example_tokens")
+_OF_IMAGES = ("processor", "image_key", "masks", "on_bad_image")
 
-def record(
+
+def _read_config(context: typer.Context, config: Path | None) -> Path | None:
+    """Let the keys of a TOML file be defaults of the options."""
+    if config is None:
+        return None
+    try:
+        found = tomllib.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFoundError(f"it cannot be read: {error.strerror}", where=str(config)) from error
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and tables that are too deep
+        raise ArgumentError(f"it is not TOML: {error}", where=str(config)) from None
+    known = sorted(inspect.signature(record).parameters.keys() - _ONLY_OPTIONS)
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ArgumentError(
+                f"{name!r} is not an option", where=str(config), remedy=f"Write {near[0]}." if near else None
+            )
+    lists = {
+        name: ",".join(map(str, cast("list[object]", value)))
+        for name, value in found.items()
+        if isinstance(value, list)
+    }
+    context.default_map = {**found, **lists}
+    return config
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Model and data of a recording: the options that `record` and `repair` share."""
+
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with these options as keys; flags take precedence.")
-    ] = None,
+        Path | None,
+        typer.Option(
+            help="A TOML file with these options as keys; options take precedence.",
+            is_eager=True,
+            callback=_read_config,
+        ),
+    ] = None
     model: Annotated[
         str | None, typer.Option(help="The model: a folder, or a name on the hub, such as gpt2. Needed.")
-    ] = None,
+    ] = None
     text: Annotated[
         str | None, typer.Option(metavar="URL", help="A text file, or a JSONL file with a text in each line.")
-    ] = None,
+    ] = None
     tokens: Annotated[
         str | None, typer.Option(metavar="URL", help="Instead: an MMIDIDX or LLMBATCH file, or Energon with texts.")
-    ] = None,
+    ] = None
     images: Annotated[
         str | None, typer.Option(metavar="URL", help="Instead, of a vision model: a folder of images, or Energon.")
-    ] = None,
+    ] = None
     processor: Annotated[
         str | None,
         typer.Option(help="Processor of the images: a folder, or a name on the hub [default: that of the model]."),
-    ] = None,
+    ] = None
     image_key: Annotated[
         str | None,
         typer.Option(help="The part of an Energon sample that is its image, such as jpg [default: the only one]."),
-    ] = None,
+    ] = None
     masks: Annotated[
         str | None, typer.Option(metavar="URL", help="Folder of segmentation masks with the names of the images.")
-    ] = None,
+    ] = None
     on_bad_image: Annotated[
-        OnBadImage | None, typer.Option(help="What to do with images that do not decode [default: raise].")
-    ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Folder in which the store's folder is created: a path or URL. Needed."),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(metavar="3,6,-1", help="Numbers of the blocks to record, from 0; -1 is the last one. Needed."),
-    ] = None,
-    hook_points: Annotated[
-        str | None,
-        typer.Option(
-            metavar="resid_post,mlp_out",
-            help="Where in each block to record, such as resid_post,mlp_out [default: resid_post].",
-        ),
-    ] = None,
+        Literal["raise", "skip"], typer.Option(help="What to do with images that do not decode.")
+    ] = "raise"
     context: Annotated[
         int | None,
         typer.Option(help="Most tokens of a row that the model sees at once, such as 128. Needed for texts."),
-    ] = None,
-    layout: Annotated[Layout | None, typer.Option(help="How texts become examples [default: window].")] = None,
+    ] = None
+    layout: Annotated[Literal["window", "stream"], typer.Option(help="How texts become examples.")] = "window"
     pack: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--pack/--no-pack",
-            help="Fill windows across the ends of documents, or begin each document anew [default: --no-pack].",
+            "--pack/--no-pack", help="Fill windows across the ends of documents, or begin each document in a new one."
         ),
-    ] = None,
-    bos: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Token in front of each row: an id, tokenizer or none [default: tokenizer]."),
-    ] = None,
+    ] = False
+    bos: Annotated[str, typer.Option(metavar="ID", help="Token in front of each row: an id, tokenizer or none.")] = (
+        "tokenizer"
+    )
     example_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an example of --layout stream [default: that of --context].")
-    ] = None,
-    text_key: Annotated[
-        str | None, typer.Option(help="Key of the text in a JSONL file or an Energon sample [default: text].")
-    ] = None,
+    ] = None
+    text_key: Annotated[str, typer.Option(help="Key of the text in a JSONL file or an Energon sample.")] = "text"
     tokenizer: Annotated[
         str | None,
         typer.Option(help="Tokenizer of the texts: a folder, or a name on the hub [default: that of the model]."),
-    ] = None,
+    ] = None
     batch_size: Annotated[
         int | None, typer.Option(help="Rows that run through the model at once [default: 8; of images 32].")
-    ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Dtype of the store [default: that of the computation].")] = None,
+    ] = None
     compute_dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype in which the model computes [default: that of its file].")
-    ] = None,
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Dtype in which the model computes; auto is that of its file."),
+    ] = "auto"
     attention: Annotated[
         str | None,
         typer.Option(
             metavar="eager",
             help="Implementation of attention in transformers, such as eager or sdpa [default: the library's choice].",
         ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None,
+    ] = None
+    device: Annotated[str | None, typer.Option(help="Device of the model, such as cuda [default: cpu].")] = None
+    on_nonfinite: Annotated[
+        Literal["raise", "warn", "allow"], typer.Option(help="What to do with NaN and infinity.")
+    ] = "raise"
+
+    @classmethod
+    def of(cls, context: typer.Context, values: dict[str, object]) -> Inputs:
+        """The inputs of a command.
+
+        Raises:
+            ArgumentError: the model is missing, there is not exactly one source, or an option means nothing for it.
+        """
+        found = cls(**cast("dict[str, Any]", values))
+        if found.model is None:
+            raise ArgumentError("it is missing", where="--model", remedy="Give it, or a TOML file with --config.")
+        if [found.text, found.tokens, found.images].count(None) != 2:
+            raise ArgumentError("exactly one of these three is needed", where="--text, --tokens, --images")
+        for name in _OF_IMAGES if found.images is None else _OF_TEXTS:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                kind = "images" if found.images is None else "texts"
+                option = f"--{name.replace('_', '-')}"
+                raise ArgumentError(f"this is an option for {kind}", where=option, remedy="Leave it out.")
+        if found.images is None and found.context is None:
+            raise ArgumentError("texts need it: the most tokens that the model sees at once", where="--context")
+        return found
+
+    @property
+    def dataset(self) -> str:
+        """The address of the data; of a local file it is the shortest path, so `./t.jsonl` is `t.jsonl`."""
+        given = self.text or self.tokens or self.images or ""
+        return given if "://" in given or "::" in given else os.path.normpath(given)
+
+    def load(self, *, progress: bool | None) -> tuple[torch.nn.Module, ExampleSource]:
+        """The model and its source; mistakes in the options are refused before a model is loaded."""
+        return self._texts(progress=progress) if self.images is None else self._images(self.images, progress=progress)
+
+    def _texts(self, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
+        from saev_store.record import Texts, load_language_model
+        from saev_store.sources import TextFile, open_source
+
+        bos = int(self.bos) if self.bos.isdecimal() else None if self.bos == "none" else self.bos
+
+        def texts(documents: object, tokenizer: object) -> Texts:
+            return Texts(
+                documents, tokenizer, context=self.context or 0, layout=self.layout, bos=cast("Literal['tokenizer']", bos),
+                pack=self.pack, batch_size=self.batch_size or 8, example_tokens=self.example_tokens, text_key=self.text_key,
+            )  # fmt: skip
+
+        texts([[0]], None)  # the options alone
+        if self.text is not None:
+            documents: Source[object] = TextFile(self.text, text_key=self.text_key)
+        else:
+            documents = open_source(self.tokens or "")
+        model, tokenizer = load_language_model(
+            self.model or "", tokenizer=self.tokenizer, needs_tokenizer=self.text is not None or bos == "tokenizer",
+            dtype=self.compute_dtype, attention=self.attention, progress=progress,
+        )  # fmt: skip
+        return model, texts(documents, tokenizer)
+
+    def _images(self, images: str, *, progress: bool | None) -> tuple[torch.nn.Module, Images]:
+        from saev_store.record import Images, load_image_processor, load_vision_model
+
+        name = self.model or ""
+        source = Images(
+            images, self.batch_size or 32, processor=load_image_processor(self.processor or name, progress=progress),
+            masks=self.masks, image_key=self.image_key, on_bad_image=self.on_bad_image,
+        )  # fmt: skip
+        model = load_vision_model(name, dtype=self.compute_dtype, attention=self.attention, progress=progress)
+        return model, source
+
+
+class _Signed(Protocol):
+    __signature__: inspect.Signature
+
+
+def _with_inputs(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes `**inputs`, with the options of `Inputs` in their place."""
+    own = [
+        parameter
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    shared = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(Inputs, eval_str=True).parameters.values()
+    ]
+    cast("_Signed", command).__signature__ = inspect.Signature([*own, *shared])
+    return command
+
+
+@_with_inputs
+def record(
+    context_: typer.Context,
+    to: Annotated[
+        str, typer.Option(metavar="URL", help="Folder in which the store's folder is created: a path or URL.")
+    ],
+    layers: Annotated[
+        str, typer.Option(metavar="3,6,-1", help="Numbers of the blocks to record, from 0; -1 is the last one.")
+    ],
+    hook_points: Annotated[
+        str, typer.Option(metavar="resid_post,mlp_out", help="Where in each block to record.")
+    ] = "resid_post",
+    dtype: Annotated[Dtype | None, typer.Option(help="Dtype of the store [default: that of the computation].")] = None,
     max_tokens_per_shard: Annotated[
         int | None, typer.Option(help="The most vectors of a shard [default: at least 32 shards, each up to 1 GiB].")
     ] = None,
-    on_nonfinite: Annotated[
-        OnNonfinite | None, typer.Option(help="What to do with NaN and infinity [default: raise].")
-    ] = None,
     resume: Annotated[
-        bool | None,
-        typer.Option("--resume/--no-resume", help="Continue an unfinished recording, or refuse to [default: resume]."),
-    ] = None,
+        bool, typer.Option("--resume/--no-resume", help="Continue an unfinished recording, or refuse to.")
+    ] = True,
     part: Annotated[
         str | None,
         typer.Option(metavar="I/N", help="Record the I-th of N parts, from 1; auto: as torchrun or Slurm says."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would take; exit code 1 if it does not fit the disk.")
+        bool, typer.Option("--dry-run", help="Only show what it would take; exit code 1 if it does not fit the disk.")
     ] = False,
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
     progress: Progress = None,
+    **inputs: object,
 ) -> None:
     """Record a language model over texts, or a vision model over images; the same command continues an interrupted recording.
 
     A finished recording of the same options is not made again. With --part several processes record one store, each its own
-    shards: 1/4 to 4/4 for four processes. The last one publishes it. Any other number of them can go on.
+    shards: 1/4 to 4/4 for four processes. The last one publishes it. Any other number of them can continue.
     """
-    flags: dict[str, object] = {
-        "model": model, "text": text, "tokens": tokens, "images": images, "processor": processor, "image_key": image_key,
-        "masks": masks, "on_bad_image": on_bad_image, "to": to, "context": context, "layout": layout, "pack": pack,
-        "bos": bos, "example_tokens": example_tokens, "text_key": text_key, "tokenizer": tokenizer, "batch_size": batch_size,
-        "dtype": dtype, "compute_dtype": compute_dtype, "attention": attention, "device": device,
-        "max_tokens_per_shard": max_tokens_per_shard, "on_nonfinite": on_nonfinite, "resume": resume, "layers": layers,
-        "hook_points": hook_points,
-    }  # fmt: skip
-    plan = plan_of(config, flags)
-    of_ranks = None if part is None else parse_part(part)
-    storage, reports = storage_options(options, option), list["RecordingReport"]()
-    check_destination(plan.to, storage, where="to")
-    model_and_source = load(plan, progress=progress)
+    from saev_store.record import RecordedPart, estimate_recording
+    from saev_store.record import record as record_source
+
+    given, storage, blocks = (
+        Inputs.of(context_, inputs),
+        storage_options(options, option),
+        integers(layers, where="--layers"),
+    )
+    of_ranks, reports = None if part is None else _parse_part(part), list["RecordingReport"]()
+    open_transport(to, storage).close()  # a wrong address is an error before a model is loaded
+    model, source = given.load(progress=progress)
     if dry_run:
-        with naming_source(plan):
-            found = _estimate(plan, *model_and_source, storage, of_ranks)
+        found = estimate_recording(
+            model, source, to, layers=blocks, hook_points=hook_points.split(","), dtype=dtype, ckpt=given.model,
+            dataset=given.dataset, device=given.device, max_tokens_per_shard=max_tokens_per_shard, storage_options=storage,
+            part=of_ranks,
+        )  # fmt: skip
         emit_json(found.to_dict()) if as_json else emit(str(found))
         raise typer.Exit(int(found.fits is False))
-    try:
-        with naming_source(plan):
-            store = _run(plan, *model_and_source, storage, of_ranks, on_report=reports.append, progress=progress)
-    except KeyboardInterrupt:
-        print(
-            f"\nRecorded examples are kept; continue with: {shlex.join(['saev-store', *sys.argv[1:]])}", file=sys.stderr
-        )
-        raise typer.Exit(130) from None
-    from saev_store.record import RecordedPart
-
+    store = record_source(
+        model, source, to, layers=blocks, hook_points=hook_points.split(","), dtype=dtype, ckpt=given.model,
+        dataset=given.dataset, device=given.device, max_tokens_per_shard=max_tokens_per_shard, storage_options=storage,
+        part=of_ranks, resume=resume, exist_ok=True, on_nonfinite=given.on_nonfinite, progress=progress,
+        on_report=reports.append,
+    )  # fmt: skip
     if isinstance(store, RecordedPart):
-        emit_part(store, as_json=as_json)
+        _emit_part(store, as_json=as_json)
     elif as_json:
-        emit_json(
-            {
-                "url": store.url,
-                "shape": store.shape,
-                "dtype": store.metadata.dtype,
-                "layers": store.layers,
-                "nbytes": store.nbytes,
-                "report": reports[-1].to_dict(),
-            }
-        )
+        emit_json({
+            "url": store.url,
+            "shape": store.shape,
+            "dtype": store.metadata.dtype,
+            "layers": store.layers,
+            "nbytes": store.nbytes,
+            "report": reports[-1].to_dict(),
+        })  # fmt: skip
     else:
-        done, semicolon, waits = str(reports[-1]).partition(";")
-        print(f"{done}, at {store.url}{semicolon}{waits}", file=sys.stderr)
+        print(reports[-1], file=sys.stderr)
         emit(store.url)
 
 
-def load(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, ExampleSource]:
-    """The model and its source; what is wrong without a model is refused before one is loaded."""
-    check_source(plan)
-    with naming_source(plan):
-        return (_load_texts if plan.images is None else _load_images)(plan, progress=progress)
-
-
-def _load_texts(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
-    from saev_store.record import Texts, load_language_model
-    from saev_store.sources import TextFile, open_source
-
-    def texts(documents: object, tokenizer: object) -> Texts:
-        return Texts(
-            documents,
-            tokenizer,
-            context=plan.context or 0,
-            layout=plan.layout,
-            bos=None if plan.bos == "none" else plan.bos,
-            pack=plan.pack,
-            batch_size=8 if plan.batch_size is None else plan.batch_size,
-            example_tokens=plan.example_tokens,
-            text_key=plan.text_key,
-        )
-
-    texts([[0]], None)  # the options alone
-    if plan.text is not None:
-        documents: Source[object] = TextFile(plan.text, text_key=plan.text_key)
-    else:
-        documents = open_source(plan.tokens or "")
-    model, tokenizer = load_language_model(
-        plan.model, tokenizer=plan.tokenizer, needs_tokenizer=plan.text is not None or plan.bos == "tokenizer",
-        dtype=plan.compute_dtype, attention=plan.attention, progress=progress,
-    )  # fmt: skip
-    return model, texts(documents, tokenizer)
-
-
-def _load_images(plan: Plan, *, progress: bool | None) -> tuple[torch.nn.Module, Images]:
-    from saev_store.record import Images, load_image_processor, load_vision_model
-
-    images = Images(
-        plan.images or "",
-        32 if plan.batch_size is None else plan.batch_size,
-        processor=load_image_processor(plan.processor or plan.model, progress=progress),
-        masks=plan.masks,
-        image_key=plan.image_key,
-        on_bad_image=plan.on_bad_image,
-    )
-    if plan.image_key is not None and images.source.format == "images":
-        raise ArgumentError(
-            f"{plan.images} is a folder of images; only samples of Energon have parts",
-            where="image_key",
-            remedy="Leave it out.",
-        )
-    model = load_vision_model(plan.model, dtype=plan.compute_dtype, attention=plan.attention, progress=progress)
-    return model, images
-
-
-def _estimate(
-    plan: Plan, model: torch.nn.Module, source: ExampleSource, storage: dict[str, object] | None, part: Part | None
-) -> RecordingEstimate:
-    """What recording would take."""
-    from saev_store.record import estimate_recording
-
-    return estimate_recording(
-        model,
-        source,
-        plan.to,
-        layers=plan.layers,
-        hook_points=plan.hook_points,
-        dtype=plan.dtype,
-        ckpt=plan.model,
-        dataset=plan.dataset,
-        device=plan.device,
-        max_tokens_per_shard=plan.max_tokens_per_shard,
-        storage_options=storage,
-        part=part,
+def _parse_part(text: str) -> Part:
+    """The part of an option `--part 3/16`, where parts count from 1; `auto` is itself."""
+    if text == "auto":
+        return "auto"
+    number, slash, n = text.partition("/")
+    if slash and number.isdecimal() and n.isdecimal() and 1 <= int(number) <= int(n):
+        return int(number) - 1, int(n)
+    raise ArgumentError(
+        f"{text!r} is not a part",
+        where="--part",
+        remedy="Write 1/4 to 4/4 for four processes, or auto under torchrun and Slurm.",
     )
 
 
-def _run(
-    plan: Plan,
-    model: torch.nn.Module,
-    source: ExampleSource,
-    storage: dict[str, object] | None,
-    part: Part | None,
-    *,
-    on_report: Callable[[RecordingReport], object],
-    progress: bool | None,
-) -> ShardStore | RecordedPart:
-    """Record, open."""
-    from saev_store.record import record as record_source
+def _emit_part(done: RecordedPart, *, as_json: bool) -> None:
+    """Print the state of a store that other processes have not finished: its address, and the parts that are left."""
+    rank, n = done.part
+    left = [f"{other + 1}/{n}" for other in done.ranks_left]
+    if as_json:
+        emit_json({
+            "url": done.url,
+            "published": False,
+            "part": f"{rank + 1}/{n}",
+            "parts_left": left,
+            "examples_left": [list(found) for found in done.missing],
+        })  # fmt: skip
+        return
+    waits = f"not recorded yet: --part {', '.join(left)}" if left else "the store waits for `saev-store finalize`"
+    print(f"part {rank + 1}/{n} is recorded; {waits}", file=sys.stderr)
+    emit(done.url)
 
-    return record_source(
-        model,
-        source,
-        plan.to,
-        layers=plan.layers,
-        hook_points=plan.hook_points,
-        dtype=plan.dtype,
-        ckpt=plan.model,
-        dataset=plan.dataset,
-        device=plan.device,
-        max_tokens_per_shard=plan.max_tokens_per_shard,
-        storage_options=storage,
-        part=part,
-        resume=plan.resume,
-        exist_ok=True,
-        on_nonfinite=plan.on_nonfinite,
+
+@_with_inputs
+def repair(
+    context_: typer.Context,
+    url: Annotated[str, typer.Argument(metavar="URL", help="The folder of the store.")],
+    recheck: Annotated[
+        Literal["exact", "close", "off"],
+        typer.Option(help="What may differ from the first recording: nothing, rounding, or anything."),
+    ] = "exact",
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    progress: Progress = None,
+    **inputs: object,
+) -> None:
+    """Record again what a recording has lost: files that are missing, short or damaged, and no others.
+
+    Takes the options of the recording: its TOML file, or options. Layers, hook points, dtype and the size of shards are those of
+    the store. Anything else than the recorded model and data is refused, and the message names what differs.
+    """
+    from saev_store.record import repair as repair_recording
+    from saev_store.store import ShardStore
+
+    storage = storage_options(options, option)
+    data = ShardStore.open(url, storage, damaged_ok=True).metadata.data
+    if not isinstance(data, str) and "recording" not in cast("Mapping[str, object]", data):
+        raise ResumeError(
+            "only a store that `saev-store record` has made can be recorded again",
+            where=url,
+            remedy="Copy the lost files from another copy, or pass vectors to store.repair() in Python.",
+        )
+    given = Inputs.of(context_, inputs)
+    model, source = given.load(progress=progress)
+    done = repair_recording(
+        model, source, url, device=given.device, storage_options=storage, recheck=recheck, on_nonfinite=given.on_nonfinite,
         progress=progress,
-        on_report=on_report,
-    )
+    )  # fmt: skip
+    emit_json(done.to_dict()) if as_json else emit(str(done))
+
+
+def finalize(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="The folder of the unfinished store, as `record --part` prints it.")
+    ],
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+) -> None:
+    """Publish a store whose parts are all recorded; if they are not, show which examples are missing.
+
+    The last process of `record --part` publishes by itself. This is for when it was killed just then, or could not.
+    """
+    from saev_store.record import finalize as publish
+
+    store = publish(url, storage_options=storage_options(options, option))
+    emit_json({"url": store.url, "published": True, "shape": store.shape}) if as_json else emit(store.url)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder in which the stores and the picture are made.")] = Path("saev-demo"),
+    device: Annotated[
+        str | None, typer.Option(help="Device on which the models run, such as cuda [default: cpu].")
+    ] = None,
+    as_json: AsJson = False,
+    progress: Progress = None,
+) -> None:
+    """Record a vision transformer over photographs and a language model over fables, validate both stores, and plot one.
+
+    A second run with the same --out uses what is finished, and continues an interrupted recording.
+    """
+    from saev_store.record import run_demo
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr) if as_json else emit(line)
+
+    result = run_demo(out, device=device, progress=progress, say=say)
+    if as_json:
+        emit_json(result.to_dict())
+    else:
+        emit(f"finished   in {result.seconds:.0f} s; inspect them with: saev-store ls {out}")
+    if not result.ok:
+        raise typer.Exit(1)

@@ -1,17 +1,13 @@
-"""The commands that write stores, or delete what writers left: `copy`, `clean` and `demo`."""
+"""The commands that write stores of others, or delete the remains of killed writers: `copy`, `import` and `clean`."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from saev_store._runtime.progress import Progress as Counter
 from saev_store.cli._common import (
     AsJson,
     DstOptions,
@@ -20,15 +16,13 @@ from saev_store.cli._common import (
     Progress,
     Scheduler,
     StorageOptions,
-    check_destination,
     emit,
     emit_json,
+    emit_table,
+    integers,
     layer_keys,
-    naming_what_to_check,
     storage_options,
 )
-from saev_store.cli._ends import say_done
-from saev_store.cli._tables import emit_table
 from saev_store.errors import ArgumentError
 from saev_store.transport import open_transport
 
@@ -93,17 +87,6 @@ def copy(
     """Copy a store and verify every byte; an interrupted copy continues where it stopped."""
     from saev_store.writer import copy_store
 
-    for name, limit in (("--max-mb-per-s", max_mb_per_s), ("--max-requests-per-s", max_requests_per_s)):
-        if limit is not None and not limit > 0:
-            raise ArgumentError(f"the limit is {limit}; it must be more than 0", where=name)
-    if on_overflow != "raise" and dtype is None:
-        raise ArgumentError(
-            "a copy in the dtype of its source has no numbers that overflow",
-            where="on_overflow",
-            remedy="Pass dtype=…, or leave it out.",
-        )
-    target = storage_options(dst_options, dst_option, name="--dst-storage-options")
-    check_destination(dst, target, where="DST", options_name="--dst-storage-options")
     url = copy_store(
         src,
         dst,
@@ -113,21 +96,99 @@ def copy(
         dtype=dtype,
         on_overflow=on_overflow,
         storage_options=storage_options(options, option),
-        dst_storage_options=target,
+        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
         resume=resume,
         max_mb_per_s=max_mb_per_s,
         max_requests_per_s=max_requests_per_s,
         client=scheduler,
         progress=progress,
     )
-    nothing = (
-        "all of it was there" if protocol is None else "its shards were there, or share their bytes with the source"
-    )
-    say_done("copied", "copying writing", at=url, as_json=as_json, nothing=nothing)
     if as_json:
         emit_json({"url": url} if url.rounding is None else {"url": url, "conversion": url.rounding.to_dict()})
     else:
         emit(url if url.rounding is None else f"{url}\n{url.rounding}")
+
+
+def import_(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The folder of a cache: a path, or any fsspec URL.")],
+    to: Annotated[str, typer.Option(metavar="ROOT", help="The folder in which the store's folder is created.")],
+    family: Annotated[str, typer.Option(help="The family of models, such as gpt2; it is part of the metadata.")],
+    ckpt: Annotated[
+        str | None, typer.Option(help="The checkpoint, such as gpt2-small [default: as the cache names it].")
+    ] = None,
+    format: Annotated[
+        Literal["saelens", "hidden-states"] | None,
+        typer.Option("--format", help="Format of the cache [default: by the names of its files]."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="2,5:attn_out", help="Layers of the cache, in its order, if it does not name them."),
+    ] = None,
+    layer_ids: Annotated[
+        str | None,
+        typer.Option(metavar="3,18,36", help="Layers of hidden states, as ids of vLLM: id i is layer i - 1."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of an example, such as 512, where documents lie end to end.")
+    ] = None,
+    cls_token: Annotated[
+        bool | None, typer.Option("--cls-token/--no-cls-token", help="Token 0 of each context is a CLS or BOS token.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(
+            metavar="DTYPE", help="Round the numbers to float32, bfloat16 or float16 [default: as in the cache]."
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Where the data set is that the model has seen: a path or URL, kept in the metadata."),
+    ] = None,
+    max_tokens_per_shard: Annotated[
+        int | None, typer.Option(help="The most vectors of a shard [default: at least 32 shards, each up to 1 GiB].")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Continue an unfinished import, or refuse to.")
+    ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Compare the store with the cache before it is published, or do not."
+        ),
+    ] = True,
+    on_nonfinite: Annotated[
+        Literal["raise", "warn", "allow"], typer.Option(help="What to do with NaN and infinity.")
+    ] = "raise",
+    on_overflow: Annotated[
+        Literal["raise", "warn", "saturate"], typer.Option(help="What to do with numbers that would become infinite.")
+    ] = "raise",
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    dst_options: DstOptions = None,
+    dst_option: DstPairs = None,
+    progress: Progress = None,
+) -> None:
+    """Write the cache of another program as a store, bit for bit; an interrupted import continues where it stopped.
+
+    Caches of SAELens, and hidden states of vLLM and speculators.
+    """
+    from saev_store.sources.caches import import_cache
+
+    store = import_cache(
+        url, to, format=format, family=family, ckpt=ckpt,
+        layers=None if layers is None else layer_keys(layers, where="--layers"),
+        layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
+        context=context, cls_token=cls_token, dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard,
+        resume=resume, verify=verify, storage_options=storage_options(options, option),
+        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+        on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
+    )  # fmt: skip
+    with store:
+        if as_json:
+            emit_json({"url": store.url, "shape": list(store.shape), "dtype": store.dtype.name})
+        else:
+            emit(store.url)
 
 
 def clean(
@@ -137,7 +198,7 @@ def clean(
         str,
         typer.Option(metavar="AGE", help="Keep what was written later than this: 90s, 30m, 12h, 2d; 0 keeps nothing."),
     ] = "1d",
-    engine: Annotated[str, typer.Option(help='"auto", or "fsspec" to list unfinished uploads on S3.')] = "auto",
+    engine: Annotated[Literal["auto", "fsspec"], typer.Option(help="fsspec lists unfinished uploads on S3.")] = "auto",
     as_json: AsJson = False,
     options: StorageOptions = None,
     option: Pairs = None,
@@ -146,13 +207,9 @@ def clean(
     from saev_store.store.card import human_bytes
     from saev_store.writer import clean_leftovers
 
-    if engine not in ("auto", "fsspec"):
-        raise ArgumentError(f"{engine!r} is not an engine here", where="--engine", remedy="Use auto or fsspec.")
     older_than_s = parse_age(older_than)
-    transport = open_transport(url, storage_options(options, option), engine="fsspec" if engine == "fsspec" else "auto")
-    with Counter(0, "cleaning", shown=False, unit="leftovers") as counter, naming_what_to_check():
-        cleaned = clean_leftovers(transport, dry_run=dry_run, older_than_s=older_than_s)
-        counter.advance(sum(not leftover.kept_because for leftover in cleaned.leftovers))
+    transport = open_transport(url, storage_options(options, option), engine=engine)
+    cleaned = clean_leftovers(transport, dry_run=dry_run, older_than_s=older_than_s)
     if as_json:
         emit_json({
             "url": transport.url,
@@ -172,12 +229,9 @@ def clean(
         for leftover in cleaned.leftovers
     ]
     if rows:
-        emit_table(("path", "what", "size", "state"), rows, right="size")
+        emit_table(("path", "what", "size", "state"), rows)
     else:
         emit("Nothing to clean.")
-    if not dry_run:
-        nothing = "what was left over is kept" if rows else "nothing was left over"
-        say_done("removed", "cleaning", at=transport.url, as_json=as_json, nothing=nothing)
     if not cleaned.uploads_listed:
         emit(_NOT_LISTED)
 
@@ -192,34 +246,3 @@ def parse_age(text: str) -> float:
     if found is None or (not found[2] and float(found[1])):
         raise ArgumentError(f"{text!r} is not an age", where="--older-than", remedy="Write 90s, 30m, 12h or 2d.")
     return float(found[1]) * _UNITS_S.get(found[2], 1.0)
-
-
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder in which the stores and the picture are made.")] = Path("saev-demo"),
-    device: Annotated[
-        str | None, typer.Option(help="Device on which the models run, such as cuda [default: cpu].")
-    ] = None,
-    as_json: AsJson = False,
-    progress: Progress = None,
-) -> None:
-    """Record a vision transformer over photographs and a language model over fables, validate both stores, and plot what is in one.
-
-    A second run with the same --out uses what is finished, and continues an interrupted recording.
-    """
-    from saev_store.record import run_demo
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr) if as_json else emit(line)
-
-    try:
-        result = run_demo(out, device=device, progress=progress, say=say)
-    except KeyboardInterrupt:
-        again = f"saev-store demo --out {shlex.quote(str(out))}"
-        print(f"\nRecorded examples are kept; continue with: {again}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if as_json:
-        emit_json(result.to_dict())
-    else:
-        emit(f"finished   in {result.seconds:.0f} s; inspect them with: saev-store ls {shlex.quote(str(out))}")
-    if not result.ok:
-        raise typer.Exit(1)

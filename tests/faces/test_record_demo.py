@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from saev_store import ShardStore
-from saev_store.cli.writing import demo
+from saev_store.cli.recording import demo
 from saev_store.errors import AccessError
 from saev_store.problems import Problem
 from saev_store.record import _demo_text, run_demo
@@ -375,20 +375,6 @@ def command() -> typer.Typer:
     app = typer.Typer()
     app.command()(demo)
     return app
-
-
-def test_the_command_keeps_an_interrupted_recording_and_says_how_to_go_on(
-    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import saev_store.record
-
-    def interrupted(*_args: object, **_options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(saev_store.record, "run_demo", interrupted)
-    result = CliRunner().invoke(command, ["--out", str(tmp_path / "with space")])
-    assert result.exit_code == 130
-    assert f"saev-store demo --out '{tmp_path}/with space'" in result.stderr
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -135,9 +135,7 @@ def test_the_commands_name_their_option_and_take_it(
 
     model = ["--model", tmp_path / "model", "--tokens", tmp_path / "tokens.idx", "--context", 6, "--bos", "none"]
     command = ["record", *model, "--layers", 0, "--max-tokens-per-shard", 12, "--to", tmp_path / "root"]
-    code, _, err = run(*command)
-    assert code == 2
-    assert "--on-nonfinite allow records such values as they are." in err
+    assert run(*command)[0] == 2
     code, url, err = run(*command, "--on-nonfinite", "allow")
     assert (code, err.count("\n")) == (0, 1)
     assert np.isnan(ShardStore.open(url)[..., 3]).all()

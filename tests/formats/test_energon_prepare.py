@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import signal
@@ -419,19 +418,3 @@ def test_commands_prepare_list_and_validate(run, tmp_path):
             run("prepare", tars(tmp_path / "other", "a.tar"), *options, *(["--split", "1,0,0"] if options else []))[0]
             == 2
         )
-
-
-def test_command_asks_for_options_that_are_missing(run, tmp_path, monkeypatch):
-    for answers, expected in (
-        ("nonsense\n1,0\n1,0,0\n99\nTextSample\njson[\njson[caption]\n", (("train", "val", "test"), "TextSample")),
-        ("train:[\ntrain:a.*\n1,0,0\nval:1.*\n\n0\n", (("train", "val"), "CrudeWebdataset")), ("", None), ("1,0,0\n", None),
-    ):  # fmt: skip
-        folder = tars(tmp_path / str(len(answers)), "a.tar")
-        monkeypatch.setattr("sys.stdin", io.StringIO(answers))
-        code, _, err = run("prepare", folder, "-i", "--no-progress")
-        assert "parts: json, txt" in err
-        if expected is None:
-            assert (code, [path.name for path in folder.iterdir()]) == (2, ["a.tar"])
-            continue
-        dataset = EnergonDataset(folder)
-        assert (code, (dataset.splits, dataset.sample_type)) == (0, expected)

@@ -103,21 +103,3 @@ def test_other_files_are_replaced(texts: Path, documents: Path, tmp_path: Path) 
         command = ["convert", str(texts), str(tmp_path / "t.idx"), "--tokenizer", "bytes", "--overwrite"]
         assert main([*command, "--no-progress"]) == 0
     assert len(IndexedDataset(tmp_path / "t.idx")) == 4
-
-
-def test_an_empty_split_is_told(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["convert", str(texts), str(tmp_path / "v.idx"), "--tokenizer", "bytes", "--split", "val"]
-    assert main([*command, "--no-progress"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == f"{tmp_path}/v.idx: 0 documents\n"
-    assert printed.err == f"converted nothing: the source has no samples, at {tmp_path}/v.idx\n"
-    assert len(IndexedDataset(tmp_path / "v.idx")) == 0
-
-
-def test_a_conversion_whose_parts_were_all_there_says_so(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a cluster, where an earlier attempt had made them: no bar counts anything, and the source has samples."""
-    monkeypatch.setattr("saev_store.sources.convert.samples_to_documents", lambda *_, **__: 4)
-    assert main(["convert", str(texts), str(tmp_path / "t.idx"), "--tokenizer", "bytes", "--no-progress"]) == 0
-    assert capsys.readouterr().err == f"converted nothing: all of it was there, at {tmp_path}/t.idx\n"

@@ -154,13 +154,6 @@ def test_content_counts_not_names():
     assert sniff("x.batch", transport=memory).format == "mmididx"
 
 
-def test_batches_in_a_file_of_another_ending_are_refused(tmp_path, capsys):
-    arguments = ["--seq-len", "2", "--batch-size", "1"]
-    assert main(["convert", str(TOKENS / "data.idx"), str(tmp_path / "x.txt"), *arguments]) == 2
-    assert capsys.readouterr().err.startswith("error: DST: ")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_of_several_is_not_guessed():
     memory = MemoryTransport()
     for name in ("f/a.batch", "f/b.batch"):
@@ -507,16 +500,6 @@ def test_the_command_line(tmp_path, capsys):
     assert run("info", tmp_path / "gone.idx")[0] == 1
     assert run("convert", TOKENS, target)[0] == 2
     assert run("convert", TOKENS, target, "--seq-len", 3, "--batch-size", 1)[0] == 1  # it is there already
-    for options, n in (
-        (["--seq-len", 3, "--batch-size", 4], 3),
-        (["--seq-len", 5, "--batch-size", 2], 1),
-        (["--seq-len", 5, "--batch-size", 3, "--end-token", 0], 2),
-        (["--seq-len", 2, "--batch-size", 4, "--pad-token", 0], 3),
-    ):
-        code, out, err = run("convert", TOKENS, tmp_path / "none.batch", *options)
-        assert (code, out) == (2, "")
-        assert f"the documents make {n} records of {options[1]} tokens, which fill no batch of {options[3]}" in err
-        assert not (tmp_path / "none.batch").exists()
     full = ["--seq-len", 5, "--batch-size", 2, "--end-token", 0]
     assert run("convert", TOKENS, tmp_path / "one.batch", *full)[1].strip() == f"{tmp_path / 'one.batch'}: 1 batches"
 

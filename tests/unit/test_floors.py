@@ -94,7 +94,6 @@ HEAVY = {
     "pandas": ("xarray/",),
     "pyarrow": ("sources/caches/_arrow.py",),
     "pydantic": (
-        "cli/_plan.py",
         "documents/",
         "sources/places.py",
         "sources/provenance.py",

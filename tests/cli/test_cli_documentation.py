@@ -1,4 +1,4 @@
-"""The command that opens the documentation, and the page of errors, which has them all."""
+"""Commands in the documentation exist with their options, and its page of errors has them all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
-from saev_store import cli, errors
-from saev_store.cli._run import app
+from saev_store import errors
+from saev_store.cli._app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,20 +57,3 @@ def test_commands_in_blocks_exist_with_their_options():
         wrong += [f"{page}: {name} {option}" for option in sorted(used - known - {"--help", "-h"})]
     assert not wrong
     assert len(seen) > 10
-
-
-def test_the_command_opens_the_pages_that_are_installed(tmp_path, monkeypatch, capsys):
-    opened = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
-    monkeypatch.setattr("saev_store.cli.documentation.files", lambda _: tmp_path)
-    assert cli.main(["docs"]) == 1
-    # The site is built in the clone: what is installed gets it with the next installation.
-    assert "mkdocs build --strict && pip install ." in capsys.readouterr().err
-    (tmp_path / "_site").mkdir()
-    (tmp_path / "_site/index.html").write_text("<h1>")
-    assert cli.main(["docs"]) == 0
-    address = (tmp_path / "_site/index.html").as_uri()
-    assert (capsys.readouterr().out.strip(), opened) == (address, [address])
-    assert cli.main(["docs", "--json"]) == 0
-    assert cli.main(["docs", "--no-open"]) == 0
-    assert len(opened) == 1

@@ -1,0 +1,211 @@
+"""The commands of other formats: `convert` and `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from saev_store.cli._common import (
+    AsJson,
+    DstOptions,
+    DstPairs,
+    Pairs,
+    Progress,
+    Scheduler,
+    StorageOptions,
+    emit,
+    emit_json,
+    json_object,
+    load_tokenizer,
+    pairs_of,
+    problem_dicts,
+    storage_options,
+)
+from saev_store.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from saev_store.sources.convert import Tokenizer
+
+
+def convert(
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="MMIDIDX documents, LLMBATCH batches, or an Energon data set's texts.")
+    ],
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="A .batch file for documents, a .idx file for batches and texts.")
+    ],
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens of a record, such as 2048. Needed to write batches.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Records of a batch, such as 8. Needed to write batches.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Integer that decides the order of records in batches.")] = 0,
+    pad_token: Annotated[
+        int | None,
+        typer.Option(help="Write one record per document, padded with this token id, instead of joining documents."),
+    ] = None,
+    end_token: Annotated[int | None, typer.Option(help="Token id to append to every document [default: none].")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the tokens in written documents, such as uint16 [default: int32].")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="For texts: a tokenizer.json, or 'bytes' for UTF-8 bytes.")
+    ] = None,
+    part: Annotated[str, typer.Option(help="Part of a sample that holds its text: txt, or json[caption].")] = "txt",
+    split: Annotated[
+        str, typer.Option(help="Convert the samples of this split, such as train; all converts every one.")
+    ] = "all",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist at DST.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Read the result back and compare it with the source, or do not."),
+    ] = True,
+    scheduler: Scheduler = None,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    dst_options: DstOptions = None,
+    dst_option: DstPairs = None,
+    progress: Progress = None,
+) -> None:
+    """Convert documents into shuffled batches, or batches or texts into documents; verified by reading back."""
+    from saev_store.sources import open_source
+    from saev_store.sources.convert import documents_to_batches, samples_to_documents
+    from saev_store.sources.energon import EnergonDataset
+    from saev_store.sources.mmididx import IndexedDataset
+
+    given = {
+        "--seq-len": seq_len, "--batch-size": batch_size, "--pad-token": pad_token,
+        "--dtype": dtype, "--tokenizer": tokenizer, "--part": part if part != "txt" else None,
+        "--split": split if split != "all" else None,
+    }  # fmt: skip
+    target = storage_options(dst_options, dst_option, name="--dst-storage-options")
+    with open_source(src, storage_options(options, option)) as source:
+        if isinstance(source, IndexedDataset):
+            if seq_len is None or batch_size is None:
+                raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
+            _refuse_unused(given, "--dtype", "--tokenizer", "--part", "--split")
+            n = documents_to_batches(
+                source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token, pad_token=pad_token,
+                overwrite=overwrite, storage_options=target, verify=verify, client=scheduler, progress=progress,
+            )  # fmt: skip
+            unit = "batches"
+        else:
+            _refuse_unused(given, "--seq-len", "--batch-size", "--pad-token")
+            encode = None
+            if isinstance(source, EnergonDataset):
+                encode = _tokenizer(tokenizer)
+            else:
+                _refuse_unused(given, "--tokenizer", "--part")
+            n = samples_to_documents(
+                source.split(split), dst, encode, part=part, dtype=dtype or "int32", end_token=end_token,
+                overwrite=overwrite, storage_options=target, verify=verify, client=scheduler, progress=progress,
+            )  # fmt: skip
+            unit = "documents"
+    emit_json({"url": dst, unit: n}) if as_json else emit(f"{dst}: {n:,} {unit}")
+
+
+def _refuse_unused(given: Mapping[str, object], *names: str) -> None:
+    """Refuse options that mean nothing for this conversion."""
+    if unused := [name for name in names if given[name] is not None]:
+        raise ArgumentError(
+            "there is no use for this in this conversion", where=", ".join(unused), remedy="Leave it out."
+        )
+
+
+def _tokenizer(name: str | None) -> Tokenizer:
+    """A function from text to token ids: from a file of the tokenizers library, or UTF-8 bytes."""
+    if name is None:
+        raise ArgumentError(
+            "converting texts needs a tokenizer", where="--tokenizer", remedy="Name a tokenizer.json, or 'bytes'."
+        )
+    if name == "bytes":
+        return lambda text: list(text.encode())
+    loaded = load_tokenizer(name)
+    return lambda text: loaded.encode(text).ids
+
+
+def prepare(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="The folder of tars: a path, or any fsspec URL.")],
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--split",
+            "--split-ratio",
+            metavar="N,N,N",
+            help="Ratio of train, val and test, such as 8,1,1. Needed, or --split-parts.",
+        ),
+    ] = None,
+    split_parts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:REGEX",
+            help="Instead of --split: tars of a split, such as 'train:shards/train_.*'; may be repeated.",
+        ),
+    ] = None,
+    exclude: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Exclude tars whose path contains a match.")
+    ] = None,
+    sample_type: Annotated[
+        str | None,
+        typer.Option(help="Class of a sample, such as CaptioningSample or VQASample; CrudeWebdataset has raw parts."),
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--field",
+            metavar="FIELD=PART",
+            help="The part that is a field, such as image=jpg or caption=json[caption]; may be repeated.",
+        ),
+    ] = None,
+    field_map: Annotated[
+        str | None, typer.Option(metavar="JSON", help='The fields as one JSON object, such as \'{"image": "jpg"}\'.')
+    ] = None,
+    num_workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes that read tars [default: depends on the tars].")
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Prepare the data set again; without a split, split.yaml is kept."),
+    ] = False,
+    force_overwrite: Annotated[
+        bool,
+        typer.Option("--force-overwrite", hidden=True, help="The name that Energon's own command has for --overwrite."),
+    ] = False,
+    as_json: AsJson = False,
+    options: StorageOptions = None,
+    option: Pairs = None,
+    progress: Progress = None,
+) -> None:
+    """Index and split tars, and write .nv-meta next to them: an Energon data set. The tars are not changed."""
+    from saev_store.sources.energon.prepare import prepare as prepare_folder
+
+    fields: dict[str, object] = {} if field_map is None else json_object(field_map, where="--field-map")
+    fields |= pairs_of(field or (), where="--field")
+    made = prepare_folder(
+        path,
+        storage_options=storage_options(options, option),
+        split=split,
+        split_parts=split_parts or (),
+        exclude=exclude,
+        sample_type=sample_type,
+        field_map={name: str(part) for name, part in fields.items()} or None,
+        num_workers=num_workers,
+        overwrite=overwrite or force_overwrite,
+        progress=progress,
+    )
+    if not as_json:
+        emit(str(made))
+        return
+    emit_json({
+        "url": made.url,
+        "n_samples": made.n_samples,
+        "n_parts": made.n_parts,
+        "part_names": list(made.part_names),
+        "shards": dict(made.shards),
+        "splits": {name: list(shards) for name, shards in made.splits.items()},
+        "problems": problem_dicts(made.problems),
+    })  # fmt: skip
