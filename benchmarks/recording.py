@@ -35,8 +35,7 @@ from transformers import GPTNeoXConfig, GPTNeoXModel, ViTConfig, ViTModel
 
 from saev_store.record import Images, RecordingReport, Texts, adapt, record
 from saev_store.record._examples import Batch, ExampleSource
-from saev_store.record._pipeline import pipeline_nbytes
-from saev_store.record._record import describe, prepare
+from saev_store.record._record import batches_nbytes, describe, prepare
 from saev_store.writer.copies import Rate
 from saev_store.writer.shard_file import ShardFile
 
@@ -154,7 +153,7 @@ def compared(name: str, model: torch.nn.Module, source: ExampleSource, folder: P
             if is_ours:
                 found = run_recorded(model, source, folder)
                 ours.append(found.elapsed_s)
-                waits.append(found.source_wait + found.writer_wait)
+                waits.append((found.source_wait_s + found.writer_wait_s) / found.elapsed_s)
             else:
                 bare.append(seconds(lambda: run_bare(model, ready)))
     n = sum(len(np.asarray(batch.inputs[0])) for batch in ready)
@@ -201,7 +200,7 @@ def slow_recording(root: str, n_examples: int) -> dict[str, float]:
     return {
         "elapsed_s": elapsed_s,
         "nbytes": metadata.layout.nbytes,
-        "promised_nbytes": pipeline_nbytes(np.asarray(largest).nbytes, vectors_nbytes) + WRITER_BYTES,
+        "promised_nbytes": batches_nbytes(np.asarray(largest).nbytes, vectors_nbytes) + WRITER_BYTES,
         "source_wait": found.source_wait_s / elapsed_s,
     }
 

@@ -15,25 +15,22 @@ from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
 from saev_store.record._architectures import HookPoint
 from saev_store.record._estimate import RecordingEstimate, estimate_recording
 from saev_store.record._examples import ExampleSource
-from saev_store.record._fables import load_fables
-from saev_store.record._images import ImageBatches, Images
+from saev_store.record._images import Images
 from saev_store.record._load import load_image_processor, load_language_model, load_vision_model
 from saev_store.record._part import Part
-from saev_store.record._photos import Photographs, load_photographs
 from saev_store.record._ranks import RecordedPart, finalize
 from saev_store.record._record import record
 from saev_store.record._recorder import Recorder
 from saev_store.record._repair import RepairedRecording, repair
 from saev_store.record._report import RecordingReport
 from saev_store.record._texts import Texts
-from saev_store.record.demo import DemoResult, run_demo
+from saev_store.record.demo import DemoResult, Photographs, load_fables, load_photographs, run_demo
 
 __all__ = [
     "Adapter",
     "DemoResult",
     "ExampleSource",
     "HookPoint",
-    "ImageBatches",
     "Images",
     "Part",
     "Photographs",

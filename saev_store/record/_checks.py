@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,71 +64,17 @@ def check_not_compiled(model: torch.nn.Module) -> None:
     import torch
 
     for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
-        where = f"{type(module).__name__} {name}" if name else f"this {type(module).__name__}"
-        compiled = _compiled_part(module, where, name)
-        if compiled is not None:
-            part, remedy = compiled
+        is_compiled = any(getattr(module, made, None) is not None for made in ("_orig_mod", "_compiled_call_impl"))
+        # The hooks of a module without modules run all the same.
+        has_parts = next(module.children(), None) is not None
+        is_compiled |= has_parts and hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+        if is_compiled or isinstance(module, torch.jit.ScriptModule):
             raise ArgumentError(
-                f"{part} is compiled; compiled code does not run hooks that are added later, and it rounds differently",
+                f"{type(module).__name__} {name} is compiled; compiled code does not run hooks that are added later, and it "
+                "rounds differently",
                 where="model",
-                remedy=remedy,
+                remedy="Record the model as it was before torch.compile or torch.jit, such as model._orig_mod.",
             )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ArgumentError(
-                f"{where} is TorchScript, which runs no hooks",
-                where="model",
-                remedy="Record the module it was made of.",
-            )
-
-
-def _compiled_part(module: torch.nn.Module, where: str, name: str) -> tuple[str, str] | None:
-    """What of a module is compiled, and the remedy; None for a module that is not.
-
-    Args:
-        module: Itself, without the modules below it.
-        where: What messages call it.
-        name: Its path in the model.
-    """
-    path = _expression(name)
-    if getattr(module, "_orig_mod", None) is not None:
-        if path == "model":
-            return where, "Record the module as it was before torch.compile: model._orig_mod."
-        return (
-            where,
-            f"Put back the module as it was before torch.compile: model.set_submodule({name!r}, {path}._orig_mod).",
-        )
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return where, "Record a copy, which is not compiled: copy.deepcopy(model). Or load the model again."
-    if next(module.children(), None) is None:  # its own hooks run all the same
-        return None
-    own: object = vars(module).get("forward")
-    if _is_compiled(own):
-        return f"the forward of {where}", f"Bring back the forward of its class: del {path}.forward."
-    if own is None and _is_compiled(getattr(type(module), "forward", None)):
-        kind = type(module).__name__
-        return f"the forward of {where}", f"Set {kind}.forward to the function that was given to torch.compile."
-    return None
-
-
-def _is_compiled(function: object) -> bool:
-    """Whether `torch.compile` has made a function, or one that it wraps."""
-    seen = set[int]()
-    while function is not None and id(function) not in seen and not getattr(function, "_torchdynamo_disable", False):
-        seen.add(id(function))
-        if getattr(function, "_torchdynamo_orig_callable", None) is not None:
-            return True
-        is_partial = isinstance(function, functools.partial)
-        function = cast("object", function.func if is_partial else getattr(function, "__wrapped__", None))
-    return False
-
-
-def _expression(path: str) -> str:
-    """How Python finds a module of a model.
-
-    >>> _expression("layers.1.mlp")
-    "model.get_submodule('layers.1.mlp')"
-    """
-    return f"model.get_submodule({path!r})" if path else "model"
 
 
 def check_loaded(model: torch.nn.Module) -> None:
@@ -174,7 +119,8 @@ def check_padding(recorder: Recorder, ids: torch.Tensor, mask: torch.Tensor) -> 
     changed = np.where(hidden, others[-1], given)
     calls = [recorder(text[None], mask[row : row + 1])[0, :, ~hidden] for text in (given, changed)]
     acts, found = (_array(call.double()) for call in calls)
-    norms, off_by = np.linalg.norm(acts, axis=2), np.linalg.norm(found - acts, axis=2)
+    with np.errstate(invalid="ignore"):  # of infinity
+        norms, off_by = np.linalg.norm(acts, axis=2), np.linalg.norm(found - acts, axis=2)
     model = recorder.adapter.model
     kind = next(model.parameters()).device.type
     is_rounded = calls[0].dtype.itemsize < 4 or torch.get_float32_matmul_precision() != "highest"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,15 +16,14 @@ from saev_store.core.layout import RESID_POST
 from saev_store.core.token_arrays import LABELS
 from saev_store.errors import counted
 from saev_store.record._part import this_part
-from saev_store.record._pipeline import closing_in_thread, pipeline_nbytes
 from saev_store.record._ranks import n_left
-from saev_store.record._record import describe, prepare
+from saev_store.record._record import batches_nbytes, describe, prepare
 from saev_store.store.card import human_bytes
 from saev_store.transport import open_transport
 from saev_store.writer import writing_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     import torch
 
@@ -51,7 +50,7 @@ class RecordingEstimate:
         n_measured: Examples that the model ran.
         model_s: Seconds of the model for those that are left, at the measured speed.
         source_s: Seconds of the source for them, beside the model.
-        memory_nbytes: Bytes that the batches of the recording take at most, see `pipeline_nbytes`.
+        memory_nbytes: Bytes that the batches of the recording take at most, see `batches_nbytes`.
         there_nbytes: Bytes that an earlier call has put on the disk already; 0 for a bucket.
         free_nbytes: Free bytes of the disk; None for a bucket.
     """
@@ -147,8 +146,7 @@ def estimate_recording(
 ) -> RecordingEstimate:
     """Say what `record` with the same arguments will take. Nothing is written below `root`.
 
-    The model runs the batches of the first examples. What iterates only once, such as a generator of `ImageBatches`, is used
-    up by that. The speed of the disk is not measured.
+    The model runs the batches of the first examples. The speed of the disk is not measured.
 
     Args:
         model: As of `record`.
@@ -185,7 +183,6 @@ def estimate_recording(
         family=family,
         ckpt=ckpt,
         protocol=protocol,
-        root=transport,
     )
     layout = metadata.layout
     arrays = metadata.token_arrays
@@ -203,33 +200,24 @@ def estimate_recording(
         n_requests=writing_requests(layout, arrays) if folder is None else None,
         part=of_ranks,
         n_left=left,
-        n_measured=measured.n_examples,
-        model_s=measured.model_s_per_example * left,
-        source_s=measured.source_s_per_example * left,
-        memory_nbytes=pipeline_nbytes(measured.inputs_nbytes, measured.vectors_nbytes),
+        n_measured=measured.n_examples[-1],
+        model_s=measured.per_example_s(measured.model_s) * left,
+        source_s=measured.per_example_s(measured.source_s) * left,
+        memory_nbytes=batches_nbytes(measured.inputs_nbytes, measured.vectors_nbytes),
         there_nbytes=0 if folder is None else _used_nbytes(Path(folder, metadata.hash)),
         free_nbytes=None if folder is None else _free_nbytes(Path(folder)),
     )
 
 
-@dataclass(frozen=True, slots=True)
 class _Measured:
-    """What a few batches took; bytes are those of the largest one."""
+    """Times of a few batches, and the bytes of the largest one."""
 
-    n_examples: int
-    model_s_per_example: float
-    source_s_per_example: float
-    inputs_nbytes: int
-    vectors_nbytes: int
+    def __init__(self) -> None:
+        self.source_s, self.model_s, self.n_examples = list[float](), list[float](), list[int]()
+        self.inputs_nbytes = self.vectors_nbytes = 0
 
-
-def _measure(recorder: Recorder, source: ExampleSource, n_examples: int, n_all: int) -> _Measured:
-    """Run the first batches of a source of `n_all` examples, one step after the other, until they make `n_examples`."""
-    source_s, model_s = list[float](), list[float]()
-    inputs_nbytes = vectors_nbytes = 0
-
-    def computed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-        nonlocal inputs_nbytes, vectors_nbytes
+    def computed(self, recorder: Recorder, batches: Iterator[Batch]) -> Generator[tuple[Batch, torch.Tensor]]:
+        """Batches with their vectors, one step after the other."""
         while True:
             began_s = time.perf_counter()
             batch = next(batches, None)
@@ -237,33 +225,30 @@ def _measure(recorder: Recorder, source: ExampleSource, n_examples: int, n_all: 
                 return
             read_s = time.perf_counter()
             acts = recorder(*batch.inputs)
-            source_s.append(read_s - began_s)
-            model_s.append(time.perf_counter() - read_s)
-            inputs_nbytes = max(inputs_nbytes, sum(_nbytes(value) for value in batch.inputs))
-            vectors_nbytes = max(vectors_nbytes, acts.nbytes)
+            self.source_s.append(read_s - began_s)
+            self.model_s.append(time.perf_counter() - read_s)
+            self.inputs_nbytes = max(self.inputs_nbytes, sum(int(getattr(x, "nbytes", 0)) for x in batch.inputs))
+            self.vectors_nbytes = max(self.vectors_nbytes, acts.nbytes)
             yield batch, acts
 
-    n_done = n_first = 0
-    with (
-        recorder,
-        closing_in_thread(source.batches(0, n_all)) as batches,
-        closing_in_thread(source.assemble(computed(batches), 0)) as examples,
-    ):
-        for recorded in examples:
+    def per_example_s(self, times_s: list[float]) -> float:
+        """Seconds for an example; the first batch does not count if there is another one, since it takes longer."""
+        later = [n for n in self.n_examples if n > self.n_examples[0]]
+        skip = int(bool(later))
+        n = self.n_examples[-1] - self.n_examples[0] * skip
+        return sum(times_s[skip:]) / max(1, n)
+
+
+def _measure(recorder: Recorder, source: ExampleSource, n_examples: int, n_all: int) -> _Measured:
+    """Run the first batches of a source of `n_all` examples until they make `n_examples`."""
+    measured, n_done = _Measured(), 0
+    with recorder, closing(measured.computed(recorder, source.batches(0, n_all))) as computed:
+        for recorded in source.assemble(computed, 0):
             n_done += len(recorded.acts)
-            if len(model_s) == 1:
-                n_first = n_done
+            measured.n_examples.append(n_done)
             if n_done >= n_examples:
                 break
-    skip = int(n_done > n_first > 0)
-    n = max(1, n_done - n_first * skip)
-    return _Measured(n_done, sum(model_s[skip:]) / n, sum(source_s[skip:]) / n, inputs_nbytes, vectors_nbytes)
-
-
-def _nbytes(value: object) -> int:
-    """Bytes of an array or a tensor; 0 where it does not say."""
-    found: object = getattr(value, "nbytes", 0)
-    return found if isinstance(found, int) else 0
+    return measured
 
 
 def _used_nbytes(folder: Path) -> int:

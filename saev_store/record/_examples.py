@@ -1,10 +1,10 @@
-"""What recording asks of a source of examples: their geometry, batches for the model, and examples of the vectors that come back."""
+"""Sources of examples as recording sees them: their geometry, batches for the model, and examples of the vectors that come back."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -22,34 +22,28 @@ if TYPE_CHECKING:
 TokenArrays: TypeAlias = Mapping[str, npt.NDArray[np.generic]]
 
 
-def _no_arrays() -> dict[str, npt.NDArray[np.generic]]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of the examples that a source makes for a model, and what the metadata says of them.
+    """The sizes of the examples that a source makes for a model, and their description in the metadata.
 
     Attributes:
         n_examples: Number of examples.
         content_tokens: Content tokens of an example.
         cls_token: Whether token 0 of an example is a special one.
         token_arrays: Name and dtype of what is recorded for each content token.
-        text: How texts were cut, for the metadata; None for other data.
-        identity: What else decides which vectors come out, such as the batch size; part of the metadata.
+        text: The cut of texts, for the metadata; None for other data.
     """
 
     n_examples: int
     content_tokens: int
     cls_token: bool
-    token_arrays: Mapping[str, str] = field(default_factory=dict[str, str])
+    token_arrays: Mapping[str, str]
     text: Mapping[str, object] | None = None
-    identity: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the model runs at once.
+    """Rows that the model runs at once.
 
     Attributes:
         inputs: The arguments of `Recorder.__call__`: arrays or tensors.
@@ -59,7 +53,7 @@ class Batch:
 
     inputs: tuple[object, ...]
     first: int
-    token_arrays: TokenArrays = field(default_factory=_no_arrays)
+    token_arrays: TokenArrays
 
 
 @dataclass(frozen=True)
@@ -74,11 +68,11 @@ class Recorded:
 
     first: int
     acts: torch.Tensor
-    token_arrays: TokenArrays = field(default_factory=_no_arrays)
+    token_arrays: TokenArrays
 
 
 class ExampleSource(ABC):
-    """What examples are recorded from."""
+    """Source of the examples of a recording: `Images` or `Texts`."""
 
     @abstractmethod
     def geometry(self, adapter: Adapter) -> Geometry:
@@ -92,12 +86,9 @@ class ExampleSource(ABC):
     def describe(self) -> dict[str, object]:
         """The description of the source for `metadata.data`, in plain JSON types."""
 
-    def digests(self) -> dict[str, object]:
-        """Digests of data in memory that decide what is recorded, by name; part of the identity beside `Geometry.identity`.
-
-        All of the data are read for it, so it is asked for once in a call.
-        """
-        return {}
+    @abstractmethod
+    def identity(self) -> dict[str, object]:
+        """The rest of the source that decides which vectors come out, such as the batch size; may read all data."""
 
     @abstractmethod
     def batches(self, start: int, end: int) -> Iterator[Batch]:
@@ -108,7 +99,7 @@ class ExampleSource(ABC):
         """Examples, in order and from `start` or from an earlier one on, of batches and their vectors.
 
         Args:
-            computed: What `batches(start, …)` gave, each with (rows, layers, tokens, d_model).
+            computed: The batches of `batches(start, …)`, each with (rows, layers, tokens, d_model).
             start: As of `batches`.
         """
 
@@ -129,18 +120,11 @@ def as_stored(acts: torch.Tensor, stored: StoredDtype, *, rounds: bool) -> torch
         ArgumentError: a store can hold the numbers as they are, or no store can.
     """
     name = str(acts.dtype).removeprefix("torch.")
-    if rounds:
-        return acts.float() if name == "float64" else acts
-    if name == "float64":
+    if not rounds and (name == "float64" or (name in ITEMSIZES and stored not in {name, "float32"})):
+        keep = "no store holds them as they are" if name == "float64" else f'Pass dtype="{name}" to keep them'
         raise ArgumentError(
-            "the model computes in float64, which no store holds",
+            f"the store would be {stored}, but these vectors are {name}, and would be rounded",
             where="dtype",
-            remedy='Pass dtype="float32" to round them.',
+            remedy=f'{keep}; dtype="{stored}" rounds them.',
         )
-    if name in ITEMSIZES and stored not in {name, "float32"}:
-        raise ArgumentError(
-            f"the model's parameters are {stored}, but these vectors are {name}, and would be rounded",
-            where="dtype",
-            remedy=f'Pass dtype="{name}" to keep them, or dtype="{stored}" to round them.',
-        )
-    return acts
+    return acts.float() if name == "float64" else acts

@@ -1,19 +1,24 @@
 """Adapters of models of OpenCLIP, timm and TransformerLens, which are recognised by the names of their classes."""
 
+# These libraries have no types here: a model is any object with attributes.
+# ruff: noqa: ANN401
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from saev_store.errors import ArgumentError
 from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
 from saev_store.record._architectures import RESIDUAL, HookPoint, serial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Mapping
 
     import torch
 
+_REMEDY = "Make a VisionAdapter or a TextAdapter with blocks=[…]."
 #: Class of blocks of OpenCLIP and timm -> the hook points beside those of `RESIDUAL`.
 _BRANCHES = {
     "open_clip.ResidualAttentionBlock": serial("ls_1", "ls_2", "ln_2"),
@@ -28,31 +33,25 @@ def adapt_foreign(model: torch.nn.Module) -> Adapter | None:
     """The adapter of a model of OpenCLIP, timm or TransformerLens; None for other models.
 
     Raises:
-        ArgumentError: it is of one of these libraries, but its blocks are not known.
+        ArgumentError: it is of one of these libraries, but its blocks are not known, or it lacks an attribute in this release.
     """
-    names = _class_names(model)
-    if names & {"transformer_lens.HookedTransformer", "transformer_lens.TransformerBridge"}:
-        return _lens(model)
-    if "open_clip.VisionTransformer" in names:
-        return _open_clip(model)
-    if "open_clip.TimmModel" in names:
-        model = cast("torch.nn.Module", getattr(model, "trunk"))  # noqa: B009  # pyright knows no attributes of modules
-        names = _class_names(model)
-    if "timm.VisionTransformer" in names:
-        return _timm(model)
+    for given in (model, getattr(model, "trunk", None)):  # OpenCLIP has models of timm as a trunk
+        for name in _ADAPTERS.keys() & {*_class_names(given)}:
+            try:
+                return _ADAPTERS[name](given)
+            except AttributeError as error:
+                raise ArgumentError(
+                    f"{type(given).__name__} is not as the releases known here have it: {error}",
+                    where="model",
+                    remedy=_REMEDY,
+                ) from error
     library = type(model).__module__.partition(".")[0]
     if library not in {"open_clip", "timm", "transformer_lens"}:
         return None
-    if hasattr(model, "visual"):
-        raise ArgumentError(
-            f"{type(model).__name__} of OpenCLIP has a tower for images and one for texts",
-            where="model",
-            remedy="Pass the tower for images: model.visual.",
-        )
     raise ArgumentError(
         f"{type(model).__name__} of {library} is not one of the models whose blocks are known",
         where="model",
-        remedy="Make a VisionAdapter or a TextAdapter with blocks=[…].",
+        remedy="Pass the tower for images: model.visual." if hasattr(model, "visual") else _REMEDY,
     )
 
 
@@ -65,96 +64,62 @@ class HookedTransformerAdapter(TextAdapter):
         self.model(ids, return_type=None, attention_mask=mask)
 
 
-def _class_names(module: torch.nn.Module) -> set[str]:
+def _class_names(module: object) -> list[str]:
     """The class and its bases as "library.Class"."""
-    return {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(module).__mro__}
+    return [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(module).__mro__]
 
 
-def _points(block: torch.nn.Module) -> dict[str, HookPoint]:
+def _points(block: object) -> dict[str, HookPoint]:
     found = [_BRANCHES[name] for name in _class_names(block) if name in _BRANCHES]
     return {**RESIDUAL, **(found[0] if found else {})}
 
 
-def _get(module: object, path: str) -> object:
-    """An attribute of an attribute; `ArgumentError` if this release of the library has it no more."""
-    found = module
-    for name in path.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            raise ArgumentError(
-                f"{type(module).__name__} has no {path}, which the releases known here have",
-                where="model",
-                remedy="Make a VisionAdapter or a TextAdapter with blocks=[…].",
-            ) from None
-    return found
-
-
-def _open_clip(model: torch.nn.Module) -> VisionAdapter:
-    blocks = list(cast("Iterable[torch.nn.Module]", _get(model, "transformer.resblocks")))
-    high, wide = cast("Sequence[int]", _get(model, "patch_size"))
+def _open_clip(model: Any) -> VisionAdapter:
+    high, wide = model.patch_size
     return VisionAdapter(
         model=model,
-        blocks=blocks,
-        d_model=cast("int", _get(model, "transformer.width")),
+        blocks=list(model.transformer.resblocks),
+        d_model=model.transformer.width,
         family="clip",
-        points=_points(blocks[0]),
+        points=_points(model.transformer.resblocks[0]),
         patch_px=(high, wide),
-        n_channels=cast("int", _get(model, "conv1.in_channels")),
+        n_channels=model.conv1.in_channels,
         n_special=1,
         cls_first=True,
-        batch_axis=0 if _get(model, "transformer.batch_first") else 1,
+        batch_axis=0 if model.transformer.batch_first else 1,
     )
 
 
-def _timm(model: torch.nn.Module) -> VisionAdapter:
-    blocks = list(cast("Iterable[torch.nn.Module]", _get(model, "blocks")))
-    is_hybrid = hasattr(_get(model, "patch_embed"), "backbone")
-    high, wide = cast("Sequence[int]", _get(model, "patch_embed.patch_size"))
-    channels = _get(model, "patch_embed.in_chans" if is_hybrid else "patch_embed.proj.in_channels")
+def _timm(model: Any) -> VisionAdapter:
+    embed = model.patch_embed
+    high, wide = embed.patch_size
+    if hasattr(embed, "backbone"):  # a convolutional network before the blocks makes a map of the image
+        pairs = [*zip(embed.img_size, embed.feature_size, embed.feature_ratio, strict=True)]
+        if any(image != made * ratio for image, made, ratio in pairs):
+            raise ArgumentError(
+                f"the network before the blocks makes {embed.feature_size} of {embed.img_size}, so a patch is not whole pixels",
+                where="model",
+                remedy="Make a VisionAdapter with patch_px=….",
+            )
+        high, wide, channels = high * pairs[0][2], wide * pairs[1][2], embed.in_chans
+    else:
+        channels = embed.proj.in_channels
     return VisionAdapter(
         model=model,
-        blocks=blocks,
-        d_model=cast("int", _get(model, "embed_dim")),
+        blocks=list(model.blocks),
+        d_model=model.embed_dim,
         family="vit",
-        points=_points(blocks[0]),
-        patch_px=_hybrid_patch(model, (high, wide)) if is_hybrid else (high, wide),
-        n_channels=cast("int", channels),
-        n_special=cast("int", _get(model, "num_prefix_tokens")),
-        cls_first=bool(_get(model, "has_class_token")),
+        points=_points(model.blocks[0]),
+        patch_px=(high, wide),
+        n_channels=channels,
+        n_special=model.num_prefix_tokens,
+        cls_first=bool(model.has_class_token),
     )
 
 
-def _hybrid_patch(model: torch.nn.Module, patch: tuple[int, int]) -> tuple[int, int]:
-    """Height and width in the image of a patch of what a convolutional network makes of it.
-
-    Args:
-        model: Has such a network before its blocks.
-        patch: The patch in pixels of the network's map.
-
-    Raises:
-        ArgumentError: it is no whole number of pixels.
-    """
-    image, made, ratio = (
-        tuple(cast("Iterable[int]", _get(model, f"patch_embed.{name}")))
-        for name in ("img_size", "feature_size", "feature_ratio")
-    )
-    if image != (made[0] * ratio[0], made[1] * ratio[1]):
-        raise ArgumentError(
-            f"the convolutional network before the blocks makes a map of {made} of an image of {image}, so a patch is no whole "
-            "number of pixels",
-            where="model",
-            remedy="Make a VisionAdapter with patch_px=….",
-        )
-    return patch[0] * ratio[0], patch[1] * ratio[1]
-
-
-def _lens(model: torch.nn.Module) -> HookedTransformerAdapter:
-    blocks = list(cast("Iterable[torch.nn.Module]", _get(model, "blocks")))
-    config = _get(model, "cfg")
-    paths = {
-        id(module): path for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", blocks[0].named_modules())
-    }
+def _lens(model: Any) -> HookedTransformerAdapter:
+    blocks, config = list(model.blocks), model.cfg
+    paths = {id(module): path for path, module in blocks[0].named_modules()}
     # Blocks without an MLP have its hook all the same, which never runs.
     wanted = [name for name in _LENS if name != "mlp_out" or not getattr(config, "attn_only", False)]
     hooks = {name: id(getattr(blocks[0], f"hook_{name}", None)) for name in wanted}
@@ -162,10 +127,18 @@ def _lens(model: torch.nn.Module) -> HookedTransformerAdapter:
     return HookedTransformerAdapter(
         model=model,
         blocks=blocks,
-        d_model=cast("int", _get(config, "d_model")),
+        d_model=config.d_model,
         family=str(getattr(config, "original_architecture", None) or "transformer_lens"),
         ckpt="" if name == "custom" else name,
         points={name: HookPoint(paths[hook]) for name, hook in hooks.items() if hook in paths},
-        vocabulary_size=cast("int", _get(config, "d_vocab")),
-        max_tokens=cast("int", _get(config, "n_ctx")),
+        vocabulary_size=config.d_vocab,
+        max_tokens=config.n_ctx,
     )
+
+
+_ADAPTERS: Mapping[str, Callable[[Any], Adapter]] = {
+    "open_clip.VisionTransformer": _open_clip,
+    "timm.VisionTransformer": _timm,
+    "transformer_lens.HookedTransformer": _lens,
+    "transformer_lens.TransformerBridge": _lens,
+}

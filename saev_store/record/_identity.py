@@ -1,4 +1,4 @@
-"""What tells a recording from another one: the weights, the configuration, and what else decides the bits of a forward pass."""
+"""Identity of a recording: the weights, the configuration, the names of foreign hooks, and the source."""
 
 # transformers and torch have no types for some of what is asked here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+import xxhash
+
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.record._adapters import dtype_of, parameter_of
-from saev_store.record._functions_digest import adapter_digest, hooks_of
-from saev_store.record._modules_digest import modules_digest
-from saev_store.record._settings import LIBRARIES
-from saev_store.record._weights_digest import tensor_classes, weights_digest
+from saev_store.sources.pictures import is_pillow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
+    import numpy.typing as npt
     import torch
 
-    from saev_store.record._adapters import Adapter
     from saev_store.record._recorder import Recorder
 
 #: Packages that compute.
 _PACKAGES = ("torch", "transformers", "tokenizers")
-#: What a configuration says that no vector depends on, or that is said elsewhere.
+#: Hooks of these packages only look on, or place weights.
+_LOOKING_ON = {"transformers", "saev_store", "accelerate"}
+#: Keys of a configuration that no vector depends on, or that are recorded elsewhere.
 _IDLE = {
     "_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label",
     "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id",
@@ -34,81 +37,187 @@ _IDLE = {
     "device", "n_devices", "model_name", "tokenizer_name", "init_mode", "init_weights", "seed", "default_prepend_bos",
     "tokenizer_prepends_bos",
 }  # fmt: skip
+#: The text of an object that has no text of its own: another one in each process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-#: Fields of adapters that decide how the model is called, and which tokens are recorded.
-_CALL = ("keywords", "batch_axis", "patch_px", "n_special", "cls_first", "patchify")
-
-
-def describe_recording(recorder: Recorder, identity: Mapping[str, object]) -> dict[str, object]:
-    """What decides the vectors beside the examples, in plain JSON types: `data["recording"]` of the metadata.
+def describe_recording(recorder: Recorder, source: Mapping[str, object]) -> dict[str, object]:
+    """Identity of a recording in plain JSON types: `data["recording"]` of the metadata.
 
     Args:
         recorder: Has the model, where it will run.
-        identity: What the source adds: the size of batches, for example.
+        source: Identity of the source: the size of batches, for example.
     """
-    import torch
-
-    adapter, parameter = recorder.adapter, parameter_of(recorder.adapter.model)
+    adapter = recorder.adapter
     model = adapter.model
     names = {id(module): name for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())}
     points = {name: adapter.points[name] for name in recorder.hook_points}
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
-    classes = {type(module) for module in model.modules()} | tensor_classes(model)
-    libraries = {kind.__module__.partition(".")[0] for kind in classes}
-    precision = torch.get_float32_matmul_precision()
-    packages = [*_PACKAGES, *(name for library, name in LIBRARIES.items() if library in libraries)]
     return {
         "model": {
             "class": type(model).__name__,
             "weights": {"algorithm": "xxh3_128", "digest": weights_digest(model)},
             "config": config_digest(config),
-            "modules": modules_digest(model),
-            "hooks": hooks_of(model),
+            "hooks": _foreign_hooks(model),
             "blocks": [names[id(adapter.blocks[depth])] for depth in recorder.depths],
             "hook_points": {name: f"{point.side} of {point.path or 'the block'}" for name, point in points.items()},
         },
-        "call": describe_call(adapter),
         "computation": {
             "dtype": str(dtype_of(adapter)).removeprefix("torch."),
-            "autocast": autocast_dtypes(model),
             "attention": getattr(config, "_attn_implementation", None),
-            "device": parameter.device.type,
-            **({} if precision == "highest" else {"float32_matmul_precision": precision}),
+            "device": parameter_of(model).device.type,
         },
-        "source": dict(identity),
-        "packages": {name: found for name in packages if (found := _version(name)) is not None},
+        "source": dict(source),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
     }
 
 
-def describe_call(adapter: Adapter) -> dict[str, object]:
-    """How an adapter calls its model, and which tokens it takes: fields that no other part of the metadata tells."""
-    own = adapter_digest(adapter)
-    chosen: dict[str, object] = {name: getattr(adapter, name) for name in _CALL if hasattr(adapter, name)}
-    if "patch_px" in chosen:
-        chosen["patch_px"] = list(cast("Sequence[int]", chosen["patch_px"]))
-    return chosen if own is None else {**chosen, "class": type(adapter).__qualname__, "digest": own}
+def repairable(there: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
+    """The identity that a store has, with the weights, the configuration, the hook points and the source of this call.
 
-
-def autocast_dtypes(model: torch.nn.Module) -> dict[str, str]:
-    """The dtype that `torch.autocast` has in this thread for each type of device that the model is on; none without it."""
-    import torch
-
-    kinds = {parameter.device.type for parameter in model.parameters()}
-    return {
-        kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        for kind in sorted(kinds)
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    }
+    It differs from that of the store where these differ. The rest of an identity, which other releases wrote in other ways, is
+    left to the vectors that are computed again.
+    """
+    models = [cast("Mapping[str, object]", found.get("model") or {}) for found in (there, here)]
+    compared = {name: models[1][name] for name in ("weights", "config", "hook_points")}
+    return {**there, "model": {**models[0], **compared}, "source": here["source"]}
 
 
 def config_digest(config: object) -> str | None:
-    """SHA-256 of what a configuration of `transformers` says of the computation; None where there is none."""
+    """SHA-256 of the keys of a configuration of `transformers` that the computation depends on; None where there is none."""
     to_dict: Callable[[], Mapping[str, object]] | None = getattr(config, "to_dict", None)
     if to_dict is None:
         return None
-    said = {key: value for key, value in to_dict().items() if key not in _IDLE}
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    kept = {key: value for key, value in to_dict().items() if key not in _IDLE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def digest_of(items: Iterable[object]) -> dict[str, object] | None:
+    """xxh3_128 over dtype, shape and bytes of arrays, files in memory and images of Pillow; None if there is anything else.
+
+    >>> pair = [np.zeros(2, np.uint8), b"a"]
+    >>> digest_of(pair) == digest_of([pair[0].copy(), b"a"]), digest_of(pair) == digest_of(pair[:1]), digest_of([None])
+    (True, False, None)
+    """
+    hasher = xxhash.xxh3_128()
+    for item in items:
+        if isinstance(item, bytes):
+            hasher.update(f"file {len(item)} ".encode() + item)
+        elif is_pillow(item):
+            hasher.update(f"image {item.mode} {item.size} ".encode() + item.tobytes())
+        else:
+            try:
+                array = np.asarray(item)
+            except (TypeError, ValueError, RuntimeError):
+                return None
+            if array.dtype.kind not in "biuf":
+                return None
+            hasher.update(f"array {array.dtype.name} {array.shape} ".encode())
+            hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return {"algorithm": "xxh3_128", "scope": "full", "value": hasher.hexdigest()}
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names.
+
+    Buffers that are not saved with the model count, such as the frequencies of rotary embeddings, and so do tensors that are plain
+    attributes of modules. Quantised weights are packed integers with their scales and zero points.
+
+    Raises:
+        ArgumentError: the model's state has an object without bytes.
+    """
+    digest = xxhash.xxh3_128()
+    state = cast("Mapping[str, object]", model.state_dict())
+    for name, value in sorted({**_attributes(model), **dict(model.named_buffers()), **state}.items()):
+        _add(digest, name, value)
+    return digest.hexdigest()
+
+
+def _attributes(model: torch.nn.Module) -> dict[str, object]:
+    """Public attributes of modules that are tensors or arrays and no caches, by their paths."""
+    import torch
+
+    return {
+        f"{path}.{name} (attribute)": value
+        for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
+        for name, value in vars(module).items()
+        if isinstance(value, (torch.Tensor, np.ndarray))
+        and not (name.startswith("_") or "cache" in name or name == "rope_deltas")
+    }
+
+
+def _add(digest: xxhash.xxh3_128, name: str, value: object) -> None:
+    """Add a value of a model's state: a tensor, a plain value, or several of them."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        _add_tensor(digest, name, value.detach())
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        array = cast("npt.NDArray[np.generic]", value)
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    elif isinstance(value, (tuple, list)):
+        items = cast("Sequence[object]", value)
+        digest.update(f"{name} {len(items)}".encode())
+        for i, item in enumerate(items):
+            _add(digest, f"{name}[{i}]", item)
+    elif isinstance(value, Mapping):
+        found = cast("Mapping[object, object]", value)
+        digest.update(f"{name} {len(found)}".encode())
+        for key in sorted(found, key=repr):
+            _add(digest, f"{name}[{key!r}]", found[key])
+    elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+        digest.update(f"{name} {value!r}".encode())
+    else:
+        raise _unknown(name, kind_of(cast("object", value)))
+
+
+def _add_tensor(digest: xxhash.xxh3_128, name: str, value: torch.Tensor) -> None:
+    import torch
+
+    head = f"{name} {value.dtype} {tuple(value.shape)}"
+    # Tensors that are made of others, as those of torchao, have this protocol of torch.
+    flatten = cast("Callable[[], tuple[list[str], object]] | None", getattr(value, "__tensor_flatten__", None))
+    if flatten is not None:
+        parts, context = flatten()
+        if _ADDRESS.search(repr(context)):
+            raise _unknown(name, f"{kind_of(value)} with {context!r}")
+        digest.update(f"{head} {type(value).__name__} {context!r}".encode())
+        for part in parts:
+            _add(digest, f"{name}.{part}", getattr(value, part))
+    elif value.layout != torch.strided:
+        raise _unknown(name, f"a tensor of the layout {value.layout}")
+    elif value.is_quantized:
+        digest.update(f"{head} {value.qscheme()}".encode())
+        if value.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
+            _add(digest, f"{name}.scale", [value.q_scale(), value.q_zero_point()])
+        else:
+            channels = [value.q_per_channel_axis(), value.q_per_channel_scales(), value.q_per_channel_zero_points()]
+            _add(digest, f"{name}.scales", channels)
+        _add(digest, f"{name}.integers", value.int_repr())
+    else:
+        flat = value.cpu().contiguous().reshape(-1)
+        digest.update(head.encode())
+        digest.update(cast("npt.NDArray[np.uint8]", flat.view(torch.uint8).numpy()).data)
+
+
+def _unknown(name: str, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name} is {what}, which has no bytes to digest; the weights are part of a recording's identity",
+        where="model",
+        remedy="Record the model before it was packed, or give its weights back as tensors of plain dtypes.",
+    )
+
+
+def _foreign_hooks(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Names of the forward hooks that a user has added, by the path of the module."""
+    found: dict[str, list[str]] = {}
+    for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
+        for kind in ("forward_pre_hook", "forward_hook"):
+            for hook in cast("Mapping[int, object]", getattr(module, f"_{kind}s")).values():
+                if str(getattr(hook, "__module__", "")).partition(".")[0] not in _LOOKING_ON:
+                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    found.setdefault(path or "the model", []).append(f"{kind} {name}")
+    return found
 
 
 def _version(package: str) -> str | None:

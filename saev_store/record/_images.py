@@ -1,119 +1,56 @@
-"""Images as a source of examples: `Images` of a random-access data set, `ImageBatches` of any iterable."""
+"""`Images`: images of a folder, of Energon or of any data set with numbered samples, as a source of examples."""
+
+# Public arguments are checked whatever their annotation.
+# pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
-import itertools
-from abc import abstractmethod
-from collections.abc import Mapping
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
 
-from saev_store.core.arguments import check_flag
+from saev_store._runtime.threads import ahead
+from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.dtypes import dtype_name
-from saev_store.errors import ArgumentError, brief, kind_of
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief, kind_of, outside
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
-from saev_store.record._in_memory import digest_rows
-from saev_store.record._patch_labels import Masks, as_labels
-from saev_store.record._pictures import Pictures
-from saev_store.record._processing import check_range, framing_of, normalises, process, settings_digest
-from saev_store.sources import recorded_from
-from saev_store.sources.pictures import name_of, picture_px
+from saev_store.record._identity import config_digest, digest_of
+from saev_store.record._masks import Masks, as_labels
+from saev_store.record._processing import check_range, framing_of, process
+from saev_store.sources import Source, recorded_from
+from saev_store.sources.image_folder import ImageFolder
+from saev_store.sources.map_style import DataSet, MapStyle
+from saev_store.sources.pictures import (
+    ImageKey,
+    is_pillow,
+    name_of,
+    open_images,
+    picture_of,
+    picture_px,
+    shared_between_threads,
+)
+from saev_store.sources.pixels import decode_rgb, to_rgb
+from saev_store.sources.places import sample_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     import numpy.typing as npt
     import torch
 
     from saev_store.core.layout import IntArray
     from saev_store.record._adapters import Adapter
-    from saev_store.record._pictures import Address, OnBadImage
     from saev_store.record._processing import Processor
-    from saev_store.sources import Source
-    from saev_store.sources.map_style import DataSet
-    from saev_store.sources.pictures import ImageKey
 
     Labels: TypeAlias = npt.NDArray[np.uint8]
-    PixelBatch: TypeAlias = npt.NDArray[np.float32] | torch.Tensor
+
+Address: TypeAlias = str | os.PathLike[str]
+_N_THREADS = 8
 
 
-class _ImageSource(ExampleSource):
-    """What both kinds of images share: an example is an image."""
-
-    def __init__(
-        self, n_examples: int, cls_token: bool | None, labels: Labels | None, data: Mapping[str, object] | None
-    ) -> None:
-        if data is not None and not isinstance(data, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ArgumentError(f"data is {brief(data)}; it must be a mapping", where="data")
-        self.n_examples, self.cls_token = n_examples, cls_token
-        self.labels = None if labels is None else as_labels(labels)
-        self._input_shape: tuple[int, ...] = ()  # (channels, height, width) of every image, when the first one was seen
-        self.data = {"__class__": type(self).__name__} if data is None else dict(data)
-
-    def describe(self) -> dict[str, object]:
-        return dict(self.data)
-
-    def digests(self) -> dict[str, object]:
-        return {} if self.labels is None else {"labels": {"digest": digest_rows(self.labels, self.n_examples)}}
-
-    def geometry(self, adapter: Adapter) -> Geometry:
-        if not isinstance(adapter, VisionAdapter):
-            raise ArgumentError(
-                f"{type(adapter.model).__name__} is a model of tokens; these are images",
-                where="source",
-                remedy="Give it texts, or choose a model of images.",
-            )
-        shape = self._shape()
-        content = adapter.content_tokens(shape)
-        self._input_shape = shape[1:]
-        self._look_at(shape, adapter.patch_px)
-        if self.labels is not None and self.labels.shape != (self.n_examples, content):
-            raise ArgumentError(
-                f"labels has the shape {self.labels.shape}; one per patch is {(self.n_examples, content)}",
-                where="labels",
-            )
-        return Geometry(
-            self.n_examples,
-            content,
-            adapter.keeps_cls(self.cls_token),
-            {"labels": "uint8"} if self._has_labels() else {},
-            identity=self._identity(),
-        )
-
-    def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
-        del start  # batches are whole examples
-        for batch, acts in computed:
-            end = batch.first + len(acts)
-            labels = batch.token_arrays if self.labels is None else {"labels": self.labels[batch.first : end]}
-            yield Recorded(batch.first, acts, labels)
-            del batch, acts  # not held while the next ones are waited for
-
-    def _check_shape(self, shape: tuple[int, ...], what: str) -> None:
-        """Refuse images of another size, whose patches would be other places, also where there are as many of them."""
-        if self._input_shape and shape[1:] != self._input_shape:
-            raise ArgumentError(
-                f"{what} have the shape {shape[1:]}, the first image has {self._input_shape}; all must be equal",
-                where="images",
-                remedy="Crop or resize them to one size; an image processor does that.",
-            )
-
-    @abstractmethod
-    def _shape(self) -> tuple[int, ...]:
-        """The shape of a batch, (batch, channels, height, width)."""
-
-    def _has_labels(self) -> bool:
-        return self.labels is not None
-
-    def _look_at(self, shape: tuple[int, ...], patch_px: tuple[int, int]) -> None:
-        """Learn the shape of a batch, and the height and width of a patch."""
-
-    def _identity(self) -> dict[str, object]:
-        return {}
-
-
-class Images(_ImageSource):
+class Images(ExampleSource):
     """Images of a source, in batches that are cut at multiples of `batch_size` regardless of the start.
 
     A resumed recording therefore runs the same forward passes as an uninterrupted one, and loads no image of a batch that it
@@ -126,8 +63,8 @@ class Images(_ImageSource):
             normalised as the model wants them. With one it is whatever that takes; files and images of Pillow are converted to
             RGB first, see `saev_store.sources.pixels.to_rgb`.
         batch_size: Images in a batch; the last one may have fewer.
-        processor: An image processor of `transformers`, which makes pixels of a list of images. It is part of the recording's
-            identity.
+        processor: An image processor of `transformers`, which makes pixels of a list of images. Its settings are part of the
+            recording's identity.
         cls_token: Whether to record the CLS token; None: if the model has one.
         labels: (n_examples, content tokens) uint8, a label for each patch; may be a memory map.
         masks: Instead of `labels`: for each sample a label for each pixel. A map-style data set of integers (height, width) or of
@@ -143,8 +80,8 @@ class Images(_ImageSource):
         storage_options: Options of the file system of an address.
 
     Attributes:
-        source: Where the samples are from.
-        skipped: Positions of the samples that are left out, and why.
+        source: Source of the samples.
+        skipped: Positions of the samples that are left out, in order, and why.
 
     Raises:
         ArgumentError: an argument breaks a rule, or there is no image.
@@ -168,44 +105,58 @@ class Images(_ImageSource):
         labels: Labels | None = None,
         masks: Address | DataSet | None = None,
         image_key: ImageKey | None = None,
-        on_bad_image: OnBadImage = "raise",
+        on_bad_image: Literal["raise", "skip"] = "raise",
         any_range: bool = False,
         data: Mapping[str, object] | None = None,
         digest: Literal["sampled", "full"] = "sampled",
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        self.batch_size, self.processor = check_batch_size(batch_size), processor
+        self.batch_size, self.processor, self.cls_token = check_batch_size(batch_size), processor, cls_token
         self._any_range = check_flag(any_range, name="any_range")
+        check_choice(on_bad_image, ("raise", "skip"), name="on_bad_image")
+        check_choice(digest, ("sampled", "full"), name="digest")
         if masks is not None and labels is not None:
             raise ArgumentError(
-                "masks and labels both say what patches show", where="masks", remedy="Pass one of them."
+                "masks and labels both give labels of patches", where="masks", remedy="Pass one of them."
             )
-        self._pictures = Pictures(images, image_key, on_bad_image, digest, storage_options)
-        super().__init__(len(self._pictures), cls_token, labels, data)
-        self._has_data, self._masks = data is not None, None
-        if masks is not None:
-            used = self._pictures.samples(0, self.n_examples).tolist()
-            self._masks = Masks(masks, self.source, used, storage_options)
-        self._shape_of_batch: tuple[int, ...] | None = None
-        self._patch_px: tuple[int, int] | None = None
-        self._warns = normalises(processor)
+        if data is not None and not isinstance(data, Mapping):
+            raise ArgumentError(f"data is {brief(data)}; it must be a mapping", where="data")
+        self.source = _opened(images, storage_options)
+        self.image_key, self._data = image_key, data
+        self._digest: Literal["sampled", "full"] = digest
+        self.skipped = self._undecodable() if on_bad_image == "skip" else {}
+        self.n_examples = len(self.source) - len(self.skipped)
+        self.labels = None if labels is None else as_labels(labels)
+        samples = self._samples(0, self.n_examples).tolist()
+        self._masks = None if masks is None else Masks(masks, self.source, samples, storage_options)
+        self._shape: tuple[int, ...] = ()  # of a batch, when the first image was seen
+        self._patch_px = (0, 0)
+        self._warns = bool(getattr(processor, "do_normalize", True))
 
-    @property
-    def source(self) -> Source[object]:
-        """Where the samples are from."""
-        return self._pictures.source
-
-    @property
-    def skipped(self) -> Mapping[int, str]:
-        """Positions of the samples that are left out, and why."""
-        return self._pictures.skipped
+    def geometry(self, adapter: Adapter) -> Geometry:
+        if not isinstance(adapter, VisionAdapter):
+            raise ArgumentError(
+                f"{type(adapter.model).__name__} is a model of tokens; these are images",
+                where="source",
+                remedy="Give it texts, or choose a model of images.",
+            )
+        if not self._shape:
+            self._shape = self._pixels(*self._images(0, 1)).shape
+        content = adapter.content_tokens(self._shape)
+        self._patch_px = adapter.patch_px
+        if self.labels is not None and self.labels.shape != (self.n_examples, content):
+            raise ArgumentError(
+                f"labels has the shape {self.labels.shape}; one per patch is {(self.n_examples, content)}",
+                where="labels",
+            )
+        arrays = {} if self.labels is None and self._masks is None else {"labels": "uint8"}
+        return Geometry(self.n_examples, content, adapter.keeps_cls(self.cls_token), arrays)
 
     def describe(self) -> dict[str, object]:
-        if self._has_data:
-            return dict(self.data)
-        if self._shape_of_batch is None or self._patch_px is None:
-            raise ArgumentError("the model is not known yet", where="source", remedy="Call geometry(adapter) first.")
-        (height, width), (high, wide) = self._shape_of_batch[2:], self._patch_px
+        """The description of the source; for a model that `geometry` was asked for."""
+        if self._data is not None:
+            return dict(self._data)
+        (height, width), (high, wide) = self._shape[2:], self._patch_px
         return recorded_from(
             self.source,
             skipped=list(self.skipped),
@@ -213,40 +164,95 @@ class Images(_ImageSource):
             image_px=(height, width),
             patch_px=(high, wide),
             framing=framing_of(self.processor),
-            image_key=self._pictures.image_key,
-            digest=self._pictures.digest_scope,
+            image_key=self.image_key,
+            digest=self._digest,
         )
+
+    def identity(self) -> dict[str, object]:
+        found: dict[str, object] = {"batch_size": self.batch_size}
+        if self.processor is not None:
+            found["processor"] = {"class": type(self.processor).__name__, "config": config_digest(self.processor)}
+        if self._data is not None and self.image_key is not None:  # else the description of the source has it
+            found["image_key"] = self.image_key
+        if self.skipped:
+            found["skipped"] = list(self.skipped)
+        if self.labels is not None:
+            found["labels"] = {"digest": digest_of(self.labels[i : i + 4096] for i in range(0, self.n_examples, 4096))}
+        images = None
+        if isinstance(self.source, MapStyle) and is_in_memory(self.source.data):
+            images = digest_of(self._image(sample) for sample in self._samples(0, self.n_examples).tolist())
+        elif self._data is not None:
+            images = self.source.describe(digest=self._digest).get("digest")
+        if images is not None:
+            found["images"] = {"digest": images}
+        if self._masks is not None:
+            found["masks"] = self._masks.identity(self._digest)
+        return found
 
     def batches(self, start: int, end: int) -> Iterator[Batch]:
         """The batches from the one that contains example `start` to the one that contains `end - 1`."""
         for first in range(start // self.batch_size * self.batch_size, end, self.batch_size):
-            yield self._batch(first, min(first + self.batch_size, self.n_examples))
+            last = min(first + self.batch_size, self.n_examples)
+            names, images = self._images(first, last)
+            pixels = self._pixels(names, images)
+            labels = None if self.labels is None else self.labels[first:last]
+            if self._masks is not None:
+                input_px, framing = (pixels.shape[2], pixels.shape[3]), framing_of(self.processor)
+                labels = np.stack(
+                    [
+                        self._masks.labels(sample, input_px, self._patch_px, picture_px(image, where="images"), framing)
+                        for sample, image in zip(self._samples(first, last).tolist(), images, strict=True)
+                    ]
+                )
+            yield Batch((pixels,), first, {} if labels is None else {"labels": labels})
 
-    def _batch(self, first: int, last: int) -> Batch:
-        samples = self._pictures.samples(first, last)
-        images = self._pictures.images(samples)
-        pixels = self._pixels(images, samples)
-        if self._masks is None or self._patch_px is None:
-            return Batch((pixels,), first)
-        framing = framing_of(self.processor)
-        labels = [
-            self._masks.labels(
-                sample,
-                input_px=(pixels.shape[2], pixels.shape[3]),
-                patch_px=self._patch_px,
-                original_px=picture_px(image, where="images"),
-                framing=framing,
-            )
-            for sample, image in zip(samples.tolist(), images, strict=True)
-        ]
-        return Batch((pixels,), first, {"labels": np.stack(labels)})
+    def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
+        del start  # batches are whole examples
+        for batch, acts in computed:
+            yield Recorded(batch.first, acts, batch.token_arrays)
+            del batch, acts  # not held while the next ones are waited for
 
-    def _pixels(self, images: list[object], samples: IntArray) -> npt.NDArray[np.float32]:
-        """(examples, channels, height, width): what the model is given."""
-        names = [name_of(self.source, int(sample)) for sample in samples]
+    def _samples(self, first: int, last: int) -> IntArray:
+        """The positions in the source of examples `first` to `last - 1`."""
+        return sample_of(np.arange(first, last), list(self.skipped))
+
+    def _images(self, first: int, last: int) -> tuple[list[str], list[object]]:
+        """Names and images of examples `first` to `last - 1`: files and images of Pillow as RGB, others as they are."""
+        samples = self._samples(first, last)
+        found = zip(samples.tolist(), self.source.rows(samples), strict=True)
+        try:
+            images = [self._decoded(sample_idx, sample) for sample_idx, sample in found]
+        except DocumentError as error:
+            error.remedy = error.remedy or 'on_bad_image="skip" leaves out images that do not decode.'
+            raise
+        return [name_of(self.source, sample) for sample in samples.tolist()], images
+
+    def _image(self, sample_idx: int) -> object:
+        """The bytes of the file of an image in memory, its RGB values, or the array."""
+        where = name_of(self.source, sample_idx)
+        picture = picture_of(self.source, self.source[sample_idx], self.image_key, where=where)
+        return to_rgb(picture, where=where) if is_pillow(picture) else picture
+
+    def _decoded(self, sample_idx: int, sample: object) -> object:
+        where = name_of(self.source, sample_idx)
+        if isinstance(self.source, ImageFolder):
+            from PIL import Image
+
+            return Image.fromarray(cast("np.ndarray", sample))  # arrays leave open where their channels are
+        picture = picture_of(self.source, sample, self.image_key, where=where)
+        if isinstance(picture, bytes):
+            return decode_rgb(picture, where=where)
+        return to_rgb(picture, where=where) if is_pillow(picture) else picture
+
+    def _pixels(self, names: list[str], images: list[object]) -> npt.NDArray[np.float32]:
+        """(examples, channels, height, width): the input of the model."""
         for name, image in zip(names, images, strict=True):
             if isinstance(image, (tuple, Mapping)):
-                raise _not_alone(name, cast("object", image))
+                raise ArgumentError(
+                    f"{name} is {kind_of(cast('object', image))}; it must be pixels alone",
+                    where="images",
+                    remedy="Of pairs (image, label) hand over the images alone, or name them with image_key=….",
+                )
         what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         if self.processor is not None:
             pixels = process(self.processor, images, what)
@@ -256,104 +262,57 @@ class Images(_ImageSource):
             if len(shapes) != 1:
                 raise ArgumentError(f"{what} have the shapes {sorted(shapes)}; they must be equal", where="images")
             pixels = np.stack(each)
-        self._check_shape(pixels.shape, what)
+        if self._shape and pixels.shape[1:] != self._shape[1:]:  # their patches would be other places
+            raise ArgumentError(
+                f"{what} have the shape {pixels.shape[1:]}, the first image has {self._shape[1:]}; all must be equal",
+                where="images",
+                remedy="Crop or resize them to one size; an image processor does that.",
+            )
         if not self._any_range and pixels.size:
             check_range(pixels, what, warn=self._warns)
             self._warns = False
         return pixels
 
-    def _shape(self) -> tuple[int, ...]:
-        if self._shape_of_batch is None:
-            samples = self._pictures.samples(0, 1)
-            self._shape_of_batch = self._pixels(self._pictures.images(samples), samples).shape
-        return self._shape_of_batch
+    def _undecodable(self) -> dict[int, str]:
+        """Positions of the images that do not decode, and why; decodes all of them."""
 
-    def _has_labels(self) -> bool:
-        return self.labels is not None or self._masks is not None
+        def fault(sample_idx: int) -> str | None:
+            try:
+                self._decoded(sample_idx, self.source[sample_idx])
+            except DocumentError as error:
+                return error.message
+            return None
 
-    def _look_at(self, shape: tuple[int, ...], patch_px: tuple[int, int]) -> None:
-        self._shape_of_batch, self._patch_px = shape, patch_px
-
-    def _identity(self) -> dict[str, object]:
-        said: dict[str, object] = {"batch_size": self.batch_size}
-        if self.processor is not None:
-            said["processor"] = {"class": type(self.processor).__name__, "config": settings_digest(self.processor)}
-        if self._has_data and self._pictures.image_key is not None:  # else the description of the source has it
-            said["image_key"] = self._pictures.image_key
-        if self.skipped:
-            said["skipped"] = list(self.skipped)
-        return said
-
-    def digests(self) -> dict[str, object]:
-        said, images = super().digests(), self._pictures.digest(is_described=not self._has_data)
-        if images is not None:
-            said["images"] = {"digest": images}
-        if self._masks is not None:
-            said["masks"] = self._masks.describe(self._pictures.digest_scope)
-        return said
+        n_threads = _N_THREADS if shared_between_threads(self.source) else 1
+        faults = enumerate(ahead(fault, range(len(self.source)), n_threads))
+        skipped = {sample_idx: why for sample_idx, why in faults if why is not None}
+        if skipped:
+            shown = [f"{name_of(self.source, sample_idx)}: {why}" for sample_idx, why in [*skipped.items()][:3]]
+            text = f"{len(skipped)} of {len(self.source)} images do not decode: {'; '.join(shown)}"
+            if len(skipped) == len(self.source):
+                raise ArgumentError(text, where="images", remedy="Check image_key, and whether these are images.")
+            warnings.warn(f"{text}. They are left out", SaevStoreWarning, stacklevel=outside())
+        return skipped
 
 
-class ImageBatches(_ImageSource):
-    """Images that come in batches, for example from a `DataLoader`.
-
-    To resume, pass an iterable that starts at its beginning: batches that are recorded are read, and not run.
-
-    Args:
-        pixels: Yields (batch, channels, height, width), normalised as the model wants it.
-        n_examples: Number of images in all batches together: the metadata is written before they are read.
-        cls_token: As of `Images`.
-        labels: As of `Images`.
-        any_range: As of `Images`.
-        data: Description of the data set for the metadata, any JSON object.
-    """
-
-    def __init__(
-        self,
-        pixels: Iterable[PixelBatch],
-        n_examples: int,
-        *,
-        cls_token: bool | None = None,
-        labels: Labels | None = None,
-        any_range: bool = False,
-        data: Mapping[str, object] | None = None,
-    ) -> None:
-        self._pixels, self._any_range = pixels, check_flag(any_range, name="any_range")
-        self._begun: Iterator[PixelBatch] | None = (
-            None  # what is left after a look at the first batch, which is put back
+def _opened(images: object, storage_options: Mapping[str, object] | None) -> Source[object]:
+    """The source of images; `ArgumentError` for one of token ids, and for an empty one."""
+    if isinstance(images, (str, os.PathLike)):
+        source = open_images(cast("Address", images), storage_options)
+    else:
+        source = cast("Source[object]", images) if isinstance(images, Source) else MapStyle(cast("DataSet", images))
+    if source.format in {"mmididx", "llmbatch"}:
+        raise ArgumentError(
+            f"{source.url} has token ids, not images", where="images", remedy="Record them as texts: Texts(…)."
         )
-        super().__init__(n_examples, cls_token, labels, data)
+    if len(source) < 1:
+        raise ArgumentError("images is empty; there must be at least one example", where="images")
+    return source
 
-    def batches(self, start: int, end: int) -> Iterator[Batch]:
-        """The batches of which at least one example is from `start` to `end - 1`."""
-        begun, self._begun = self._begun, None
-        first = 0
-        for pixels in self._pixels if begun is None else begun:
-            _check_batch(pixels, first, any_range=self._any_range)
-            self._check_shape(tuple(pixels.shape), f"the images from {first} on")
-            last = first + len(pixels)
-            if last > self.n_examples:
-                raise ArgumentError(
-                    f"there are at least {last} examples, but n_examples is {self.n_examples}", where="source"
-                )
-            if last > start:
-                yield Batch((pixels,), first)
-            first = last
-            if last >= end and end < self.n_examples:
-                return
-        if first < end:
-            raise ArgumentError(
-                f"there are only {first} examples, but n_examples is {self.n_examples}",
-                where="source",
-                remedy="The store is unfinished; call again with all of them.",
-            )
 
-    def _shape(self) -> tuple[int, ...]:
-        rest = iter(self._pixels) if self._begun is None else self._begun
-        for pixels in rest:
-            _check_batch(pixels, 0, any_range=self._any_range)
-            self._begun = itertools.chain([pixels], rest)
-            return tuple(pixels.shape)
-        raise ArgumentError("there are no batches; there must be at least one", where="source")
+def is_in_memory(data: object) -> bool:
+    """Whether all samples are there already: a list, a tuple, an array of NumPy, memory maps included, or a tensor."""
+    return isinstance(data, (list, tuple, np.ndarray)) or hasattr(data, "detach")
 
 
 def _as_pixels(image: object, what: str) -> npt.NDArray[np.float32]:
@@ -363,35 +322,12 @@ def _as_pixels(image: object, what: str) -> npt.NDArray[np.float32]:
         found = cast("torch.Tensor", detach()) if callable(detach) else np.asarray(image)
     except ValueError as error:
         raise ArgumentError(f"{what} is no array of numbers: {error}", where="images") from error
-    _check_floats(found.dtype, what)
-    # NumPy has no bfloat16.
-    return found.astype(np.float32, copy=False) if isinstance(found, np.ndarray) else found.float().cpu().numpy()
-
-
-def _check_batch(pixels: PixelBatch, first: int, *, any_range: bool) -> None:
-    """Refuse a batch that is no array of normalised floats; the first one may give a warning."""
-    what = f"the batch from image {first} on"
-    if not hasattr(pixels, "shape"):
-        raise _not_alone(what, pixels)
-    _check_floats(getattr(pixels, "dtype", None), what)
-    if not any_range and 0 not in pixels.shape:
-        check_range(pixels, what, warn=first == 0)
-
-
-def _check_floats(dtype: object, what: str) -> None:
-    name = dtype_name(dtype)
+    name = dtype_name(found.dtype)
     if name is None or "float" not in name:
         raise ArgumentError(
             f"{what} has {name} numbers; pixels are normalised floats",
             where="images",
             remedy="Pass the model's image processor as processor=…, or normalise them.",
         )
-
-
-def _not_alone(what: str, value: object) -> ArgumentError:
-    """The error for pixels that come with something else, such as a label."""
-    return ArgumentError(
-        f"{what} is {kind_of(value)}; it must be pixels alone",
-        where="images",
-        remedy="Of pairs (image, label) hand over the images alone, or name them with image_key=….",
-    )
+    # NumPy has no bfloat16.
+    return found.astype(np.float32, copy=False) if isinstance(found, np.ndarray) else found.float().cpu().numpy()

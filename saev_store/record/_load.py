@@ -14,7 +14,7 @@ from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator
 
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from saev_store.record._processing import Processor
 
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
 def load_language_model(
     name: str,
     *,
     tokenizer: str | None = None,
     needs_tokenizer: bool = True,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: Dtype = "auto",
     attention: str | None = None,
     progress: bool | None = None,
 ) -> tuple[torch.nn.Module, object]:
@@ -44,27 +47,22 @@ def load_language_model(
     Raises:
         ArgumentError: there is no such implementation of attention, it is a model of images, or a name is empty.
         NotFoundError: there is no such model or tokenizer, or its files cannot be read.
-        DocumentError: the files are damaged, lack weights, or have weights of other sizes than `config.json` says.
+        DocumentError: the files are damaged, lack weights, or have weights of other sizes than `config.json` has.
         MissingDependencyError: transformers is not installed.
     """
-    need("transformers", install="saev-store[record]")
-    from transformers import AutoTokenizer
-
-    _check_name(name)
     if tokenizer is not None:
         _check_name(tokenizer, where="tokenizer")
-    _check_input(name, "input_ids")
-    model = _model(name, dtype=dtype, attention=attention, progress=progress)
+    model = _model(name, "input_ids", dtype, attention, progress)
+    from transformers import AutoTokenizer
+
+    where = tokenizer or name
     try:
-        with _loading(tokenizer or name, progress=progress):
-            found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(tokenizer or name))
+        with _loading(where, progress=progress):
+            found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(where))
         # Of a folder without the files of a tokenizer, transformers makes one that knows special tokens only.
         if len(found.get_vocab()) <= len(found.get_added_vocab()):
-            raise NotFoundError(
-                "it has no tokenizer",
-                where=tokenizer or name,
-                remedy="Name the folder or the model that has it: tokenizer=…. Token ids need none with bos=None.",
-            )
+            remedy = "Name the folder or the model that has it: tokenizer=…. Token ids need none with bos=None."
+            raise NotFoundError("it has no tokenizer", where=where, remedy=remedy)
     except NotFoundError:
         if needs_tokenizer or tokenizer is not None:
             raise
@@ -73,11 +71,7 @@ def load_language_model(
 
 
 def load_vision_model(
-    name: str,
-    *,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    attention: str | None = None,
-    progress: bool | None = None,
+    name: str, *, dtype: Dtype = "auto", attention: str | None = None, progress: bool | None = None
 ) -> torch.nn.Module:
     """A model of images without a head; of CLIP and the like, which have a tower for texts, too, the one for images.
 
@@ -93,13 +87,9 @@ def load_vision_model(
         DocumentError: as of `load_language_model`.
         MissingDependencyError: transformers is not installed.
     """
-    need("transformers", install="saev-store[record]")
-    _check_name(name)
-    _check_input(name, "pixel_values")
-    model = _model(name, dtype=dtype, attention=attention, progress=progress)
-    if hasattr(model, "text_model") and hasattr(model, "vision_model"):
-        return cast("torch.nn.Module", model.vision_model)
-    return model
+    model = _model(name, "pixel_values", dtype, attention, progress)
+    has_towers = hasattr(model, "text_model") and hasattr(model, "vision_model")
+    return cast("torch.nn.Module", model.vision_model) if has_towers else model
 
 
 def load_image_processor(name: str, *, progress: bool | None = None) -> Processor:
@@ -134,7 +124,7 @@ def _check_name(name: str, *, where: str = "name") -> None:
         raise ArgumentError("'' is the name of no folder and of no model", where=where)
 
 
-def _check_input(name: str, wanted: Literal["input_ids", "pixel_values"]) -> None:
+def _check_input(name: str, wanted: str) -> None:
     """Refuse a model of texts where one of images is wanted, and the other way round."""
     from transformers import MODEL_MAPPING, AutoConfig
 
@@ -146,25 +136,18 @@ def _check_input(name: str, wanted: Literal["input_ids", "pixel_values"]) -> Non
     found = cast("object", MODEL_MAPPING[type(config)])
     classes = cast("tuple[object, ...]", found) if isinstance(found, tuple) else (found,)
     inputs = {getattr(each, "main_input_name", None) for each in classes}
-    other, what, remedy = {
-        "input_ids": ("pixel_values", "images", "Record images with it: images=…."),
-        "pixel_values": ("input_ids", "texts", "Record texts with it: text=… or tokens=…."),
-    }[wanted]
+    other, what = ("pixel_values", "images") if wanted == "input_ids" else ("input_ids", "texts")
     if other in inputs and wanted not in inputs:
-        raise ArgumentError(f"{config.model_type} is a model of {what}", where=name, remedy=remedy)
+        raise ArgumentError(f"{config.model_type} is a model of {what}", where=name, remedy=f"Record {what} with it.")
 
 
-def _model(
-    name: str,
-    *,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"],
-    attention: str | None,
-    progress: bool | None,
-) -> torch.nn.Module:
-    """A model without a head; arguments as of `load_language_model`."""
+def _model(name: str, wanted: str, dtype: Dtype, attention: str | None, progress: bool | None) -> torch.nn.Module:
+    """A model without a head; arguments as of `load_language_model`, `wanted` is the name of its input."""
     need("transformers", install="saev-store[record]")
     from transformers import AutoModel
 
+    _check_name(name)
+    _check_input(name, wanted)
     chosen = {} if attention is None else {"attn_implementation": attention}
     with _loading(name, progress=progress, attention=attention):
         # Sizes that differ are refused below, with their names.
@@ -176,39 +159,24 @@ def _model(
             ignore_mismatched_sizes=True,
             **chosen,
         )
-    for key, there, wanted in sorted(cast("set[tuple[str, Sequence[int], Sequence[int]]]", found["mismatched_keys"])):
+    remedy = "Check that config.json belongs to these weights."
+    for key, there, wanted_shape in sorted(cast("set[tuple[str, object, object]]", found["mismatched_keys"])):
         raise DocumentError(
-            f"{key} has the shape {tuple(there)} in its files, and {tuple(wanted)} according to its config.json",
-            where=name,
-            remedy="Check that config.json belongs to these weights.",
+            f"{key} has the shape {there}, and {wanted_shape} in config.json", where=name, remedy=remedy
         )
-    _fill_missing(cast("torch.nn.Module", model), sorted(cast("list[str]", found["missing_keys"])), name)
-    return cast("torch.nn.Module", model)
-
-
-def _fill_missing(model: torch.nn.Module, missing: Sequence[str], name: str) -> None:
-    """Zeros for a pooler that the files lack, which no hook point sees; elsewhere random numbers would be recorded.
-
-    With the random numbers of transformers, no two runs would have the same digest of weights.
-    """
-    for key in missing:
+    for key in sorted(cast("list[str]", found["missing_keys"])):
+        # transformers has filled them with random numbers; no hook point sees a pooler, and zeros have the same digest each time.
         if not {"pooler", "head"}.intersection(key.split(".")):
-            raise DocumentError(
-                f"its files have no weights for {key}" + (f" and {len(missing) - 1} others" if missing[1:] else ""),
-                where=name,
-                remedy="Check that config.json belongs to these weights.",
-            )
-        model.get_parameter(key).data.zero_()
+            raise DocumentError(f"its files have no weights for {key}", where=name, remedy=remedy)
+        cast("torch.nn.Module", model).get_parameter(key).data.zero_()
+    return cast("torch.nn.Module", model)
 
 
 @contextmanager
 def _loading(name: str, *, progress: bool | None, attention: str | None = None) -> Generator[None]:
     """Turns errors of transformers into those of this package."""
     try:
-        with (
-            _bars(shown=(sys.stderr is not None and sys.stderr.isatty()) if progress is None else progress),
-            _without_report(),
-        ):
+        with _quiet(shows_bars=sys.stderr is not None and sys.stderr.isatty() if progress is None else progress):
             yield
     except MemoryError:
         raise
@@ -234,31 +202,21 @@ def _loading(name: str, *, progress: bool | None, attention: str | None = None) 
 
 
 @contextmanager
-def _without_report() -> Generator[None]:
-    """Leaves out the table of unused and missing weights: a head is not recorded, and what is missing is refused."""
-    logger = logging.getLogger("transformers.modeling_utils")
+def _quiet(*, shows_bars: bool) -> Generator[None]:
+    """Without the progress bars of transformers, and without its table of unused weights: a head is not recorded."""
+    from transformers.utils import logging as bars
 
     def is_no_report(record: logging.LogRecord) -> bool:
         text = record.getMessage()
         return "LOAD REPORT" not in text or "CONVERSION" in text
 
+    logger, hides = logging.getLogger("transformers.modeling_utils"), not shows_bars and bars.is_progress_bar_enabled()
     logger.addFilter(is_no_report)
+    if hides:
+        bars.disable_progress_bar()
     try:
         yield
     finally:
         logger.removeFilter(is_no_report)
-
-
-@contextmanager
-def _bars(*, shown: bool) -> Generator[None]:
-    """Switches the progress bars of transformers off where they are not wanted, and then on again."""
-    from transformers.utils import logging as bars
-
-    if shown or not bars.is_progress_bar_enabled():
-        yield
-        return
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        bars.enable_progress_bar()
+        if hides:
+            bars.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Which part of a recording this process records: as the caller says, or as torchrun and Slurm number their processes."""
+"""Part of a recording that belongs to this process: as the caller gives it, or as torchrun and Slurm number their processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Part: TypeAlias = tuple[int, int] | Literal["auto"]
 
 
 def this_part(part: object) -> tuple[int, int] | None:
-    """(rank, number of ranks) of this process, ranks from 0; None where nothing was said of parts.
+    """(rank, number of ranks) of this process, ranks from 0; None where no part was given.
 
     Args:
-        part: `(rank, n)`, `"auto"` or None. `"auto"` is one process of one where the environment says nothing.
+        part: `(rank, n)`, `"auto"` or None. `"auto"` is one process of one where the environment has no numbers.
 
     Raises:
         ArgumentError: it is none of these, or the environment contradicts itself.
@@ -48,9 +48,21 @@ def started_as() -> tuple[int, int]:
     Raises:
         ArgumentError: variables contradict each other, or the numbers of the array have gaps.
     """
-    outer, n_outer = _in_array()
+    array = "SLURM_ARRAY_TASK_"
     inner, n_inner = _counted("RANK", "WORLD_SIZE") or _counted("SLURM_PROCID", "SLURM_NTASKS") or (0, 1)
-    return outer * n_inner + inner, n_outer * n_inner
+    if not os.environ.get(f"{array}ID") or _number(f"{array}COUNT") == 1:
+        return inner, n_inner
+    task, n, first, last = (_number(array + name) for name in ("ID", "COUNT", "MIN", "MAX"))
+    step = max(1, _number(f"{array}STEP")) if os.environ.get(f"{array}STEP") else 1
+    outer, rest = divmod(task - first, step)
+    # `--array=1,5,9` has a first, a last and a count, and no variable has the place of 5.
+    if rest or last - first != (n - 1) * step or not 0 <= outer < n:
+        raise ArgumentError(
+            f"task {task} is one of {n} of a Slurm array from {first} to {last}, whose numbers have gaps",
+            where="part",
+            remedy="Give the part of each task, or start the array as 1-N.",
+        )
+    return outer * n_inner + inner, n * n_inner
 
 
 def this_device(device: str | None) -> str | None:
@@ -65,7 +77,7 @@ def this_device(device: str | None) -> str | None:
 
 
 def starts_several() -> bool:
-    """Whether this process is one of several, as far as the environment says; never raises."""
+    """Whether this process is one of several, as far as the environment has numbers; never raises."""
     try:
         return started_as()[1] > 1
     except ArgumentError:
@@ -80,35 +92,18 @@ def _counted(rank_name: str, n_name: str) -> tuple[int, int] | None:
     if rank < n:
         return rank, n
     raise ArgumentError(
-        f"the environment says {rank_name}={rank} and {n_name}={n}; ranks count from 0 to {n_name} - 1",
+        f"the environment has {rank_name}={rank} and {n_name}={n}; ranks count from 0 to {n_name} - 1",
         where="part",
         remedy="Correct the variables, or give the part.",
     )
-
-
-def _in_array() -> tuple[int, int]:
-    """The position of this task in a Slurm array, and the number of its tasks."""
-    if not os.environ.get("SLURM_ARRAY_TASK_ID") or _number("SLURM_ARRAY_TASK_COUNT") == 1:
-        return 0, 1
-    names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX")
-    task, n, first, last = map(_number, names)
-    step = max(1, _number("SLURM_ARRAY_TASK_STEP")) if os.environ.get("SLURM_ARRAY_TASK_STEP") else 1
-    position, rest = divmod(task - first, step)
-    # `--array=1,5,9` has a first, a last and a count, but which one is 5 is not told.
-    if rest or last - first != (n - 1) * step or not 0 <= position < n:
-        raise ArgumentError(
-            f"task {task} is one of {n} of a Slurm array from {first} to {last}, whose numbers have gaps",
-            where="part",
-            remedy="Give the part of each task, or start the array as 1-N.",
-        )
-    return position, n
 
 
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if text.isdecimal():
         return int(text)
-    said = f"{name}={text!r}" if text else f"nothing of {name}"
     raise ArgumentError(
-        f"the environment says {said}; it must be a number", where="part", remedy="Correct it, or give the part."
+        f"{name} is {text!r} in the environment; it must be a number",
+        where="part",
+        remedy="Correct it, or give the part.",
     )

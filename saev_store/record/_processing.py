@@ -1,4 +1,4 @@
-"""From images to the pixels that a model is given: its own processor, and a look at whether they are normalised."""
+"""Pixels that a model is given: its own image processor, and a look at whether they are normalised."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from saev_store.errors import ArgumentError, SaevStoreError, SaevStoreWarning, brief, kind_of, outside
-from saev_store.record._functions_digest import function_digest
-from saev_store.record._identity import config_digest
 from saev_store.sources.framing import Framing
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import torch
 
 #: Normalised pixels are at most this far from 0; those from 0 to 255 are not.
 _MOST = 10.0
-#: Classes of processors that resize the whole image, and then crop its centre, as their configuration says.
+#: Classes of processors that resize the whole image, and then crop its centre, as their configuration has it.
 _KNOWN = re.compile(r"(ViT|CLIP|Bit|Siglip|DeiT|Beit|DINOv3ViT)ImageProcessor(Pil|Fast)?")
+#: A size with other keys, such as a limit of the longest edge.
+_UNKNOWN = (0, 0)
 _REMEDY = "Pass the model's image processor as processor=… of `Images`, or normalise them; any_range=True accepts them as they are."
 
 
@@ -31,45 +30,34 @@ class Processor(Protocol):
     def __call__(self, *, images: Sequence[object], return_tensors: str) -> Mapping[str, npt.ArrayLike]: ...
 
 
-def settings_digest(processor: Processor) -> str:
-    """The digest of what an image processor does."""
-    return config_digest(processor) or function_digest(
-        processor, where="processor", remedy="Give it a method to_dict that returns its settings as plain JSON types."
-    )
-
-
 def process(processor: Processor, images: Sequence[object], what: str) -> npt.NDArray[np.float32]:
     """The pixels of images, (images, channels, height, width), by the processor of a model.
 
     Raises:
-        ArgumentError: it refuses them, or what it returns are no pixels, one array for each image.
+        ArgumentError: it refuses them, or does not return pixels, one array for each image.
     """
+    name = type(processor).__name__
     try:
         made = processor(images=images, return_tensors="np")
     except (SaevStoreError, MemoryError):
         raise
     except Exception as error:
-        raise ArgumentError(
-            f"{type(processor).__name__} refuses {what}: {type(error).__name__}: {error}", where="processor"
-        ) from error
+        raise ArgumentError(f"{name} refuses {what}: {type(error).__name__}: {error}", where="processor") from error
     try:
         pixels = np.asarray(made["pixel_values"], dtype=np.float32)
+        if pixels.ndim < 1 or len(pixels) != len(images):
+            raise ValueError(f"pixels of shape {pixels.shape} of {len(images)} images")
     except (KeyError, TypeError, ValueError) as error:
         names = ", ".join(made) if hasattr(made, "keys") else kind_of(made)
         raise ArgumentError(
-            f"{brief(type(processor).__name__)} returns {names}; images are the array 'pixel_values'",
+            f"{brief(name)} returns {names}; images are the array 'pixel_values', one for each image: {error}",
             where="processor",
             remedy="Pass the image processor of the model, such as AutoImageProcessor.from_pretrained(…).",
         ) from error
-    if pixels.ndim < 1 or len(pixels) != len(images):
-        raise ArgumentError(
-            f"{type(processor).__name__} makes pixels of shape {pixels.shape} of {len(images)} images; one is needed for each",
-            where="processor",
-        )
     return pixels
 
 
-def check_range(pixels: npt.NDArray[np.floating] | torch.Tensor, what: str, *, warn: bool) -> None:
+def check_range(pixels: npt.NDArray[np.floating], what: str, *, warn: bool) -> None:
     """Refuse pixels that cannot be normalised ones; warn of those from 0 to 1.
 
     Args:
@@ -84,26 +72,17 @@ def check_range(pixels: npt.NDArray[np.floating] | torch.Tensor, what: str, *, w
         SaevStoreWarning: they are from 0 to 1, and none is negative.
     """
     low, high = float(pixels.min()), float(pixels.max())
-    is_grey = warn and low >= 0 and 0 < high <= 1
-    if not (is_grey or max(-low, high) > _MOST):
-        return
     found = f"{what} has pixels from {low:.3g} to {high:.3g} with the mean {float(pixels.mean()):.3g}"
-    if not is_grey:
+    if max(-low, high) > _MOST:
         raise ArgumentError(
             f"{found}; normalised ones are between -{_MOST:.0f} and {_MOST:.0f}", where="images", remedy=_REMEDY
         )
-    warnings.warn(
-        f"{found}, which look as if they were not normalised. {_REMEDY}", SaevStoreWarning, stacklevel=outside()
-    )
-
-
-def normalises(processor: Processor | None) -> bool:
-    """Whether pixels should have negative numbers: unless a processor says that it does not normalise."""
-    return bool(getattr(processor, "do_normalize", True))
+    if warn and low >= 0 and 0 < high <= 1:
+        warnings.warn(f"{found}, as if they were not normalised. {_REMEDY}", SaevStoreWarning, stacklevel=outside())
 
 
 def framing_of(processor: Processor | None) -> Framing | None:
-    """How a processor resizes and crops images; None for one of which that is not known.
+    """The resizing and cropping of a processor; None for one of which that is not known.
 
     Without a processor images are the model's input as they are.
     """
@@ -112,25 +91,22 @@ def framing_of(processor: Processor | None) -> Framing | None:
     to_dict: Callable[[], Mapping[str, object]] | None = getattr(processor, "to_dict", None)
     if to_dict is None or not _KNOWN.fullmatch(type(processor).__name__):
         return None
-    said = to_dict()
-    if said.get("do_pad") or said.get("crop_pct") is not None:
+    settings = to_dict()
+    if settings.get("do_pad") or settings.get("crop_pct") is not None:
         return None
-    resize = _size_of(said.get("size")) if said.get("do_resize") else None
-    crop = _size_of(said.get("crop_size")) if said.get("do_center_crop") else None
+    resize = _size_of(settings.get("size")) if settings.get("do_resize") else None
+    crop = _size_of(settings.get("crop_size")) if settings.get("do_center_crop") else None
     if resize is _UNKNOWN or crop is _UNKNOWN or isinstance(crop, int):
         return None
     return Framing(resize, crop)
 
 
-#: A size with other keys, such as a limit of the longest edge.
-_UNKNOWN = (0, 0)
-
-
 def _size_of(size: object) -> tuple[int, int] | int:
     """(height, width), or the shortest edge."""
-    found = {key: value for key, value in cast("Mapping[str, object]", size).items() if value is not None} if isinstance(size, Mapping) else {}  # fmt: skip
+    given = cast("Mapping[str, object]", size if isinstance(size, Mapping) else {})
+    found = {key: value for key, value in given.items() if isinstance(value, int)}
     if {*found} == {"shortest_edge"}:
-        return cast("int", found["shortest_edge"])
+        return found["shortest_edge"]
     if {*found} == {"height", "width"}:
-        return cast("int", found["height"]), cast("int", found["width"])
+        return found["height"], found["width"]
     return _UNKNOWN

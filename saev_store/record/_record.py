@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Literal, cast, get_args, overload
 
 from saev_store.core.dtypes import ITEMSIZES, StoredDtype
@@ -18,35 +20,33 @@ from saev_store.record._adapt import adapt
 from saev_store.record._adapters import dtype_of, place
 from saev_store.record._examples import ExampleSource, as_stored
 from saev_store.record._identity import describe_recording
-from saev_store.record._names import named
+from saev_store.record._names import name_of
 from saev_store.record._part import this_device, this_part
-from saev_store.record._pipeline import Lane, Pipeline, closing_in_thread
 from saev_store.record._ranks import part_examples, write_part
 from saev_store.record._recheck import KeptExamples, Recheck
 from saev_store.record._recorder import Recorder
-from saev_store.record._report import NOTHING_RECORDED, RecordingReport
+from saev_store.record._report import RecordingReport
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
 from saev_store.writer.work import Work
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 
     import torch
 
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
     from saev_store.record._examples import Batch
-    from saev_store.record._host_copy import HostCopy
     from saev_store.record._part import Part
     from saev_store.record._ranks import RecordedPart
     from saev_store.store.store import ShardStore
     from saev_store.transport import Transport
     from saev_store.writer import ShardWriter
 
-#: Vectors are appended in pieces of about this length.
-_PIECE_BYTES = 8 << 20
+#: Batches that are read and wait for the model.
+_N_READ = 2
 
 
 @overload
@@ -128,16 +128,16 @@ def record(
     An interrupted call continues with the first shard that is not durable when it is made again. The result has the same bytes as an
     uninterrupted one: batches are cut at the same places, and a batch that was written in part runs as a whole again.
 
-    Reading, the model and writing run beside each other, in the order of the source; `estimate_recording` says beforehand how
-    much memory that takes, and what else a recording costs.
+    A thread reads the source ahead of the model, and writing runs beside it. `estimate_recording` gives beforehand the memory
+    that this takes, and what else a recording costs.
 
-    What decides the vectors is in `data["recording"]` of the metadata, so it is part of the store's hash: digests of the
-    weights and of the configuration, the dtype of computation, the attention implementation, sizes of batches and contexts, the
-    versions of torch and transformers.
+    The identity of the recording is in `data["recording"]` of the metadata, so it is part of the store's hash: digests of the
+    weights and of the configuration, names of hooks that are not ours, the source with its sizes of batches and contexts, and the
+    versions of torch and transformers. A model that was changed by hand is yours to name, in `data` of the source.
 
     Args:
         model: A transformer of `transformers`, see `adapt`, or an adapter. Put into evaluation mode while recording.
-        source: `Images`, `ImageBatches` or `Texts`.
+        source: `Images` or `Texts`.
         root: Directory or URL in which the store's folder is created.
         layers: Labels of the blocks to record, see `Recorder`; written into the metadata as they are given.
         hook_points: Where in each block, see `Recorder`.
@@ -176,8 +176,6 @@ def record(
         MissingDependencyError: torch is not installed.
     """
     check_policies(recheck, on_overflow)
-    if on_report is not None and not callable(on_report):  # callers may not check types
-        raise ArgumentError(f"{brief(on_report)} cannot be called", where="on_report")
     of_ranks = this_part(part)
     recorder = prepare(
         model, source, layers, hook_points=hook_points, device=this_device(device) if part == "auto" else device
@@ -185,9 +183,9 @@ def record(
     transport = open_transport(root, storage_options)
     metadata = describe(
         recorder, source, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard, dataset=dataset, family=family,
-        ckpt=ckpt, protocol=protocol, root=transport,
+        ckpt=ckpt, protocol=protocol,
     )  # fmt: skip
-    report, written_s = NOTHING_RECORDED, time.perf_counter()
+    report, written_s = RecordingReport(), time.perf_counter()
 
     def open_writer() -> ShardWriter:
         return create_store(
@@ -241,7 +239,7 @@ def prepare(
         raise ArgumentError(
             f"{brief(source)} is no source of examples",
             where="source",
-            remedy="Pass Images(…), ImageBatches(…) or Texts(…).",
+            remedy="Pass Images(…) or Texts(…).",
         )
     adapter = adapt(model)
     place(adapter.model, device)
@@ -260,10 +258,8 @@ def describe(
     family: str | None = None,
     ckpt: str | None = None,
     protocol: str | None = None,
-    like: Metadata | None = None,
-    root: Transport | None = None,
 ) -> Metadata:
-    """The metadata of a recording; arguments as of `record`, but `like` and `root`, which are those of `named`.
+    """The metadata of a recording; arguments as of `record`.
 
     Raises:
         ArgumentError: an argument breaks a rule, or nothing names the family or the weights.
@@ -281,19 +277,15 @@ def describe(
                 remedy=f"Pass {name}=….",
             )
     if dtype is None:
-        dtype = _computed_dtype(adapter) if protocol in {None, "3.0"} else "float32"
+        computed = str(dtype_of(adapter)).removeprefix("torch.")
+        dtype = cast("StoredDtype", computed) if computed in ITEMSIZES and protocol in {None, "3.0"} else "float32"
     points = [point for _, point in recorder.axis]
     # Labels need no declaration before protocol 3.0, which is only written where something else needs it.
-    is_old = (
-        dtype == "float32"
-        and geometry.text is None
-        and {*points} == {RESID_POST}
-        and {*geometry.token_arrays} <= {"labels"}
-    )
-    make = partial(
-        new_metadata,
+    is_old = dtype == "float32" and geometry.text is None and {*points} == {RESID_POST}
+    return new_metadata(
         protocol=protocol,
         family=family,
+        ckpt=name_of(ckpt),
         layers=[label for label, _ in recorder.axis],
         hook_points=points,
         content_tokens_per_example=geometry.content_tokens,
@@ -301,12 +293,12 @@ def describe(
         d_model=adapter.d_model,
         n_examples=geometry.n_examples,
         max_tokens_per_shard=max_tokens_per_shard,
-        data={**data, "recording": describe_recording(recorder, {**geometry.identity, **source.digests()})},
+        data={**data, "recording": describe_recording(recorder, source.identity())},
         dataset=dataset,
         dtype=dtype,
-        token_arrays=None if is_old else geometry.token_arrays,
+        text=geometry.text,
+        token_arrays=None if is_old and {*geometry.token_arrays} <= {"labels"} else geometry.token_arrays,
     )
-    return named(make, ckpt=ckpt, text=geometry.text, like=like, root=root)
 
 
 def fill_missing(
@@ -351,7 +343,7 @@ def fill_missing(
         elif end < examples.stop:
             spans.insert(0, (end, end + 1, end + 1))
     kept = KeptExamples(store, work, writer.layout, saturate=saturate)
-    report, n_left = NOTHING_RECORDED, sum(map(len, ranges))
+    report, n_left = RecordingReport(), sum(map(len, ranges))
     for span in spans:
         report = _fill(
             writer, recorder, source, span, kept, n_left - report.n_examples, recheck=recheck, rounds=rounds, without=without,
@@ -374,63 +366,94 @@ def _fill(
     before: RecordingReport,
     on_report: Callable[[RecordingReport], object] | None,
 ) -> RecordingReport:
-    """Append the examples of `span`, (first that is computed, first that is missing, end).
-
-    A thread reads the source, another one appends, and this one runs the model, see `Pipeline`: `N_ALIVE` batches are alive at
-    most, `N_WITH_VECTORS` of them with their vectors. So memory is bounded by `pipeline_nbytes`.
-    """
+    """Append the examples of `span`, (first that is computed, first that is missing, end)."""
     first, kept, end = span
-    n_appended, began_s = 0, time.perf_counter()
-    step = max(1, _PIECE_BYTES // writer.layout.example_nbytes)
-
-    def compute(batch: Batch) -> tuple[Batch, HostCopy]:
-        return batch, recorder.begin(*batch.inputs)
-
-    def append(computed: Lane[tuple[Batch, HostCopy]]) -> None:
-        nonlocal n_appended
-        with closing_in_thread(source.assemble(map(_arrived, computed), first)) as examples:
-            for found in examples:
-                stored = cast("StoredDtype", writer.layout.dtype)
-                recorded = replace(found, acts=as_stored(found.acts, stored, rounds=rounds))
-                n = min(end - recorded.first, len(recorded.acts))
-                n_kept = min(max(kept - recorded.first, 0), n)
-                if recheck != "off":
-                    for i in range(max(first - recorded.first, 0), n_kept):
-                        there.compare(recorded, i, recheck)
-                for at in range(n_kept, n, step):
-                    computed.check()  # a slow disk must not keep an interrupt waiting
-                    piece = slice(at, min(at + step, n))
-                    arrays = {
-                        name: values[piece] for name, values in recorded.token_arrays.items() if name not in without
-                    }
-                    writer.append(recorded.acts[piece], **arrays)
-                    n_appended += piece.stop - piece.start
-                    writer.note(report().brief)
-                del found, recorded
+    n_appended, waits_s, began_s = 0, [0.0, 0.0], time.perf_counter()
+    stored = cast("StoredDtype", writer.layout.dtype)
 
     def report() -> RecordingReport:
-        return RecordingReport(
-            n_examples=n_appended,
-            n_left=n_left - n_appended,
-            nbytes=n_appended * writer.layout.example_nbytes,
-            elapsed_s=time.perf_counter() - began_s,
-            source_wait_s=pipeline.source_wait_s,
-            writer_wait_s=pipeline.writer_wait_s,
-        ).following(before)
+        elapsed_s, nbytes = time.perf_counter() - began_s, n_appended * writer.layout.example_nbytes
+        return RecordingReport(n_appended, n_left - n_appended, nbytes, elapsed_s, *waits_s).following(before)
 
-    pipeline = Pipeline(lambda: recorder.staged(source.batches(first, end)), compute, append)
-    with recorder:
-        pipeline.run(after=lambda: None if on_report is None else on_report(report()))
+    with recorder, closing(_read_ahead(source.batches(first, end), waits_s, pins=recorder.n_ahead > 0)) as batches:
+        for recorded in source.assemble(_computed(recorder, batches), first):
+            acts = as_stored(recorded.acts, stored, rounds=rounds)
+            n = min(end - recorded.first, len(acts))
+            n_kept = min(max(kept - recorded.first, 0), n)
+            if recheck != "off":
+                for i in range(max(first - recorded.first, 0), n_kept):
+                    there.compare(recorded, i, recheck)
+            if n_kept < n:
+                put_s = time.perf_counter()
+                arrays = recorded.token_arrays.items()
+                writer.append(acts[n_kept:n], **{name: rows[n_kept:n] for name, rows in arrays if name not in without})
+                waits_s[1] += time.perf_counter() - put_s
+                n_appended += n - n_kept
+            writer.note(report().brief)
+            if on_report is not None:
+                on_report(report())
+            del recorded, acts  # not held while the next ones are computed
     return report()
 
 
-def _arrived(item: tuple[Batch, HostCopy]) -> tuple[Batch, torch.Tensor]:
-    """A batch with its vectors in the memory of the CPU."""
-    batch, copy = item
-    return batch, copy.result()
+def _read_ahead(batches: Iterator[Batch], waits_s: list[float], *, pins: bool) -> Generator[Batch]:
+    """The batches, read by a thread ahead of the caller; an error of the source is raised in its place.
+
+    Args:
+        batches: Run in that thread.
+        waits_s: The seconds that the caller waits are added to the first number.
+        pins: Whether inputs are put into memory from which a GPU copies them beside its work.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="saev_store-read")
+    try:
+        begun = deque(pool.submit(_next, batches, pins=pins) for _ in range(_N_READ))
+        while True:
+            began_s = time.perf_counter()
+            batch = begun.popleft().result()
+            waits_s[0] += time.perf_counter() - began_s
+            if batch is None:
+                return
+            begun.append(pool.submit(_next, batches, pins=pins))
+            yield batch
+            del batch  # not held while the next one is waited for
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _computed_dtype(adapter: Adapter) -> StoredDtype:
-    """The dtype in which the model begins to compute where a store may hold it, else float32."""
-    name = str(dtype_of(adapter)).removeprefix("torch.")
-    return cast("StoredDtype", name) if name in ITEMSIZES else "float32"
+def _next(batches: Iterator[Batch], *, pins: bool) -> Batch | None:
+    batch = next(batches, None)
+    if batch is None or not pins:
+        return batch
+    import torch
+
+    return replace(batch, inputs=tuple(torch.as_tensor(value).pin_memory() for value in batch.inputs))
+
+
+def _computed(recorder: Recorder, batches: Iterator[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Batches with their vectors in the CPU's memory; a GPU runs the next batch meanwhile."""
+    running: deque[tuple[Batch, Callable[[], torch.Tensor]]] = deque()
+    for batch in batches:
+        running.append((batch, recorder.begin(*batch.inputs)))
+        del batch
+        if len(running) > recorder.n_ahead:
+            yield _arrived(running)
+    while running:
+        yield _arrived(running)
+
+
+def _arrived(running: deque[tuple[Batch, Callable[[], torch.Tensor]]]) -> tuple[Batch, torch.Tensor]:
+    batch, vectors = running.popleft()
+    return batch, vectors()
+
+
+def batches_nbytes(inputs_nbytes: int, vectors_nbytes: int) -> int:
+    """Bytes that the batches of a recording take at most; the writer's buffers are not counted.
+
+    Args:
+        inputs_nbytes: Of what the model is given for the largest batch.
+        vectors_nbytes: Of the vectors of that batch in the dtype that the model computes in.
+
+    >>> batches_nbytes(inputs_nbytes=5_000_000, vectors_nbytes=60_000_000)
+    205000000
+    """
+    return (_N_READ + 3) * inputs_nbytes + 3 * vectors_nbytes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from saev_store.core.layout import RESID_POST
@@ -16,11 +15,9 @@ from saev_store.errors import ArgumentError, SaevStoreError, brief, kind_of
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import TextAdapter, VisionAdapter, parameter_of, resolve_layers
 from saev_store.record._checks import check_loaded, check_not_compiled, check_padding
-from saev_store.record._host_copy import HostCopy, pinned
-from saev_store.record._pipeline import closing_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from saev_store.record._adapters import Adapter
-    from saev_store.record._examples import Batch
 
 
 class Recorder:
@@ -104,7 +100,7 @@ class Recorder:
                     self._handles.append(module.register_forward_pre_hook(self._on_input(slot), with_kwargs=True))
                 else:
                     self._handles.append(module.register_forward_hook(self._on_output(slot)))
-        except BaseException:  # Ctrl-C: nobody will leave what was not entered
+        except BaseException:  # nobody will leave what was not entered
             self._restore()
             raise
         return self
@@ -112,14 +108,9 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self._restore()
-        except BaseException:  # Ctrl-C within it
-            self._restore()
-            raise
+        self._restore()
 
     def _restore(self) -> None:
-        """Leave the model as it was; again after a part of that."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -143,10 +134,15 @@ class Recorder:
         Raises:
             ArgumentError: the batch is not one of this model's, or a module did not run once on it.
         """
-        return self.begin(*inputs).result()
+        return self.begin(*inputs)()
 
-    def begin(self, *inputs: object) -> HostCopy:
-        """As a call, but the vectors may be on their way from a GPU when this returns; the model is done with the batch.
+    @property
+    def n_ahead(self) -> int:
+        """Batches that may be begun before the vectors of an earlier one are asked for: those that a GPU runs meanwhile."""
+        return int(parameter_of(self.adapter.model).device.type == "cuda")
+
+    def begin(self, *inputs: object) -> Callable[[], torch.Tensor]:
+        """As a call, but returns a function that waits for a GPU and gives the vectors.
 
         Args:
             inputs: As of a call.
@@ -189,23 +185,27 @@ class Recorder:
             self._padding_is_hidden = check_padding(self, *tensors)
         return self._to_host(captured.out)
 
-    def staged(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Batches whose inputs are in memory from which they reach the model's device while the host goes on."""
-        if parameter_of(self.adapter.model).device.type != "cuda":
-            return batches
-        return _pinned_batches(batches)
-
-    def _to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """The copy of computed vectors to the host, begun."""
+    def _to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The copy of computed vectors to pinned memory, begun on a stream of its own, so that it runs beside the next batch."""
         import torch
 
         if not tensor.is_cuda:
-            return HostCopy(tensor, None)
+            return tensor.cpu
         if self._stream is None or self._stream.device != tensor.device:
             self._stream = torch.cuda.Stream(tensor.device)
-        copy = HostCopy(tensor, self._stream)
-        torch.cuda.current_stream(tensor.device).synchronize()
-        return copy
+        stream, copied = self._stream, torch.cuda.Event(blocking=True)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+            copied.record(stream)
+        tensor.record_stream(stream)  # its memory is not used again before the copy is done
+
+        def arrived() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return arrived
 
     def _on_input(self, slot: int) -> Callable[[torch.nn.Module, tuple[object, ...], Mapping[str, object]], None]:
         def keep(_module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -314,14 +314,6 @@ def _without_fast_path(model: torch.nn.Module) -> Generator[None]:
         yield
     finally:
         mha.set_fastpath_enabled(True)
-
-
-def _pinned_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
-    def pin(batch: Batch) -> Batch:
-        return replace(batch, inputs=tuple(pinned(_as_tensor(value)) for value in batch.inputs))
-
-    with closing_in_thread(batches):
-        yield from map(pin, batches)
 
 
 def _as_tensor(value: object) -> torch.Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ResumeError
-from saev_store.record._pipeline import closing_in_thread
+from saev_store.record._identity import repairable
 from saev_store.record._record import check_policies, describe, fill_missing, prepare
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
@@ -65,10 +66,6 @@ def repair(
     hook_points: Sequence[str] | None = None,
     dtype: StoredDtype | None = None,
     max_tokens_per_shard: int | None = None,
-    dataset: str | None = None,
-    family: str | None = None,
-    ckpt: str | None = None,
-    protocol: str | None = None,
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     recheck: Recheck = "exact",
@@ -83,7 +80,8 @@ def repair(
     example that is there. A file that is lost is built beside its place, and takes it in one step when it is whole. No other
     file is touched. Token arrays come from the source alone.
 
-    After a crash the same call repairs the rest. Where nothing is lost, nothing runs.
+    After a crash the same call repairs the rest. Where nothing is lost, nothing runs. The weights, the configuration, the hook
+    points and the source have to be those of the recording; the rest is compared by the vectors.
 
     Args:
         model: As of `record`.
@@ -93,10 +91,6 @@ def repair(
         hook_points: As of `record`.
         dtype: As of `record`.
         max_tokens_per_shard: As of `record`.
-        dataset: As of `record`.
-        family: As of `record`.
-        ckpt: As of `record`.
-        protocol: As of `record`.
         device: Device of the computation; None: that of the model.
         storage_options: Options of the file system of `url`.
         recheck: Before anything is replaced, an example that is there is computed again. `"exact"` refuses to repair where a bit
@@ -134,18 +128,17 @@ def repair(
         source,
         dtype=dtype or cast("StoredDtype", there.layout.dtype),
         max_tokens_per_shard=there.max_tokens_per_shard if max_tokens_per_shard is None else max_tokens_per_shard,
-        dataset=there.dataset if dataset is None else dataset,
-        family=family or there.family,
-        ckpt=ckpt or there.ckpt,
-        protocol=protocol or there.protocol,
-        like=there,
+        dataset=there.dataset,
+        family=there.family,
+        ckpt=there.ckpt,
+        protocol=there.protocol,
     )
-    differences = metadata_differences(there.raw.decode(), here.raw.decode())
+    differences = _unbridged(there, here)
     if differences:
         raise ResumeError(
             f"the store was recorded in another way: {'; '.join(differences)}",
             where=transport.url,
-            remedy="Repair with the model, the source and the packages that it was recorded with.",
+            remedy="Repair with the model and the source that it was recorded with.",
         )
     with open_repair(
         transport, there, deep=True, exact=recheck == "exact", on_nonfinite=on_nonfinite, on_overflow=on_overflow,
@@ -174,6 +167,21 @@ def repair(
     return RepairedRecording(ShardStore.open(open_transport(url, storage_options)), tuple(writer.repaired))
 
 
+def _unbridged(there: Metadata, here: Metadata) -> list[str]:
+    """Differences of two metadata documents that no repair bridges."""
+    old, new = (cast("dict[str, Any]", json.loads(found.raw)) for found in (there, here))
+    new["data"]["recording"] = repairable(old["data"]["recording"], new["data"]["recording"])
+    tokenizers = [_tokenizer(found) for found in (old, new)]
+    if tokenizers[0].get("digest") == tokenizers[1].get("digest") is not None:  # whatever its folder is called
+        tokenizers[1]["name"] = tokenizers[0].get("name", "")
+    return _differences(old, new, "")
+
+
+def _tokenizer(document: dict[str, Any]) -> dict[str, object]:
+    text = cast("dict[str, Any]", document.get("text") or {})
+    return cast("dict[str, object]", text.get("tokenizer") or {})
+
+
 def _restore_arrays(writer: RepairWriter, recorder: Recorder, source: ExampleSource, metadata: Metadata) -> None:
     """Write lost token arrays anew. The model does not run."""
     given = source.geometry(recorder.adapter).token_arrays
@@ -189,8 +197,9 @@ def _restore_arrays(writer: RepairWriter, recorder: Recorder, source: ExampleSou
 
 def _values(source: ExampleSource, name: str, n_examples: int) -> Iterator[npt.NDArray[np.generic]]:
     """A token array in pieces, (k, content tokens)."""
-    with closing_in_thread(source.batches(0, n_examples)) as batches:
-        for recorded in source.assemble(((batch, _no_vectors(batch)) for batch in batches), 0):
+    computed = ((batch, _no_vectors(batch)) for batch in source.batches(0, n_examples))
+    with closing(computed):
+        for recorded in source.assemble(computed, 0):
             yield recorded.token_arrays[name][: n_examples - recorded.first]
 
 
@@ -209,26 +218,8 @@ def _line(file: RepairedFile) -> str:
     return f"{file.name}: {f'examples {examples}' if examples else 'written anew'}; {bytes_are[file.identical]}"
 
 
-def metadata_differences(there: str, here: str) -> list[str]:
-    """Which keys differ between two metadata documents, both values shown; of objects, which of their keys.
-
-    >>> metadata_differences('{"n_examples": 5, "data": {"seed": 1}}', '{"n_examples": 5, "data": {"seed": 2}}')
-    ['data.seed is 1 there, 2 in this call']
-    """
-    if there == here:
-        return []
-    try:
-        old, new = cast("object", json.loads(there)), cast("object", json.loads(here))
-    except (ValueError, RecursionError):
-        return ["the metadata there is no JSON"]
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return ["the metadata there is no JSON object"]
-    found = _differences(cast("Mapping[str, object]", old), cast("Mapping[str, object]", new), "")
-    return found or ["the metadata says the same in other bytes (the order of its keys, or white space)"]
-
-
 def _differences(olds: Mapping[str, object], news: Mapping[str, object], prefix: str) -> list[str]:
-    """The differences of two objects, which are below `prefix`."""
+    """Keys that differ between two documents, both values shown; of objects, which of their keys."""
     found: list[str] = []
     for key in {**olds, **news}:
         old, new = olds.get(key), news.get(key)

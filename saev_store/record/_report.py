@@ -1,8 +1,8 @@
-"""What a recording tells of itself: how fast it is, and for whom the model waited."""
+"""Speed of a recording, and what the model waited for."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from saev_store._runtime.progress import human_gb, human_rate, human_seconds
@@ -26,38 +26,23 @@ class RecordingReport:
 
     >>> report = RecordingReport(n_examples=600, n_left=200, nbytes=3 << 30, elapsed_s=60.0, source_wait_s=15.0,
     ...                          writer_wait_s=0.6)
-    >>> report.examples_per_s, report.source_wait, report.writer_wait, report.left_s
-    (10.0, 0.25, 0.01, 20.0)
+    >>> report.examples_per_s, report.left_s
+    (10.0, 20.0)
     >>> print(report)
     recorded 600 examples (3.2 GB) in 60 s, 10 examples/s; the model waited 25 % of the time for the source and 1 % for the writer
     """
 
-    n_examples: int
-    n_left: int
-    nbytes: int
-    elapsed_s: float
-    source_wait_s: float
-    writer_wait_s: float
+    n_examples: int = 0
+    n_left: int = 0
+    nbytes: int = 0
+    elapsed_s: float = 0.0
+    source_wait_s: float = 0.0
+    writer_wait_s: float = 0.0
 
     @property
     def examples_per_s(self) -> float:
         """Examples per second."""
         return self._per_s(self.n_examples)
-
-    @property
-    def gb_per_s(self) -> float:
-        """Gigabytes (10^9 bytes) of vectors per second."""
-        return self._per_s(self.nbytes) / 1e9
-
-    @property
-    def source_wait(self) -> float:
-        """Share of the time in which the model waited for the source, from 0 to 1."""
-        return self._per_s(self.source_wait_s)
-
-    @property
-    def writer_wait(self) -> float:
-        """Share of the time in which the model waited for the writer, from 0 to 1."""
-        return self._per_s(self.writer_wait_s)
 
     @property
     def left_s(self) -> float | None:
@@ -69,18 +54,14 @@ class RecordingReport:
     @property
     def brief(self) -> str:
         """A few words for the end of a bar, which has the rate and the time left itself."""
-        return f"waited {self.source_wait:.0%} for source, {self.writer_wait:.0%} for writer"
+        return (
+            f"waited {self._per_s(self.source_wait_s):.0%} for source, {self._per_s(self.writer_wait_s):.0%} for writer"
+        )
 
     def following(self, before: RecordingReport) -> RecordingReport:
         """This report and an earlier one of the same call as one."""
-        return RecordingReport(
-            n_examples=before.n_examples + self.n_examples,
-            n_left=self.n_left,
-            nbytes=before.nbytes + self.nbytes,
-            elapsed_s=before.elapsed_s + self.elapsed_s,
-            source_wait_s=before.source_wait_s + self.source_wait_s,
-            writer_wait_s=before.writer_wait_s + self.writer_wait_s,
-        )
+        sums = {field.name: getattr(self, field.name) + getattr(before, field.name) for field in fields(self)}
+        return RecordingReport(**{**sums, "n_left": self.n_left})
 
     def published_after(self, seconds: float) -> Self:
         """The report when publication, for which the model's work was over, has taken so long."""
@@ -91,23 +72,21 @@ class RecordingReport:
         return {
             **asdict(self),
             "examples_per_s": self.examples_per_s,
-            "gb_per_s": self.gb_per_s,
-            "source_wait": self.source_wait,
-            "writer_wait": self.writer_wait,
+            "gb_per_s": self._per_s(self.nbytes) / 1e9,
+            "source_wait": self._per_s(self.source_wait_s),
+            "writer_wait": self._per_s(self.writer_wait_s),
             "left_s": self.left_s,
         }
 
     def __str__(self) -> str:
         if not self.n_examples:
             return "recorded nothing: all examples were there"
+        waits = [100 * self._per_s(seconds) for seconds in (self.source_wait_s, self.writer_wait_s)]
         return (
             f"recorded {counted(self.n_examples, 'example')} ({human_gb(self.nbytes)}) in {human_seconds(self.elapsed_s)}, "
-            f"{human_rate(self.n_examples, 'examples', self.elapsed_s)}; the model waited {100 * self.source_wait:.0f} % of the "
-            f"time for the source and {100 * self.writer_wait:.0f} % for the writer"
+            f"{human_rate(self.n_examples, 'examples', self.elapsed_s)}; the model waited {waits[0]:.0f} % of the time for the "
+            f"source and {waits[1]:.0f} % for the writer"
         )
 
     def _per_s(self, amount: float) -> float:
         return amount / self.elapsed_s if self.elapsed_s else 0.0
-
-
-NOTHING_RECORDED = RecordingReport(0, 0, 0, 0.0, 0.0, 0.0)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from saev_store.core.arguments import check_choice, check_flag
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import TextAdapter
-from saev_store.record._documents import Tokenizer, as_documents
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
 from saev_store.record._rows import cut_documents, cut_evenly, documents_of
+from saev_store.record._token_ids import TokenIds, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -82,8 +82,7 @@ class Texts(ExampleSource):
         digest: Literal["sampled", "full"] = "sampled",
     ) -> None:
         check_choice(digest, ("sampled", "full"), name="digest")
-        if layout not in get_args(TextLayout):
-            raise ArgumentError(f"layout is {brief(layout)}; it must be 'window' or 'stream'", where="layout")
+        check_choice(layout, ("window", "stream"), name="layout")
         self.pack = check_flag(pack, name="pack")
         if layout == "stream" and self.pack:
             raise ArgumentError("a stream is packed already", where="pack", remedy="Leave pack out.")
@@ -94,7 +93,7 @@ class Texts(ExampleSource):
         self.example_tokens = self.context if example_tokens is None else _positive(example_tokens, "example_tokens")
         self.batch_size = check_batch_size(batch_size)
         self.bos = _bos(bos, self.tokenizer)
-        self.documents = as_documents(documents, self.tokenizer, text_key=text_key, digest=digest)
+        self.documents = TokenIds(documents, self.tokenizer, text_key=text_key, digest=digest)
         starts = self.documents.starts
         self._rows = cut_evenly(int(starts[-1]), self.context) if self.pack else cut_documents(starts, self.context)
 
@@ -114,13 +113,13 @@ class Texts(ExampleSource):
         text = {
             "layout": self.layout,
             "bos": cls_token,
-            "tokenizer": None if self.tokenizer is None else self.tokenizer.describe(),
+            "tokenizer": self.tokenizer and {"name": self.tokenizer.name, "digest": self.tokenizer.digest},
         }
         n_examples = len(self._rows) if is_window else -(-self.documents.n_tokens // self.example_tokens)
-        identity: dict[str, object] = {
-            "batch_size": self.batch_size, "context": self.context, "bos_id": self.bos, "packed": self.pack
-        }  # fmt: skip
-        return Geometry(n_examples, self.example_tokens, cls_token, _ARRAYS, text, identity)
+        return Geometry(n_examples, self.example_tokens, cls_token, _ARRAYS, text)
+
+    def identity(self) -> dict[str, object]:
+        return {"batch_size": self.batch_size, "context": self.context, "bos_id": self.bos, "packed": self.pack}
 
     def batches(self, start: int, end: int) -> Iterator[Batch]:
         """The batches from the one with the first token of example `start` to the one with the last of `end - 1`."""

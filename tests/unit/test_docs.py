@@ -55,7 +55,7 @@ RUN_ELSEWHERE = [
     ("docs/integrations.md", "saev-store import /data/hidden_states --to", "tests/helpers/peer_training.py"),
     ("docs/integrations.md", "register()  #", "tests/helpers/peer_training.py"),
     ("docs/integrations.md", "activation_stream(", "tests/peers/test_training_peers.py"),
-    ("docs/recording.md", "class Model(", "tests/faces/test_record_adapters.py"),
+    ("docs/recording.md", "class Model(", "tests/record/test_recorder_bits.py"),
     ("docs/recording.md", "from transformer_lens import", "tests/peers/test_record_lens.py"),
     ("docs/recording.md", "from nnsight import", "tests/peers/test_record_lens.py"),
 ]

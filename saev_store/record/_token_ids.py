@@ -1,11 +1,10 @@
-"""Documents of token ids, laid end to end: of texts with a tokenizer, of text files, of arrays, of token files."""
+"""`TokenIds`: documents of token ids, laid end to end: of texts with a tokenizer, of text files, of arrays, of token files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
@@ -14,6 +13,7 @@ import numpy as np
 import xxhash
 
 from saev_store.errors import ArgumentError, brief
+from saev_store.record._names import name_of
 from saev_store.sources import MapStyle, Source, TextFile, recorded_from
 from saev_store.sources.texts import text_of
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from saev_store.core.layout import IntArray
     from saev_store.sources.map_style import DataSet
 
-#: Samples of a source that are read at a time to learn their lengths.
+#: Samples of a source that are read at a time.
 _BATCH = 1024
-#: Formats of sources whose samples are texts, or parts with a text: their ids are kept in memory.
+#: Formats of sources whose samples are texts, or parts with a text.
 _OF_TEXTS = frozenset({"energon", "map_style", "text"})
 _MAX_ID = 2**31 - 1
 
 
 class Tokenizer:
-    """A tokenizer of `tokenizers` or `transformers`, as recording uses it: no special tokens are added.
+    """Tokenizer of `tokenizers` or `transformers` that adds no special tokens.
 
     Attributes:
         name: Its name; "" where it has none.
-        digest: SHA-256 of what decides its ids, in hexadecimal digits.
+        digest: SHA-256 of its rules and vocabulary, in hexadecimal digits.
         size: Number of ids, added ones included.
         bos: Its BOS token; None where it has none.
     """
 
     def __init__(self, tokenizer: object) -> None:
-        self.name = str(getattr(tokenizer, "name_or_path", ""))
+        self.name = name_of(str(getattr(tokenizer, "name_or_path", "")))
         inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
         encode, to_str = getattr(tokenizer, "encode", None), getattr(inner, "to_str", None)
         get_vocab = getattr(tokenizer, "get_vocab", None)
@@ -67,116 +67,85 @@ class Tokenizer:
         self.bos = bos if isinstance(bos, int) else None
 
     def encode(self, text: str) -> IntArray:
-        """The token ids of a text."""
+        """The token ids of a text, int64."""
         found = self._encode(text, add_special_tokens=False)
         return np.asarray(getattr(found, "ids", found), dtype=np.int64)
 
-    def describe(self) -> dict[str, object]:
-        """Its description for the metadata."""
-        return {"name": self.name, "digest": self.digest}
 
-
-class Documents(ABC):
+class TokenIds:
     """Documents of token ids, laid end to end.
+
+    Args:
+        value: The path of a text file or of a JSONL file; an open source of token ids or of texts; or texts and arrays of token
+            ids, as a data set with a length and numbered samples or as any iterable. Texts become ids at once, which are kept
+            in memory, four bytes each; of token files only the ids that are asked for are read.
+        tokenizer: For texts.
+        text_key: Key of the text in samples with several parts, see `saev_store.sources.texts.text_of`.
+        digest: How much of the files of a source of token ids its description has; other tokens are all in memory.
 
     Attributes:
         starts: int64: where each document begins, and the number of all tokens at the end.
+
+    Raises:
+        ArgumentError: it is none of these, or there is no token in it.
+        NotFoundError, AccessError, DocumentError: the file cannot be read, or its content is damaged.
     """
 
-    starts: IntArray
+    def __init__(
+        self,
+        value: object,
+        tokenizer: Tokenizer | None,
+        *,
+        text_key: str | int = "text",
+        digest: Literal["sampled", "full"] = "sampled",
+    ) -> None:
+        self._source = _source_of(value, text_key)
+        self._digest: Literal["sampled", "full"] = digest
+        self._ids: npt.NDArray[np.int32] | None = None
+        if self._source is not None and self._source.format not in _OF_TEXTS:
+            self.starts = _starts_of(_lengths_of(self._source))
+        else:
+            ids, lengths = array("i"), list[int]()
+            for sample, where in _samples(self._source, value):
+                part = _ids(text_of(self._source, sample, text_key, where=where), tokenizer, where)
+                ids.frombytes(part.astype(np.int32).tobytes())
+                lengths.append(len(part))
+            self.starts, self._ids = _starts_of(lengths), np.frombuffer(ids, np.int32)
+        if self.n_tokens < 1:
+            raise ArgumentError("there is not a single token in the documents", where="documents")
 
     @property
     def n_tokens(self) -> int:
         """Tokens of all documents."""
         return int(self.starts[-1])
 
-    @abstractmethod
     def tokens(self, first: int, last: int) -> IntArray:
         """The ids `first` to `last - 1` of all documents laid end to end, int64."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, object]:
-        """The description for `metadata.data`."""
-
-
-class _InMemory(Documents):
-    """Documents whose ids are in memory, four bytes each."""
-
-    def __init__(self, parts: Iterable[npt.NDArray[np.integer]], described: dict[str, object]) -> None:
-        ids, lengths = array("i"), list[int]()
-        for part in parts:
-            ids.frombytes(part.astype(np.int32).tobytes())
-            lengths.append(len(part))
-        self.starts = _starts_of(lengths)
-        self._ids = np.frombuffer(ids, np.int32)
-        self._described = described
-
-    def tokens(self, first: int, last: int) -> IntArray:
-        return self._ids[first:last].astype(np.int64)
-
-    def describe(self) -> dict[str, object]:
-        digest = xxhash.xxh3_128(self.starts.astype("<i8").data)
-        digest.update(self._ids.astype("<i4", copy=False).data)
-        return {
-            **self._described,
-            "documents": len(self.starts) - 1,
-            "tokens": self.n_tokens,
-            "digest": {"algorithm": "xxh3_128", "digest": digest.hexdigest()},
-        }
-
-
-class _OfSource(Documents):
-    """The samples of a source of token ids; each is a document, and is read when it is needed."""
-
-    def __init__(self, source: Source[npt.NDArray[np.generic]], digest: Literal["sampled", "full"]) -> None:
-        self._source = source
-        self._digest: Literal["sampled", "full"] = digest
-        self.starts = _starts_of(_lengths_of(source))
-
-    def tokens(self, first: int, last: int) -> IntArray:
+        if self._ids is not None:
+            return self._ids[first:last].astype(np.int64)
+        source = cast("Source[object]", self._source)
         first_document = int(np.searchsorted(self.starts, first, side="right")) - 1
         last_document = int(np.searchsorted(self.starts, last, side="left"))
-        parts = [_checked_ids(part, "source") for part in self._source.rows(slice(first_document, last_document))]
+        parts = [_checked_ids(part, "source") for part in source.rows(slice(first_document, last_document))]
         skip = first - int(self.starts[first_document])
         return np.concatenate(parts)[skip : skip + last - first].astype(np.int64)
 
     def describe(self) -> dict[str, object]:
-        return recorded_from(self._source, by_token=True, digest=self._digest)
-
-
-def as_documents(
-    value: object, tokenizer: Tokenizer | None, *, text_key: str | int, digest: Literal["sampled", "full"] = "sampled"
-) -> Documents:
-    """Documents of what a caller has.
-
-    Args:
-        value: The path of a text file or of a JSONL file; an open source of token ids or of texts; or texts and arrays of token
-            ids, as a data set with a length and numbered samples or as any iterable.
-        tokenizer: For texts.
-        text_key: Key of the text in samples with several parts, see `saev_store.sources.texts.text_of`.
-        digest: How much of the files of a source of token ids its description has; other tokens are all in memory.
-
-    Raises:
-        ArgumentError: it is none of these, or there is no token in it.
-        NotFoundError, AccessError, DocumentError: the file cannot be read, or is not what its name says.
-    """
-    source = _source_of(value, text_key)
-    if source is not None and source.format in _OF_TEXTS:
-        ids = (_ids(found, tokenizer, where) for found, where in _texts_of(source, text_key))
-        documents: Documents = _InMemory(ids, recorded_from(source, by_token=True))
-    elif source is not None:
-        documents = _OfSource(cast("Source[npt.NDArray[np.generic]]", source), digest)
-    elif isinstance(value, Iterable):
-        named = ((sample, f"documents[{i}]") for i, sample in enumerate(cast("Iterable[object]", value)))
-        ids = (_ids(text_of(None, sample, text_key, where=where), tokenizer, where) for sample, where in named)
-        documents = _InMemory(ids, {"__class__": "Texts"})
-    else:
-        raise ArgumentError(
-            f"{brief(value)} is no texts", where="documents", remedy="Pass texts, a file, or open_source(…)."
-        )
-    if documents.n_tokens < 1:
-        raise ArgumentError("there is not a single token in the documents", where="documents")
-    return documents
+        """The description for `metadata.data`."""
+        described: dict[str, object] = {"__class__": "Texts"}
+        if self._source is not None:
+            scope = self._digest if self._ids is None else "sampled"
+            described = recorded_from(self._source, by_token=True, digest=scope)
+        if self._ids is None:
+            return described
+        digest = xxhash.xxh3_128(self.starts.astype("<i8").data)
+        digest.update(self._ids.astype("<i4", copy=False).data)
+        return {
+            **described,
+            "documents": len(self.starts) - 1,
+            "tokens": self.n_tokens,
+            "digest": {"algorithm": "xxh3_128", "digest": digest.hexdigest()},
+        }
 
 
 def _source_of(value: object, text_key: str | int) -> Source[object] | None:
@@ -185,7 +154,7 @@ def _source_of(value: object, text_key: str | int) -> Source[object] | None:
         source = cast("Source[object]", value)
         if source.format == "images":
             raise ArgumentError(
-                f"{source.url} has images; these are no texts", where="documents", remedy="Record them as images."
+                f"{source.url} has images, not texts", where="documents", remedy="Record them as images: Images(…)."
             )
         return source
     if isinstance(value, (str, os.PathLike)):
@@ -197,17 +166,25 @@ def _source_of(value: object, text_key: str | int) -> Source[object] | None:
             remedy="Pass one of its values, such as the split documents['train'].",
         )
     is_numbered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    if not is_numbered and not isinstance(value, Iterable):
+        raise ArgumentError(
+            f"{brief(value)} is no texts", where="documents", remedy="Pass texts, a file, or open_source(…)."
+        )
     return MapStyle(cast("DataSet", value)) if is_numbered else None
 
 
-def _texts_of(source: Source[object], text_key: str | int) -> Iterator[tuple[object, str]]:
-    """Each text or array of token ids of a source, and its name for messages."""
-    number = 0
-    for batch in source.batches(_BATCH):
-        for sample in batch:
-            where = f"documents[{number}]" if source.format == "map_style" else f"{source.url}: {source.key(number)}"
-            yield text_of(source, sample, text_key, where=where), where
-            number += 1
+def _samples(source: Source[object] | None, value: object) -> Iterator[tuple[object, str]]:
+    """Each sample of a source, or of an iterable, and its name for messages."""
+    if source is None:
+        samples = cast("Iterable[object]", value)
+    else:
+        samples = (sample for batch in source.batches(_BATCH) for sample in batch)
+    for number, sample in enumerate(samples):
+        has_keys = source is not None and source.format != "map_style"
+        yield (
+            sample,
+            f"{source.url}: {source.key(number)}" if source is not None and has_keys else f"documents[{number}]",
+        )
 
 
 def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[np.integer]:
@@ -218,7 +195,7 @@ def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[
         raise ArgumentError("texts need a tokenizer", where="tokenizer", remedy="Pass tokenizer=….")
     try:
         return tokenizer.encode(value)
-    except (TypeError, UnicodeError) as error:  # tokenizers say TypeError
+    except (TypeError, UnicodeError) as error:  # TypeError from tokenizers
         if value.isascii() or value.encode(errors="ignore").decode() == value:
             raise
         raise ArgumentError(
@@ -228,12 +205,11 @@ def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[
         ) from error
 
 
-def _lengths_of(source: Source[npt.NDArray[np.generic]]) -> Sequence[int] | IntArray:
-    """Tokens of each sample; what an index says of them is not read again."""
-    sizes = getattr(source, "sizes", None)
+def _lengths_of(source: Source[object]) -> Sequence[int] | IntArray:
+    """Tokens of each sample; those that an index has are not read again."""
+    sizes, length = getattr(source, "sizes", None), getattr(source, "seq_len", None)
     if isinstance(sizes, np.ndarray):
         return cast("IntArray", sizes)
-    length = getattr(source, "seq_len", None)
     if isinstance(length, int):
         return np.full(len(source), length, np.int64)
     return [len(_checked_ids(sample, "source")) for batch in source.batches(_BATCH) for sample in batch]

@@ -1,4 +1,4 @@
-"""Segmentation masks to labels of patches."""
+"""`Masks`: labels of patches from segmentation masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 
 from saev_store.errors import ArgumentError, NotFoundError, brief, kind_of
-from saev_store.record._in_memory import digest_of, is_in_memory
+from saev_store.record._identity import digest_of
 from saev_store.sources.address import full_url
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.map_style import DataSet, MapStyle
@@ -16,7 +16,7 @@ from saev_store.sources.pictures import is_pillow, name_of
 from saev_store.sources.pixels import decode_mask, mask_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -28,12 +28,12 @@ _MOST = 255
 
 
 class Masks:
-    """The segmentation masks of the samples of a source: a label for each pixel.
+    """Segmentation masks of the samples of a source: a label for each pixel.
 
     Args:
         masks: A map-style data set with the mask of sample i at i: (height, width) integers, or images of Pillow with one channel.
             Or the address of a folder of images whose paths are the keys of the samples, with any endings.
-        source: Where the images are from.
+        source: Source of the images.
         samples: Positions of the samples that are recorded.
         storage_options: Of that folder.
 
@@ -46,38 +46,36 @@ class Masks:
         self,
         masks: object,
         source: Source[object],
-        samples: Iterable[int],
+        samples: Sequence[int],
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        self._source, self._samples = source, list(samples)
-        self._folder: ImageFolder | None = None
+        self._source, self._samples = source, samples
         if isinstance(masks, (str, os.PathLike)):
-            self._folder = ImageFolder(cast("str", masks), storage_options)
-            self._positions = _matched(self._folder, source, self._samples)
+            folder = ImageFolder(cast("str", masks), storage_options)
+            self._masks: ImageFolder | MapStyle = folder
+            self._positions = _matched(folder, source, samples)
             return
-        self._given = MapStyle(cast("DataSet", masks))
-        if len(self._given) != len(source):
+        self._masks, self._positions = MapStyle(cast("DataSet", masks)), {sample: sample for sample in samples}
+        if len(self._masks) != len(source):
             raise ArgumentError(
-                f"there are {len(self._given)} masks, but {len(source)} images; each image has one", where="masks"
+                f"there are {len(self._masks)} masks, but {len(source)} images; each image has one", where="masks"
             )
 
-    def describe(self, digest: Literal["sampled", "full"]) -> dict[str, object]:
-        """What decides the labels, as far as that can be told: nothing where a data set makes the masks when it is asked.
+    def identity(self, digest: Literal["sampled", "full"]) -> dict[str, object]:
+        """The digest of the masks; empty where a data set makes them when it is asked.
 
         Args:
             digest: As of `Images`.
         """
-        if self._folder is not None:
-            return {"digest": self._folder.describe(digest=digest)["digest"]}
-        if not is_in_memory(self._given.data):
+        if not isinstance(self._masks, MapStyle):
+            return {"digest": self._masks.describe(digest=digest)["digest"]}
+        if not isinstance(self._masks.data, (list, tuple, np.ndarray)):
             return {}
-        names = (f"the mask of {name_of(self._source, sample)}" for sample in self._samples)
-        return {"digest": digest_of(map(self._mask, self._samples, names))}
+        return {"digest": digest_of(map(self._mask, self._samples))}
 
     def labels(
         self,
         sample_idx: int,
-        *,
         input_px: SizePx,
         patch_px: SizePx,
         original_px: SizePx | None,
@@ -96,36 +94,36 @@ class Masks:
             ArgumentError: the mask has another size, or a label that uint8 cannot hold.
             DocumentError: it does not decode.
         """
-        what = f"the mask of {name_of(self._source, sample_idx)}"
-        mask = self._mask(sample_idx, what)
+        mask = self._mask(sample_idx)
         framed = mask if mask.shape == input_px else None
         if framing is not None and mask.shape == original_px:
             framed = framing.framed(mask)
         if framed is None or framed.shape != input_px:
             raise ArgumentError(
-                f"{what} has {mask.shape[0]} x {mask.shape[1]} pixels, and the model's input {input_px[0]} x {input_px[1]}"
-                + ("" if original_px is None else f", made of {original_px[0]} x {original_px[1]}"),
+                f"{self._name(sample_idx)} has {mask.shape} pixels, the model's input {input_px}, made of {original_px}",
                 where="masks",
-                remedy="Pass masks of the input's size. Those of the image's size are resized and cropped only as a processor "
-                "does of which that is known.",
+                remedy="Pass masks of the input's size. Those of the image's size are resized and cropped only as a known "
+                "processor does it.",
             )
         low, high = int(framed.min()), int(framed.max())
         if low < 0 or high > _MOST:
             raise ArgumentError(
-                f"{what} has values from {low} to {high}; labels are from 0 to {_MOST}",
+                f"{self._name(sample_idx)} has values from {low} to {high}; labels are from 0 to {_MOST}",
                 where="masks",
                 remedy="Join classes, or choose which of them to keep.",
             )
         return majority(framed.astype(np.uint8), patch_px)
 
-    def _mask(self, sample_idx: int, what: str) -> npt.NDArray[np.integer]:
+    def _name(self, sample_idx: int) -> str:
+        return f"the mask of {name_of(self._source, sample_idx)}"
+
+    def _mask(self, sample_idx: int) -> npt.NDArray[np.integer]:
         """The mask of a sample, (height, width)."""
-        if self._folder is not None:
-            position = self._positions[sample_idx]
-            return decode_mask(
-                self._folder.raw(position), where=full_url(self._folder.transport, self._folder.paths[position])
-            )
-        found = self._given[sample_idx]
+        position = self._positions[sample_idx]
+        if isinstance(self._masks, ImageFolder):
+            where = full_url(self._masks.transport, self._masks.paths[position])
+            return decode_mask(self._masks.raw(position), where=where)
+        found, what = self._masks[position], self._name(sample_idx)
         if is_pillow(found):
             return mask_of(found, where=what)
         values = np.asarray(found)
@@ -174,7 +172,7 @@ def majority(mask: npt.NDArray[np.uint8], patch_px: SizePx) -> npt.NDArray[np.ui
     return counts.argmax(axis=1).astype(np.uint8)
 
 
-def _matched(folder: ImageFolder, source: Source[object], samples: Iterable[int]) -> dict[int, int]:
+def _matched(folder: ImageFolder, source: Source[object], samples: Sequence[int]) -> dict[int, int]:
     """The position in the folder of the mask of each sample."""
     by_name: dict[str, int] = {}
     for position, path in enumerate(folder.paths):

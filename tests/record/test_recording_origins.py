@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from photographs import noise, png, write_energon, write_folder
-from tiny_models import D_MODEL, tiny_language, tiny_vision
+from tiny_models import D_MODEL, tiny_language
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, SelectionError
-from saev_store.record import Images, Texts, record
-from saev_store.sources import ImageFolder, MapStyle, PatchPlace, TextFile, TokenPlace, open_source, recorded_from
+from saev_store.record import Texts, record
+from saev_store.sources import ImageFolder, MapStyle, TextFile, TokenPlace, open_source, recorded_from
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -236,7 +236,7 @@ def plain(sample: object) -> object:
     [(source, layout) for source in SOURCES for layout in LAYOUTS if source is json_lines or layout in OFTEN],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_token_is_traced_to_its_document(
+def test_origin_of_a_token_is_its_document_and_place(
     tmp_path: Path, model: object, tokenizer: object, source: Callable[[Path], Case], layout: str
 ) -> None:
     case, options = source(tmp_path), LAYOUTS[layout]
@@ -269,65 +269,12 @@ def test_a_token_is_traced_to_its_document(
             assert (origin.sample_idx, origin.place) == (tokens[0][0], None)
 
 
-# -- images -------------------------------------------------------------------------------------------------------------
-
-
-def images(kind: str, folder: Path) -> tuple[object, dict[str, object], object]:
-    """Four images as a source: what `Images` is given, its options, and what has to be passed on."""
-    pixels = [noise(i) for i in range(4)]
-    pictures = [Image.fromarray(each) for each in pixels]
-    files = [(f"s{i}.png", png(each)) for i, each in enumerate(pixels)]
-    if kind == "folder":
-        return write_folder(folder / "images", dict(files)), {}, None
-    if kind == "folder elsewhere":
-        import fsspec
-
-        for name, data in files:
-            fsspec.filesystem("memory").pipe(f"/origins/images/{name}", data)
-        return ImageFolder("memory://origins/images"), {}, None
-    if kind == "energon":
-        return open_source(write_energon(folder / "tars", [files[:2], files[2:]])), {}, None
-    data: object = {
-        "list": pictures,
-        "hugging face": Columns(image=pictures, label=[*range(4)]),
-        "torch pairs": Pairs(pictures),
-    }[kind]
-    return data, {"hugging face": {"image_key": "image"}, "torch pairs": {"image_key": 0}}.get(kind, {}), data
-
-
-@pytest.mark.parametrize("kind", ["folder", "folder elsewhere", "energon", "list", "hugging face", "torch pairs"])
-def test_a_patch_is_traced_to_its_image(tmp_path: Path, kind: str) -> None:
-    vision = tiny_vision("ViTModel")
-    processor = transformers.ViTImageProcessorPil(size={"height": 32, "width": 32})
-    source, options, passed_on = images(kind, tmp_path)
-    store = record(vision, Images(source, 3, processor=processor, **options), tmp_path / "root", **OPTIONS)
-    store = ShardStore.open(store.url)
-    given = {} if passed_on is None else {"source": MapStyle(passed_on)}
-    for example in range(4):
-        seen = processor(images=[Image.fromarray(noise(example))], return_tensors="pt")["pixel_values"]
-        with torch.no_grad():
-            state = vision(seen, output_hidden_states=True).hidden_states[1][0].numpy()
-        np.testing.assert_allclose(store[example, 1], state, rtol=2e-5, atol=2e-6)
-        for token in range(16):
-            origin, (row, column) = store.origin(example, token, **given), divmod(token, 4)
-            box = (8 * column, 8 * row, 8 * column + 8, 8 * row + 8)
-            # The original has 20 x 30 pixels.
-            original = (7.5 * column, 5.0 * row, 7.5 * column + 7.5, 5.0 * row + 5)
-            assert origin.place == PatchPlace(row, column, box, (32, 32), pytest.approx(original))
-            assert origin.sample_idx == example
-        sample = store.origin(example, **given).sample
-        found = getattr(sample, "parts", {}).get("png")
-        if found is not None:
-            assert found == png(noise(example))
-        else:
-            sample = sample["image"] if isinstance(sample, dict) else sample[0] if isinstance(sample, tuple) else sample
-            np.testing.assert_array_equal(np.asarray(sample), noise(example))
-
-
 # -- sources that changed -------------------------------------------------------------------------------------------------
 
 
-def test_a_text_file_that_changed_or_moved(tmp_path: Path, model: object, tokenizer: object) -> None:
+def test_origin_of_a_text_file_that_changed_is_refused_and_one_that_moved_is_passed_on(
+    tmp_path: Path, model: object, tokenizer: object
+) -> None:
     path = jsonl(tmp_path)
     texts = Texts(path, tokenizer, context=CONTEXT, bos=None, text_key="content")
     url = record(model, texts, tmp_path / "root", **OPTIONS).url
@@ -349,7 +296,7 @@ def test_a_text_file_that_changed_or_moved(tmp_path: Path, model: object, tokeni
     assert ShardStore.open(url).origin(0, 1).place.token_id == WORDS["cat"]
 
 
-def test_other_data_that_are_passed_on_are_refused(tmp_path: Path, model: object, tokenizer: object) -> None:
+def test_origin_in_other_data_is_refused(tmp_path: Path, model: object, tokenizer: object) -> None:
     store = record(model, Texts(Columns(text=TEXTS), tokenizer, context=CONTEXT), tmp_path / "a", **OPTIONS)
     with pytest.raises(CorruptShardError, match="fingerprint is 'ffff', but was 'b4c1' when the store was recorded"):
         store.origin(0, 0, source=MapStyle(Columns("ffff", text=TEXTS)))
@@ -363,7 +310,7 @@ def test_other_data_that_are_passed_on_are_refused(tmp_path: Path, model: object
         store.origin(2, 0, source=MapStyle(other))
 
 
-def test_what_no_sample_is_known_of_is_not_traced(tmp_path: Path, model: object, tokenizer: object) -> None:
+def test_origin_of_vectors_without_a_sample_is_refused(tmp_path: Path, model: object, tokenizer: object) -> None:
     """A generator is used up: nothing can be opened again."""
     store = record(model, Texts((text for text in TEXTS), tokenizer, context=CONTEXT), tmp_path, **OPTIONS)
     with pytest.raises(DocumentError, match="names no source"):
@@ -379,12 +326,14 @@ def test_what_no_sample_is_known_of_is_not_traced(tmp_path: Path, model: object,
         (Columns(text=TEXTS), {"text_key": "text", "tokenizer": None}, ArgumentError, "texts need a tokenizer"),
     ],
 )
-def test_samples_without_a_text(tokenizer: object, documents: object, options: dict, error: type, match: str) -> None:
+def test_texts_of_samples_without_a_text_are_refused(
+    tokenizer: object, documents: object, options: dict, error: type, match: str
+) -> None:
     with pytest.raises(error, match=match):
         Texts(documents, **({"tokenizer": tokenizer, "context": CONTEXT} | options))
 
 
-def test_energon_samples_without_one_text(tmp_path: Path, tokenizer: object) -> None:
+def test_texts_of_energon_samples_without_one_text_are_refused(tmp_path: Path, tokenizer: object) -> None:
     none = open_source(write_energon(tmp_path / "none", [[("s0.png", png(noise(0)))]]))
     with pytest.raises(DocumentError, match="s0: the sample has no text; its parts are png"):
         Texts(none, tokenizer, context=CONTEXT)
@@ -393,11 +342,11 @@ def test_energon_samples_without_one_text(tmp_path: Path, tokenizer: object) -> 
         Texts(two, tokenizer, context=CONTEXT)
     assert Texts(two, tokenizer, context=CONTEXT, text_key="b.txt").documents.tokens(0, 1).tolist() == [WORDS["sat"]]
     folder = ImageFolder(write_folder(tmp_path / "images", {"0.png": png(noise(0))}))
-    with pytest.raises(ArgumentError, match="has images; these are no texts"):
+    with pytest.raises(ArgumentError, match="has images, not texts"):
         Texts(folder, tokenizer, context=CONTEXT)
 
 
-def test_tokens_that_a_mask_hides_are_traced_and_are_neighbours(tmp_path: Path) -> None:
+def test_origin_of_masked_tokens_has_them_as_neighbours(tmp_path: Path) -> None:
     """A store that was written by hand: every second token of two texts is hidden."""
     source = TextFile(jsonl(tmp_path), text_key="content")
     dtypes = {"token_ids": "int32", "document_ids": "int64", "positions": "int32", "mask": "bool"}

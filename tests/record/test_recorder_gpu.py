@@ -9,7 +9,6 @@ import pytest
 from tiny_models import LANGUAGE_CLASSES, VOCABULARY, tiny_language, tiny_vision
 
 from saev_store.record import Images, Texts, record
-from saev_store.record._host_copy import HostCopy
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -37,7 +36,7 @@ def behind(model: object) -> list[object]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", LANGUAGE_CLASSES)
-def test_texts(tmp_path: Path, name: str, dtype: str) -> None:
+def test_record_of_texts_on_a_gpu_that_is_behind_stores_its_bits(tmp_path: Path, name: str, dtype: str) -> None:
     model = tiny_language(name).to(getattr(torch, dtype))
     handles = behind(model)
     texts = Texts(documents(), context=CONTEXT, bos=None, batch_size=BATCH)
@@ -65,7 +64,7 @@ def test_texts(tmp_path: Path, name: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     "name", ["ViTModel", "Dinov2WithRegistersModel", "DINOv3ViTModel", "CLIPVisionModel", "SiglipVisionModel"]
 )
-def test_images(tmp_path: Path, name: str, dtype: str) -> None:
+def test_record_of_images_on_a_gpu_that_is_behind_stores_its_bits(tmp_path: Path, name: str, dtype: str) -> None:
     model = tiny_vision(name).to(getattr(torch, dtype))
     size = model.config.image_size
     pixels = torch.from_numpy(np.random.default_rng(5).normal(size=(7, 3, size, size)).astype(np.float32))
@@ -84,26 +83,3 @@ def test_images(tmp_path: Path, name: str, dtype: str) -> None:
             cls, patches = state[:1], state[-(n_tokens - store.metadata.cls_token) :]
             expected = np.concatenate([cls, patches]) if store.metadata.cls_token else patches
             assert store[first + i, 0].tobytes() == expected.tobytes()
-
-
-def test_a_copy_is_done_when_its_tensor_is_given() -> None:
-    stream = torch.cuda.Stream()
-    for round_ in range(3):
-        tensor = torch.full((1 << 22,), 1.0 + round_, device="cuda")
-        torch.cuda._sleep(100 * BEHIND)
-        tensor += 10
-        assert (HostCopy(tensor, stream).result() == 11.0 + round_).all()
-
-
-def test_memory_is_not_used_again_before_its_copy_is_done() -> None:
-    stream = torch.cuda.Stream()
-    for round_ in range(3):
-        tensor = torch.full((1 << 22,), 1.0 + round_, device="cuda")
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(100 * BEHIND)
-        copy = HostCopy(tensor, stream)
-        del tensor
-        others = [torch.full((1 << 22,), -1.0, device="cuda") for _ in range(4)]
-        torch.cuda.current_stream().synchronize()
-        assert (copy.result() == 1.0 + round_).all()
-        del others
