@@ -31,32 +31,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--place", default="", help="folders on disk become folders of a bucket, see tests/helpers/places.py"
-    )
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _young_garbage() -> None:
     """Tests that collect garbage look at their own objects: millions that live on anyway would take a second each time."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    if place := request.config.getoption("--place"):
-        from places import take_place
-
-        take_place(place, tmp_path_factory.getbasetemp())
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--place"):
-        from places import leave_out
-
-        leave_out(config, items)
 
 
 class Done(NamedTuple):
