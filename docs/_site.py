@@ -48,11 +48,9 @@ _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill in the parts of the navigation that are lists of files."""
-    decisions = sorted(path.name for path in (ROOT / "docs/decisions").glob("[0-9]*.md"))
     lists: dict[str, list[str]] = {
         "API": [_page_of(room) for room in ROOMS],
         "NOTEBOOKS": ["notebooks.md", *NOTEBOOKS.values()],
-        "DECISIONS": ["decisions/README.md", *(f"decisions/{name}" for name in decisions)],
     }
     config.nav = _filled(config.nav, lists)
     return config

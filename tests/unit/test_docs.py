@@ -154,12 +154,6 @@ def test_the_site_says_which_code_is_run():
         assert "“Illustration, not run”" in (ROOT / page).read_text("utf-8")
 
 
-def test_every_decision_is_in_the_index():
-    folder = ROOT / "docs" / "decisions"
-    linked = re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
-    assert linked == sorted(path.name for path in folder.glob("[0-9]*.md"))
-
-
 def test_every_page_is_in_the_index():
     folder = ROOT / "docs"
     linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (folder / "README.md").read_text(encoding="utf-8")))
