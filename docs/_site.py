@@ -67,7 +67,6 @@ def _filled(entry: object, lists: dict[str, list[str]]) -> object:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
     made = {page: (ROOT / source).read_text("utf-8") for source, page in PAGES.items()}
-    made["quick-start.md"] = _quick_start(made["index.md"])
     made["reference/cli.md"] = "\n".join(_commands())
     for room in ROOMS:
         made[_page_of(room)] = _api(room)
@@ -83,7 +82,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
     """Make links lead to pages of the site; those to files that are no page become their text."""
     sources = {**PAGES, **NOTEBOOKS}
-    source = {"quick-start.md": "README.md", **{made: path for path, made in sources.items()}}.get(page.file.src_uri)
+    source = {made: path for path, made in sources.items()}.get(page.file.src_uri)
     # Where the text is in the repository, from its root.
     home = dirname(source if source is not None else f"docs/{page.file.src_uri}")
 
@@ -110,12 +109,6 @@ def on_post_page(output: str, page: Page, **_: object) -> str:
 def on_post_template(output: str, **_: object) -> str:
     """The same for the page of addresses that do not exist."""
     return output.replace(_SHIM_ADDRESS, _SHIM)
-
-
-def _quick_start(readme: str) -> str:
-    """The section of README.md as a page."""
-    body = readme.partition("\n## Quick start\n")[2].partition("\n## ")[0]
-    return f"# Quick start\n{body}\n"
 
 
 # -- the API -----------------------------------------------------------------------------------------------------------
