@@ -99,7 +99,6 @@ HEAVY = {
         "sources/provenance.py",
         "stats/",
     ),
-    "rich": ("cli/",),
     "s3fs": ("transport/fsspec",),
     "skimage": ("record/",),
     "starlette": ("view/",),
