@@ -237,7 +237,7 @@ def test_finalize_publishes_what_is_whole_and_names_what_is_missing(tmp_path: Pa
         with pytest.raises(NotFoundError):
             finalize(where)
     store = dump(tmp_path, part=(1, 2))
-    assert finalize(store.url, progress=False).name == store.name
+    assert finalize(store.url).name == store.name
     assert content(tmp_path) == alone["window"]
 
 
@@ -460,8 +460,10 @@ def scaled(factor: float) -> Callable:
 
 
 def test_a_kept_example_that_the_model_does_not_give_any_more_is_refused(tmp_path: Path) -> None:
-    cases = [(kind, n, 1.5, "refused") for kind in KINDS for n in (3, 4, 6)]
-    cases += [("images", 5, 1.009, "close"), ("images", 5, 0.98, "refused"), ("images", 5, 1.0, "exact")]
+    cases = [
+        (kind, n, 1.5, "refused") for kind in KINDS for n in (2, 3, 4, 6) if n % (2 if kind == "stream" else 3) == 0
+    ]
+    cases += [("images", 6, 1.009, "close"), ("images", 6, 0.98, "refused"), ("images", 6, 1.0, "exact")]
     for number, (kind, n_there, factor, accepted) in enumerate(cases):
         root = tmp_path / str(number)
         whole = dump(root / "whole", kind)
