@@ -9,7 +9,6 @@ import pytest
 
 #: Modules that import an extra at the top, and the library that must be there for them.
 NEEDS = {
-    "saev_store/compat/*": "torch",
     "saev_store/integrations/*": "torch",
     "saev_store/torch/*": "torch",
     "saev_store/xarray/*": "xarray",

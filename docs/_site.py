@@ -32,9 +32,8 @@ PAGES = {
 }
 #: Modules with a page of the API reference: what their `__all__` has, or all public names.
 ROOMS = (
-    "saev_store", "saev_store.compat.saev", "saev_store.documents", "saev_store.errors", "saev_store.integrations.crosscoders",
-    "saev_store.integrations.crosslayer_coding", "saev_store.integrations.dictionary_learning",
-    "saev_store.integrations.hs_connectors", "saev_store.integrations.llamascopium", "saev_store.integrations.saelens",
+    "saev_store", "saev_store.documents", "saev_store.errors", "saev_store.integrations.crosscoders",
+    "saev_store.integrations.dictionary_learning", "saev_store.integrations.saelens", "saev_store.integrations.saev",
     "saev_store.loaders", "saev_store.order",
     "saev_store.record", "saev_store.sources", "saev_store.sources.caches", "saev_store.sources.energon",
     "saev_store.sources.llmbatch", "saev_store.sources.mmididx", "saev_store.stats",

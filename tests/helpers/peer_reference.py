@@ -1,4 +1,4 @@
-"""A pytest plugin for the reference project's own loader tests: they import `saev.data`, and get `saev_store.compat.saev`.
+"""A pytest plugin for the reference project's own loader tests: they import `saev.data`, and get `saev_store.integrations.saev`.
 
 Their files run as they are, out of a checkout; only what their imports find is another package. The fixtures are ours,
 because the project's own record a model that has to be downloaded. `test_reference_peer.py` runs this.
@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import saev  # the checkout's, for what is not `saev.data`
 
     # Here, because this file is looked at for doctests where there is no torch.
-    from saev_store.compat import saev as ours
+    from saev_store.integrations import saev as ours
 
     data = types.ModuleType("saev.data")
     for name in ours.__all__:

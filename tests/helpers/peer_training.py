@@ -191,55 +191,6 @@ def dictionaries(store: str, folder: Path) -> dict[str, object]:
     return found
 
 
-def transfer(store: str, folder: Path) -> dict[str, object]:
-    """Samples of hs-connectors: out of files, as its own backend reads them, and out of a store that was imported from these."""
-    import argparse
-
-    import numpy as np
-    from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
-    from safetensors.torch import save_file
-    from torch.utils.data import DataLoader
-
-    from saev_store.cli import main
-
-    del store
-    states = folder / "hidden_states"
-    states.mkdir()
-    torch.manual_seed(0)
-    for number, n_tokens in {0: 5, 1: 12, 3: 1, 10: 30, 11: 7}.items():
-        sample = {
-            "hidden_states": torch.randn(n_tokens, 3, 8).bfloat16(),
-            "token_ids": torch.randint(0, 50_000, (n_tokens,)),
-        }
-        save_file(sample, str(states / f"hs_{number}.safetensors"))
-    command = page_block("integrations.md", "hs-connectors", "saev-store import", language="console").strip()
-    places = {"/data/hidden_states": str(states), "/data/shards": str(folder / "stores")}
-    assert main(smaller(command, places).removeprefix("$ saev-store ").split()) == 0
-    (imported,) = (folder / "stores").iterdir()
-    exec(page_block("integrations.md", "hs-connectors", "register()"), {})
-    parser, samples = argparse.ArgumentParser(), {}
-    for name in ("file", "saev_store"):
-        HiddenStatesBackend.registry[name].add_train_args(parser)
-    args = parser.parse_args(["--saev-store", str(imported)])
-    for name in ("file", "saev_store"):
-        backend = HiddenStatesBackend.registry[name].from_train_args(args, str(folder))
-        assert isinstance(backend, HiddenStatesTransfer)
-        # Two processes, as speculators' data sets are read.
-        numbers = DataLoader(
-            range(13), batch_size=1, num_workers=2, collate_fn=lambda some, of=backend: of.get_cached(some[0])
-        )
-        samples[name] = list(numbers)
-    both = list(zip(samples["file"], samples["saev_store"], strict=True))
-    return {
-        "missing": [[one is None, other is None] for one, other in both],
-        "same": [
-            torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype
-            for one, other in both if one is not None for key in ("hidden_states", "token_ids")
-        ],
-        "shapes": [list(np.shape(one["hidden_states"])) for one, _ in both if one is not None],
-    }  # fmt: skip
-
-
 def cached(store: str, folder: Path) -> dict[str, object]:
     """What two `ActivationsStore`s of SAELens give: one reads a cache that SAELens has written, one a store that was imported from it."""
     import warnings
@@ -291,63 +242,10 @@ def cached(store: str, folder: Path) -> dict[str, object]:
     return {"same": given["cache"] == given["store"], "raw": [len(acts) for acts, _ in given["store"][0]]}
 
 
-def llamascopium(store: str, folder: Path) -> list[dict[str, list]]:
-    """One run of Llamascopium's `Trainer` from beginning to end, one that ends early, and one that goes on from its checkpoint."""
-    from llamascopium import SAEConfig, SparseAutoEncoder
-    from llamascopium.trainer import Trainer, TrainerConfig
-
-    from saev_store.integrations.llamascopium import activation_stream
-
-    hook = "blocks.11.hook_resid_post"
-    checkpoint = folder / "checkpoints" / f"step_{STOP}"
-    runs = []
-    for name in ("whole", "stopped", "continued"):
-        stream = activation_stream(loader(store, layer=11), n_batches=STOP if name == "stopped" else None)
-        if name == "continued":
-            sae = SparseAutoEncoder.from_pretrained(str(checkpoint))
-            trainer = Trainer.from_checkpoint(sae, str(checkpoint))
-            stream.load_state_dict(json.loads((checkpoint / "stream.json").read_text()))
-        else:
-            given = {"hook_point_in": hook, "hook_point_out": hook, "d_model": 8, "expansion_factor": 4, "top_k": 4}
-            given |= {"act_fn": "topk", "norm_activation": "batch-wise", "device": "cpu", "dtype": torch.float32}
-            sae = SparseAutoEncoder(SAEConfig(**given))
-            torch.manual_seed(0)
-            for parameter in sae.parameters():
-                torch.nn.init.normal_(parameter, std=0.3)
-            trainer = Trainer(
-                TrainerConfig(
-                    total_training_tokens=STEPS * BATCH, lr=1e-2, lr_scheduler_name="constant", initial_k=4, k_warmup_steps=0,
-                    n_checkpoints=0, skip_metrics_calculation=True, exp_result_path=str(folder / name),
-                )
-            )  # fmt: skip
-        seen: dict[str, list] = {"rows": [], "losses": []}
-        step, normalize = trainer._training_step, sae.normalize_activations
-
-        def watched(sae: object, batch: dict, seen: dict = seen, step: Callable = step) -> dict:
-            output = step(sae, batch)
-            seen["losses"].append(output["loss"].item())
-            return output
-
-        def as_given(batch: dict, seen: dict = seen, normalize: Callable = normalize) -> dict:
-            seen["rows"].append(rows_of(batch[hook]))
-            return normalize(batch)
-
-        trainer._training_step, sae.normalize_activations = watched, as_given
-        trainer.fit(sae, stream)
-        if name == "stopped":
-            trainer.save_checkpoint(sae, folder)
-            (checkpoint / "stream.json").write_text(json.dumps(stream.state_dict()))
-        stream.close()
-        runs.append(seen)
-    return runs
-
-
 TOOLS = {
     "saelens": saelens,
     "dictionaries": dictionaries,
-    "transfer": transfer,
     "cached": cached,
-    "llamascopium": llamascopium,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The reference project's own classes beside those of `saev_store.compat.saev`, on a store rewritten as protocol 2.1.
+"""The reference project's own classes beside those of `saev_store.integrations.saev`, on a store rewritten as protocol 2.1.
 
     reference_names.py CHECKOUT STORE
 
@@ -20,7 +20,7 @@ def main(checkout: Path, store: Path) -> None:
     import torch
     from PIL import Image
 
-    from saev_store.compat import saev as ours
+    from saev_store.integrations import saev as ours
 
     sys.path.insert(0, str(checkout / "src"))
     package, vision = types.ModuleType("saev.data"), types.ModuleType("torchvision")

@@ -1,4 +1,4 @@
-"""The reference project's training worker, with `saev.data` called `saev_store.compat.saev`: train, evaluate, checkpoint, infer.
+"""The reference project's training worker, with `saev.data` called `saev_store.integrations.saev`: train, evaluate, checkpoint, infer.
 
     reference_worker.py CHECKOUT STORE FOLDER
 
@@ -18,7 +18,7 @@ def with_other_import(checkout: Path, name: str) -> ModuleType:
     path = checkout / "src" / "saev" / "framework" / f"{name}.py"
     module = ModuleType(name)
     sys.modules[name] = module  # dataclasses look there for their module
-    text = path.read_text("utf-8").replace("saev.data", "saev_store.compat.saev")
+    text = path.read_text("utf-8").replace("saev.data", "saev_store.integrations.saev")
     exec(compile(text, str(path), "exec"), vars(module))
     assert "saev.data" not in sys.modules
     return module
@@ -29,7 +29,7 @@ def main(checkout: Path, store: Path, folder: Path) -> None:
     train, inference = with_other_import(checkout, "train"), with_other_import(checkout, "inference")
     from saev import disk, nn
 
-    from saev_store.compat import saev as ours
+    from saev_store.integrations import saev as ours
 
     runs_root = folder / "saev" / "runs"
     runs_root.mkdir(parents=True)

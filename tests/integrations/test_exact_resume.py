@@ -16,25 +16,22 @@ torch = pytest.importorskip("torch")
 from saev_store import ShardStore, pair
 from saev_store.errors import ArgumentError
 from saev_store.integrations.crosscoders import layer_batches, model_batches, transcoder_batches
-from saev_store.integrations.crosslayer_coding import CrosslayerActivations
 from saev_store.integrations.dictionary_learning import activation_buffer
-from saev_store.integrations.llamascopium import activation_stream
 from saev_store.integrations.saelens import data_provider, multi_hook_data_provider
 from saev_store.torch import StoreLoader
 
 BATCH, N_BATCHES = 32, 10  # of 336 rows; half a batch is dropped
-POINTS = {"layers": (0, 0), "hook_points": ("mlp_in", "mlp_out"), "protocol": "3.0", "token_arrays": {"token_ids": "int32"}}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two of the same tokens, and one of two hook points."""
+    """Two of the same tokens."""
     root = tmp_path_factory.mktemp("resume")
-    return [row_store(root, seed=0), row_store(root, seed=1), row_store(root, **POINTS)]
+    return [row_store(root, seed=0), row_store(root, seed=1)]
 
 
-def one(stores: list[Path], which: int = 0, **more: object) -> StoreLoader:
-    return StoreLoader(stores[which], **{"layer": 11, "batch_size": BATCH, "drop_last": True, **more})
+def one(stores: list[Path], **more: object) -> StoreLoader:
+    return StoreLoader(stores[0], **{"layer": 11, "batch_size": BATCH, "drop_last": True, **more})
 
 
 def stacked(stores: list[Path], **more: object) -> StoreLoader:
@@ -46,22 +43,14 @@ def two(stores: list[Path], **more: object) -> StoreLoader:
     return StoreLoader(rows, **{"batch_size": BATCH, "drop_last": True, **more})
 
 
-def crosslayer(stores: list[Path], **more: object) -> CrosslayerActivations:
-    loader = stacked(stores, which=2, layer=((0, "mlp_in"), (0, "mlp_out")), **more)
-    return CrosslayerActivations(loader, source="mlp_in", target="mlp_out")
-
-
 PROVIDERS: dict[str, Callable[..., Any]] = {
     "saelens": lambda stores, **more: data_provider(one(stores, **more)),
     "saelens of several hooks": lambda stores, **more: multi_hook_data_provider(stacked(stores, **more)),
     "dictionary_learning": lambda stores, **more: activation_buffer(one(stores, **more)),
-    "llamascopium": lambda stores, **more: activation_stream(one(stores, **more)),
-    "llamascopium of several layers": lambda stores, **more: activation_stream(stacked(stores, **more)),
     "crosscoder of layers": lambda stores, **more: layer_batches(stacked(stores, **more)),
     "crosscoder of models": lambda stores, **more: model_batches(two(stores, **more)),
     "transcoder of layers": lambda stores, **more: transcoder_batches(stacked(stores, **more)),
     "transcoder of models": lambda stores, **more: transcoder_batches(two(stores, **more)),
-    "crosslayer": crosslayer,
 }
 
 
@@ -94,8 +83,7 @@ def test_a_state_goes_on_in_every_epoch(name: str, stores: list[Path]):
 def test_a_wrong_state_is_refused_and_changes_nothing(name: str, stores: list[Path]):
     make = PROVIDERS[name]
     with make(stores) as provider, make(stores, seed=3) as seed, make(stores, batch_size=16) as batch_size:
-        if not name.startswith("llamascopium"):  # of which each iteration begins where the state is
-            taken(provider, 2)
+        taken(provider, 2)
         state = provider.state_dict()
         wrong = [{**state, "batch": -1}, {**state, "epoch": "2"}, {**state, "rows": "of another store"}]
         for other in [seed.state_dict(), batch_size.state_dict(), {}, *wrong]:
@@ -104,4 +92,4 @@ def test_a_wrong_state_is_refused_and_changes_nothing(name: str, stores: list[Pa
         assert provider.state_dict() == state
         found = taken(provider, 2)
     with make(stores) as provider:
-        assert taken(provider, 4)[-2:] == found if not name.startswith("llamascopium") else taken(provider, 2) == found
+        assert taken(provider, 4)[-2:] == found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +17,7 @@ from saev_store import ShardStore, pair  # after the check that torch is there
 from saev_store.errors import ArgumentError, SaevStoreError  # after the check that torch is there
 from saev_store.integrations._provider import Provider, rows_of  # after the check that torch is there
 from saev_store.integrations.crosscoders import PairedActivations, layer_batches  # after the check that torch is there
-from saev_store.integrations.crosslayer_coding import CrosslayerActivations  # after the check that torch is there
 from saev_store.integrations.dictionary_learning import activation_buffer  # after the check that torch is there
-from saev_store.integrations.hs_connectors import StoreBackend, StoreTransfer  # after the check that torch is there
-from saev_store.integrations.llamascopium import activation_stream  # after the check that torch is there
 from saev_store.integrations.saelens import (  # after the check that torch is there
     STATE_NAME,
     by_hook,
@@ -88,18 +84,18 @@ def test_a_provider_closes_its_loader_where_it_stands():
     assert provider.state_dict() == {"at": 1}
 
 
-def test_streams_and_batches_close_their_loader(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_batches_close_their_loader(path: Path, monkeypatch: pytest.MonkeyPatch):
     closed: list[object] = []
     close = StoreLoader.close
     monkeypatch.setattr(StoreLoader, "close", lambda self: (closed.append(self), close(self))[1])
-    makers: list[Callable[[StoreLoader], Any]] = [activation_stream, data_provider, activation_buffer]
+    makers: list[Callable[[StoreLoader], Any]] = [data_provider, activation_buffer]
     for make in makers:
         loader = StoreLoader(path, layer=5, batch_size=8)
         with make(loader) as found:
             next(iter(found))
             assert loader not in closed
         assert closed[-1] is loader
-    assert len(closed) >= 3
+    assert len(closed) >= 2
 
 
 @pytest.mark.parametrize(
@@ -158,16 +154,13 @@ def test_the_order_of_layers_is_that_of_the_loader(path: Path):
         with (
             layer_batches(made()) as batches,
             multi_hook_data_provider(made()) as hooks,
-            activation_stream(made()) as stream,
         ):
-            acts, named, streamed = next(batches), next(hooks), next(iter(stream))
+            acts, named = next(batches), next(hooks)
             names = [f"blocks.{layer}.hook_resid_post" for layer in layers]
             assert acts[0, :, 2].tolist() == [(5, 11).index(layer) for layer in layers]
             assert list(named) == names
-            assert [*streamed] == [*names, "tokens", "mask"]
             for at, name in enumerate(names):
                 assert torch.equal(named[name], acts[:, at])
-                assert torch.equal(streamed[name], acts[:, at])
 
 
 def test_checkpoints_that_are_none_say_what_to_do(path: Path, tmp_path: Path):
@@ -217,58 +210,6 @@ def test_errors_of_crosscoders(path: Path):
     store = ShardStore.open(path)
     error = refused(lambda: PairedActivations(pair(store, store).sel(layer_a="all", layer_b=5)))
     assert (error.where, "of one layer of each store" in error.message) == ("rows", True)
-    loader = StoreLoader(path, layer=(5, 11), stack_layers=True, batch_size=8)
-    error = refused(lambda: CrosslayerActivations(loader, source="a", target="b"))
-    assert error.where == "loader"
-    assert (
-        error.message
-        == "the loader has the layers [(5, 'resid_post'), (11, 'resid_post')]; it must have 'a' and 'b' of each layer, and no others"
-    )
-    assert error.remedy == "Make it with layer=((0, 'a'), (1, 'a'), …, (0, 'b'), (1, 'b'), …)."
-
-
-def test_errors_of_the_connector():
-    transfer = StoreTransfer("/data/store", layers=[1])
-    error = refused(lambda: transfer.get_generated({"b": 1, "a": 2}))
-    assert (error.where, error.message) == (
-        "/data/store",
-        "a sample was to be generated (['a', 'b']), but a store has what was recorded",
-    )
-    assert error.remedy == "Record or import all samples first, or train with a backend that asks a server."
-    error = refused(lambda: StoreBackend.build_kv_transfer_config(argparse.Namespace()))
-    assert (error.where, error.remedy) == (
-        "saev_store",
-        "Launch vLLM with the file backend, and import what it writes: saev-store import.",
-    )
-    parser = argparse.ArgumentParser()
-    StoreBackend.add_train_args(parser)
-    for given, url, layers in (
-        ([], "data", "all"), (["--saev-store", "s"], "s", "all"), (["--saev-store-layers", "5", "7:mlp_out"], "data", [5, (7, "mlp_out")]),
-    ):  # fmt: skip
-        found = StoreBackend.from_train_args(parser.parse_args(given), "data")
-        assert (found._url, found._layers, found._options) == (url, layers, None)
-    for text in ("5:", "²", "1.0", " 1", ""):
-        args = argparse.Namespace(saev_store=None, saev_store_layers=[text])
-        error = refused(lambda args=args: StoreBackend.from_train_args(args, "data"))
-        assert error.where == "--saev-store-layers"
-        assert error.message == f"{text!r} is not a layer; it must be a label such as 5, or 5:mlp_out"
-
-
-def test_a_transfer_opens_its_store_once_with_its_options(monkeypatch: pytest.MonkeyPatch, path: Path):
-    given: list[object] = []
-    store = ShardStore.open(path)
-
-    def opened(url: str, options: object = None) -> ShardStore:
-        given.append((url, options))
-        return store
-
-    monkeypatch.setattr(ShardStore, "open", opened)
-    transfer = StoreTransfer("s3://a/b", storage_options={"key": "x"})
-    for _ in range(2):
-        error = refused(transfer.setup)
-        assert (error.where, error.message) == ("s3://a/b", "the store has no document_ids; its token arrays are []")
-        assert error.remedy == "Record texts, or import hidden states, with document and token ids."
-    assert given == [("s3://a/b", {"key": "x"})] * 2
 
 
 def test_what_dictionary_learning_is_told_of_other_settings(path: Path):
@@ -296,10 +237,9 @@ def test_what_dictionary_learning_is_told_of_other_settings(path: Path):
 @pytest.mark.parametrize(
     "call",
     [
-        data_provider, multi_hook_data_provider, activation_buffer, activation_stream, layer_batches,
-        lambda loader: CrosslayerActivations(loader, source="a", target="b"),
+        data_provider, multi_hook_data_provider, activation_buffer, layer_batches,
     ],
-    ids=["data_provider", "multi_hook_data_provider", "activation_buffer", "activation_stream", "layer_batches", "CrosslayerActivations"],
+    ids=["data_provider", "multi_hook_data_provider", "activation_buffer", "layer_batches"],
 )  # fmt: skip
 def test_what_is_no_loader(call: Callable[[object], object], wrong: object) -> None:
     found = refused(lambda: call(wrong))
@@ -309,7 +249,7 @@ def test_what_is_no_loader(call: Callable[[object], object], wrong: object) -> N
 def test_what_is_no_loader_of_one_store(path: Path) -> None:
     store = ShardStore.open(path)
     loader = StoreLoader(pair(store, store).sel(layer_a=5, layer_b=5), batch_size=4)
-    for call in (multi_hook_data_provider, activation_buffer, activation_stream):
+    for call in (multi_hook_data_provider, activation_buffer):
         found = refused(lambda call=call: call(loader))
         assert (type(found), found.where) == (ArgumentError, "loader")
 

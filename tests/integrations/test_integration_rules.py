@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 from row_stores import D_MODEL, N_EXAMPLES, N_TOKENS, row_store
 
 torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore, new_metadata, pair  # after the check that torch is there
-from saev_store.compat import saev  # after the check that torch is there
 from saev_store.errors import ArgumentError  # after the check that torch is there
+from saev_store.integrations import saev  # after the check that torch is there
 from saev_store.integrations.crosscoders import (  # after the check that torch is there
     PairedActivations,
     model_batches,
     transcoder_batches,
 )
-from saev_store.integrations.crosslayer_coding import CrosslayerActivations  # after the check that torch is there
 from saev_store.integrations.dictionary_learning import activation_buffer  # after the check that torch is there
-from saev_store.integrations.hs_connectors import StoreTransfer  # after the check that torch is there
-from saev_store.integrations.llamascopium import activation_stream  # after the check that torch is there
 from saev_store.torch import StoreLoader
 
 
@@ -113,48 +108,6 @@ def test_what_dictionary_learning_is_told(three: Path) -> None:
         assert told["device"] == "cpu:0"
         assert (told["seed"], told["layers"], told["out_batch_size"]) == (None, ["5"], 9)
         assert (told["tokens"], told["n_samples"]) == ("all", N_EXAMPLES * (N_TOKENS + 1))
-
-
-@pytest.mark.parametrize(
-    ("source", "target"), [("resid_post", "resid_post"), ("resid_post", "mlp_out"), ("mlp_in", "mlp_out")]
-)
-def test_crosslayer_sources_and_targets_differ_and_are_all_there(three: Path, source: str, target: str) -> None:
-    loader = StoreLoader(three, layer=(2, 5), stack_layers=True, batch_size=8)
-    with pytest.raises(ArgumentError, match="of each layer, and no others"):
-        CrosslayerActivations(loader, source=source, target=target)
-
-
-def test_a_loaded_state_is_where_every_iteration_begins(three: Path) -> None:
-    def stream(n_batches: int | None = None):
-        loader = StoreLoader(three, layer=5, batch_size=8, drop_last=True, token_arrays=("token_ids",))
-        return activation_stream(loader, n_batches=n_batches)
-
-    hook = "blocks.5.hook_resid_post"
-    with stream(6) as first:
-        whole = list(first)
-        ids = [[int(row[0]) * N_TOKENS + int(row[1]) for row in batch[hook]] for batch in whole]
-        assert [batch["tokens"].tolist() for batch in whole] == ids
-        assert {batch["tokens"].dtype for batch in whole} == {torch.int64}
-    with stream(4) as taken, stream(2) as resumed:
-        list(taken)
-        resumed.load_state_dict(taken.state_dict())
-        assert resumed.state_dict() == taken.state_dict()
-        for _ in range(3):
-            assert [batch["tokens"].tolist() for batch in resumed] == ids[4:]
-
-
-def test_a_pickled_transfer_has_no_opened_store(tmp_path: Path) -> None:
-    metadata = new_metadata(
-        family="gpt2", ckpt="transfer", layers=(1,), content_tokens_per_example=2, cls_token=False, d_model=4, n_examples=1,
-        token_arrays={"token_ids": "int32", "document_ids": "int64"}, text={"layout": "stream", "bos": False}, protocol="3.0",
-    )  # fmt: skip
-    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
-        writer.append(torch.zeros(1, 1, 2, 4), token_ids=np.array([[1, 2]]), document_ids=np.array([[0, 0]]))
-    transfer = StoreTransfer(str(tmp_path / metadata.hash))
-    before = pickle.dumps(transfer)
-    transfer.setup()
-    assert transfer.get_cached(0)["token_ids"].tolist() == [1, 2]
-    assert pickle.dumps(transfer) == before
 
 
 class Stopping(torch.nn.Module):

@@ -12,7 +12,7 @@ from row_stores import N_EXAMPLES, N_TOKENS, row_store, rows_of
 
 torch = pytest.importorskip("torch")
 
-from saev_store import ShardStore, new_metadata
+from saev_store import ShardStore
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 
@@ -73,7 +73,7 @@ def test_the_reference_project(trained: list, tmp_path: Path):
 
 def test_crosscoders_and_transcoders(tmp_path: Path):
     base, tuned = (row_store(tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    script, _ = scripts("Crosscoders and transcoders")
+    (script,) = scripts("Crosscoders and transcoders")
     smaller = {"/data/shards/941cc259": str(base), "/data/shards/77aa01fe": str(tuned), "4096": "32"}
     names = ran(script, smaller)
     acts, others = (np.asarray(ShardStore.open(path)) for path in (base, tuned))
@@ -88,23 +88,3 @@ def test_crosscoders_and_transcoders(tmp_path: Path):
     np.testing.assert_array_equal(models[:, 1], truth(others, 1, models[:, 0]))
     np.testing.assert_array_equal(source, truth(acts, 0, source))
     np.testing.assert_array_equal(target, truth(acts, 1, source))
-
-
-def test_cross_layer_transcoders(tmp_path: Path):
-    points = ("resid_mid", "mlp_out")
-    metadata = new_metadata(
-        family="gpt2", ckpt="tiny", layers=(0, 0, 1, 1, 2, 2), hook_points=points * 3, content_tokens_per_example=4,
-        cls_token=False, d_model=8, n_examples=20, max_tokens_per_shard=7 * 24,
-    )  # fmt: skip
-    acts = np.random.default_rng(0).standard_normal(metadata.layout.shape, np.float32)
-    acts[..., 0] = np.arange(80).reshape(20, 1, 4)  # the row
-    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
-        writer.append(acts)
-    _, script = scripts("Crosscoders and transcoders")
-    names = ran(script, {"/data/shards/5cd93f10": str(tmp_path / metadata.hash), "range(12)": "range(3)", "4096": "32"})
-    names["activations"].close()
-    rows = names["sources"][0][:, 0].numpy().astype(int)
-    assert len(set(rows.tolist())) == 32
-    for label in range(3):
-        for found, position in ((names["sources"], 2 * label), (names["targets"], 2 * label + 1)):
-            np.testing.assert_array_equal(found[label], acts[rows // 4, position, rows % 4])

@@ -1,4 +1,4 @@
-"""The reference project's whole training worker on `saev_store.compat.saev`: it trains, evaluates, writes checkpoints, infers.
+"""The reference project's whole training worker on `saev_store.integrations.saev`: it trains, evaluates, writes checkpoints, infers.
 
     git clone https://github.com/OSU-NLP-Group/saev /tmp/saev
     pip install beartype cloudpickle einops jaxtyping orjson psutil scipy tyro wandb

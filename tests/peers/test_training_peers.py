@@ -2,7 +2,7 @@
 
 Runs where `SAEV_STORE_CACHES_PYTHON` names an interpreter with them, and with what this package needs, in an environment of its own:
 
-    pip install torch sae-lens nnsight llamascopium zstandard . && pip install --no-deps hs-connectors dictionary-learning
+    pip install torch sae-lens nnsight zstandard . && pip install --no-deps dictionary-learning
 
 dictionary_learning asks for a version of nnsight that works with no recent torch, but only names a class of it.
 """
@@ -119,26 +119,6 @@ def test_dictionary_learning_trains_two_dictionaries_at_once(store: Path, batche
     }  # fmt: skip
 
 
-def test_llamascopium_goes_on_exactly(store: Path, batches: list[np.ndarray], tmp_path: Path):
-    """Its trainer looks at the first batch before it begins, and ends when the stream does."""
-    whole, stopped, continued = trained("llamascopium", store, tmp_path)
-    assert whole["rows"] == [rows_of(batch) for batch in batches[:STEPS]]
-    assert len(whole["losses"]) == STEPS
-    for key in ("rows", "losses"):
-        assert stopped[key] == whole[key][:STOP]
-        assert continued[key] == whole[key][STOP:]
-    assert np.mean(whole["losses"][-10:]) < np.mean(whole["losses"][:10]) / 2
-
-
-def test_samples_of_hs_connectors_are_those_of_its_files(store: Path, tmp_path: Path):
-    """A number without a file has no sample."""
-    run([str(ROOT / "tests/helpers/peer_training.py"), "transfer", str(store), str(tmp_path)], tmp_path)
-    found = json.loads((tmp_path / "seen.json").read_text())
-    assert found["missing"] == [[number not in (0, 1, 3, 10, 11)] * 2 for number in range(13)]
-    assert found["same"] == [True] * 10
-    assert found["shapes"] == [[n_tokens, 3, 8] for n_tokens in (5, 12, 1, 30, 7)]
-
-
 def test_an_activations_store_of_saelens_reads_a_store_as_its_own_cache(store: Path, tmp_path: Path):
     run([str(ROOT / "tests/helpers/peer_training.py"), "cached", str(store), str(tmp_path)], tmp_path)
     found = json.loads((tmp_path / "seen.json").read_text())
@@ -169,16 +149,6 @@ def test_the_page_s_script_for_dictionary_learning_runs(store: Path, tmp_path: P
     (tmp_path / "train.py").write_text(script("dictionary_learning", "trainSAE(", store))
     assert -1 < float(run(["train.py"], tmp_path).split()[-1]) <= 1
     assert json.loads((tmp_path / "dictionaries/trainer_1/config.json").read_text())["buffer"]["layers"] == ["11"]
-
-
-def test_the_page_s_script_for_llamascopium_goes_on_until_it_is_done(store: Path, tmp_path: Path):
-    (tmp_path / "train.py").write_text(script("Llamascopium", "activation_stream(", store))
-    for n_steps in (100, 200):
-        run(["train.py"], tmp_path)
-        assert (tmp_path / f"results/checkpoints/step_{n_steps}/stream.json").exists()
-        assert not (tmp_path / "results/sae_weights.safetensors").exists()
-    run(["train.py"], tmp_path)
-    assert (tmp_path / "results/sae_weights.safetensors").exists()
 
 
 EXAMPLE = str(ROOT / "examples/train_batchtopk_saelens.py")

@@ -43,7 +43,6 @@ FLOORS = {
     "export": 5,
     "view": 5,
     "__main__": 6,
-    "compat": 6,
     "integrations": 6,
     "__init__": 6,  # the front door; test_import_time.py judges what it loads
 }
@@ -106,7 +105,6 @@ HEAVY = {
         "torch/",
         "sources/llmbatch/reader.py",
         "record/",
-        "compat/",
         "integrations/",
     ),
     "tqdm": ("_runtime/progress.py", "validation/", "cli/"),

@@ -19,7 +19,7 @@ PUBLIC = {
     "saev_store.cli": """
         main
     """,
-    "saev_store.compat.saev": """
+    "saev_store.integrations.saev": """
         Index IndexMap IndexedConfig IndexedDataset LabelsWriter Metadata OrderedConfig OrderedDataLoader PixelAgg
         RecordedTransformer Shard ShardInfo ShardWriter ShuffledConfig ShuffledDataLoader make_ordered_config
         pixel_to_patch_labels

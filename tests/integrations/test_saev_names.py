@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from token_stores import token_store
 torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore
-from saev_store.compat import saev
 from saev_store.errors import (
     ArgumentError,
     DocumentError,
@@ -27,6 +25,7 @@ from saev_store.errors import (
     StoreExistsError,
     UnsafeContentError,
 )
+from saev_store.integrations import saev
 
 #: Written by the reference project: shape (7, 3, 5, 8), with labels and a pickle in `data`.
 THEIRS = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
@@ -388,20 +387,6 @@ def test_a_store_is_written(tmp_path: Path):
     assert store.metadata.protocol == "2.1"
     with pytest.raises(StoreExistsError):
         saev.ShardWriter(tmp_path, md)
-
-
-def test_what_was_flushed_is_there_after_a_kill(tmp_path: Path):
-    """A copy of the folder is what a kill leaves."""
-    md, acts = metadata_of(), torch.randn(7, 2, 5, 8)
-    with saev.ShardWriter(tmp_path / "a", md) as writer:
-        writer.write_batch(acts[:4], 0)
-        writer.flush()
-        shutil.copytree(tmp_path / "a", tmp_path / "b")
-        writer.write_batch(acts[4:], 4)
-    with ShardStore.create(tmp_path / "b", md.document, resume=True, progress=False) as resumed:
-        assert resumed.next_example == 4
-        resumed.append(acts[4:])
-    assert np.array_equal(ShardStore.open(tmp_path / "b" / md.hash)[...], acts.numpy())
 
 
 def test_places_that_are_no_folders(tmp_path: Path):

@@ -14,10 +14,10 @@ from typing import Literal, cast, get_args
 import torch
 
 from saev_store import torch as ours
-from saev_store.compat.saev._documents import IndexMap, Metadata, path_of
 from saev_store.core.arguments import check_choice, check_count, check_flag, check_number
 from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError, brief
+from saev_store.integrations.saev._documents import IndexMap, Metadata, path_of
 from saev_store.loaders.options import WINDOW_BYTES
 
 _SHARDS = Path("$SAEV_SCRATCH/saev/shards/abcdefg")

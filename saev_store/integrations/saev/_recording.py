@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from saev_store import ShardStore
-from saev_store.compat.saev._documents import Metadata, PixelAgg, agg_of, create, path_of
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, kind_of
+from saev_store.integrations.saev._documents import Metadata, PixelAgg, agg_of, create, path_of
 from saev_store.names import LABELS_NAME, METADATA_NAME
 
 Labels = npt.NDArray[np.uint8] | torch.Tensor

@@ -1,1 +1,0 @@
-"""Packages with the names of other projects, for scripts that were written for them."""
