@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ class ReadTask:
     def _is_in_memory(self, reader: Reader) -> bool:
         """Return True if the shard is mapped, and its ranges can be read without waiting for a disk."""
         transport, last = reader.transport, reader.layout.vector_nbytes * self.n_cells - 1
-        if sys.platform != "linux" or not isinstance(transport, LocalTransport) or not transport.use_mmap:
+        if not hasattr(os, "RWF_NOWAIT") or not isinstance(transport, LocalTransport) or not transport.use_mmap:
             return False
         places = [*self.starts[:, 0].tolist(), *(self.starts[:, -1] + last).tolist()]
         try:

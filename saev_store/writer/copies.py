@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 from saev_store._runtime.cluster import map_shards
@@ -19,10 +19,10 @@ from saev_store._runtime.threads import n_cores
 from saev_store.core.layout import shard_name
 from saev_store.documents import Metadata
 from saev_store.errors import CorruptShardError, IncompleteStoreError, NotFoundError, StoreExistsError, TransportError
-from saev_store.names import DIGESTS_NAME, METADATA_NAME, SHARDS_NAME
+from saev_store.names import DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.transport import Transport
 from saev_store.writer.create import is_whole
-from saev_store.writer.digests import BLOCK_BYTES, Digests, digest, load_digests
+from saev_store.writer.digests import BLOCK_BYTES, Digests, FileDigests, block_ranges, digest, load_digests
 from saev_store.writer.publish import More, publish
 from saev_store.writer.work import Receipt, Work, create, each, names, read
 
@@ -145,6 +145,13 @@ def promised_by(store: ShardStore) -> Digests | None:
         return None
     lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
     lengths |= {array.file_name: array.nbytes(layout) for array in store.token_arrays.described()}
+    if not store.token_arrays.is_declared and LABELS_NAME in lengths.keys() - promised.files.keys():
+        # Labels that were written after the digests: what is there now is taken for right.
+        blocks = block_ranges(lengths[LABELS_NAME], promised.block_bytes)
+        read = partial(store.transport.get_ranges, LABELS_NAME)
+        found = [digest(memoryview(read(starts=[start], ends=[end])[0])) for start, end in blocks]
+        labels = FileDigests(lengths[LABELS_NAME], tuple(found))
+        promised = replace(promised, files={**promised.files, LABELS_NAME: labels})
     for name, nbytes in lengths.items():
         if name not in promised.files or promised.files[name].nbytes != nbytes:
             raise CorruptShardError(

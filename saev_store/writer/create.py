@@ -136,7 +136,7 @@ def check_part(part: object) -> tuple[int, int]:
     if part is None:
         return 0, 1
     match part:
-        case (int(rank), int(world)) if 0 <= rank < world:
+        case tuple((int(rank), int(world))) if 0 <= rank < world:
             return rank, world
         case _:
             raise ArgumentError(f"part is {brief(part)}; it must be (rank, world) with 0 <= rank < world", where="part")

@@ -199,6 +199,7 @@ def writing_requests(layout: Layout, arrays: Sequence[TokenArray] = ()) -> int:
         layout: The geometry of the store.
         arrays: What is recorded for each content token.
 
+    >>> from saev_store.core.layout import Layout
     >>> layout = Layout(n_examples=40, layers=(0,), content_tokens_per_example=4, cls_token=False, d_model=8, examples_per_shard=10)
     >>> writing_requests(layout)
     13

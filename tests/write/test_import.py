@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import ml_dtypes
@@ -39,7 +40,6 @@ class Noted:
 def as_kinds(acts: np.ndarray, folder: Path) -> dict[str, object]:
     """The same numbers in every kind of array."""
     import dask.array as da
-    import torch
     import xarray as xr
 
     folder.mkdir()
@@ -50,12 +50,15 @@ def as_kinds(acts: np.ndarray, folder: Path) -> dict[str, object]:
     of_zarr = zarr.create_array(folder / "acts.zarr", shape=acts.shape, chunks=(3, 1, 5, 8), dtype=kind)
     of_zarr[...] = acts
     lazy = da.from_array(acts, chunks=(4, 2, 5, 8))
-    bits = torch.from_numpy(acts.view(np.int16)) if acts.dtype.name == "bfloat16" else torch.from_numpy(acts)
     found = {
         "numpy": acts, "mapped": mapped, "zarr": of_zarr, "xarray": xr.DataArray(acts, dims=dims), "dask": lazy,
         "xarray of dask": xr.DataArray(lazy, dims=dims), "big-endian": acts.astype(acts.dtype.newbyteorder(">")),
-        "torch": bits.view(torch.bfloat16) if acts.dtype.name == "bfloat16" else bits,
     }  # fmt: skip
+    if find_spec("torch") is not None:
+        import torch
+
+        bits = torch.from_numpy(acts.view(np.int16)) if acts.dtype.name == "bfloat16" else torch.from_numpy(acts)
+        found["torch"] = bits.view(torch.bfloat16) if acts.dtype.name == "bfloat16" else bits
     if acts.dtype.name == "bfloat16":
         return {name: array for name, array in found.items() if name != "big-endian"}
     h5py = pytest.importorskip("h5py")
@@ -212,7 +215,6 @@ def test_from_array_of_a_source_that_has_changed_is_refused_where_it_is_compared
 
 def test_from_array_refuses_what_is_not_an_array_of_examples(tmp_path):
     import dask.array as da
-    import torch
 
     acts = numbers()
     ids = {"token_ids": np.zeros((11, 5), np.int32)}
@@ -229,8 +231,12 @@ def test_from_array_refuses_what_is_not_an_array_of_examples(tmp_path):
         (acts, {"token_arrays": {"token_ids": np.zeros((11, 5))}}), (acts, {"token_arrays": {"token_ids": [[1, 2]]}}),
         (acts, {"token_arrays": {"mine": np.zeros((11, 5), np.uint16)}}), (acts, {"cls_token": True, "token_arrays": ids}),
         (np.ma.masked_less(acts, 0), {}), (np.full(SHAPE, np.nan, np.float32), {}),
-        (unknown[da.from_array(np.arange(11)) % 2 == 0], {}), (torch.zeros(SHAPE).to_sparse(), {}),
+        (unknown[da.from_array(np.arange(11)) % 2 == 0], {}),
     ]  # fmt: skip
+    if find_spec("torch") is not None:
+        import torch
+
+        cases.append((torch.zeros(SHAPE).to_sparse(), {}))
     for array, options in cases:
         with pytest.raises(ArgumentError):
             ShardStore.from_array(array, tmp_path, **OPTIONS | options)
