@@ -21,6 +21,7 @@ from saev_store.errors import (
     IncompleteStoreError,
     LayerNotFoundError,
     NotFoundError,
+    SaevStoreError,
     SelectionError,
     StoreExistsError,
     UnsafeContentError,
@@ -64,21 +65,24 @@ def test_configs_keep_what_they_are_given():
     assert saev.OrderedConfig("/data/x").shards == Path("/data/x")
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.seed = 1
-    for bad in (
-        {"batch_size": 0},
-        {"tokens": "words"},
-        {"layer": "some"},
-        {"min_buffer_fill": 2},
-        {"ignore_labels": ["a"]},
-    ):
-        with pytest.raises(ArgumentError) as caught:
-            saev.ShuffledConfig(**bad)
-        assert caught.value.where == next(iter(bad))
     with pytest.raises(ArgumentError, match="s3://bucket/store"):
         saev.IndexedConfig("s3://bucket/store")
     for bad in (None, 5, b"/data/x"):
         with pytest.raises(ArgumentError, match="which is no path"):
             saev.OrderedConfig(bad)
+
+
+def test_a_loader_refuses_values_of_its_config(plain: Plain):
+    bad = ({"batch_size": 0}, {"buffer_size": 0}, {"tokens": "words"}, {"layer": "some"}, {"ignore_labels": ["a"]})
+    for given in bad:
+        with pytest.raises(SaevStoreError) as caught:
+            saev.ShuffledDataLoader(saev.ShuffledConfig(plain.path, **{"layer": 5} | given))
+        assert caught.value.where == next(iter(given))
+    for given in ({"tokens": "words"}, {"layer": "some"}):
+        with pytest.raises(SelectionError):
+            saev.IndexedDataset(saev.IndexedConfig(plain.path, **{"layer": 5} | given))
+    with pytest.raises(ArgumentError):
+        saev.OrderedDataLoader(saev.OrderedConfig(plain.path, layer=5, batch_timeout_s=-1))
 
 
 def test_an_ordered_config_is_made_of_a_shuffled_one():

@@ -9,63 +9,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal
 
 import torch
 
 from saev_store import torch as ours
-from saev_store.core.arguments import check_choice, check_count, check_flag, check_number
+from saev_store.core.arguments import check_count
 from saev_store.core.rows import Tokens
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError
 from saev_store.integrations.saev._documents import IndexMap, Metadata, path_of
 from saev_store.loaders.options import WINDOW_BYTES
 
 _SHARDS = Path("$SAEV_SCRATCH/saev/shards/abcdefg")
 _N_THREADS = 4
-#: Fields that are positive integers, positive numbers, booleans.
-_COUNTS, _SECONDS = ("batch_size", "n_threads", "buffer_size"), ("batch_timeout_s", "log_every_s")
-_FLAGS = ("drop_last", "debug", "scale_norm", "use_tmpdir")
 
 
 @dataclass(frozen=True)
 class _Config:
-    """The path of a store's folder.
+    """The path of a store's folder. The loader that is made of a config checks its other values.
 
     Raises:
-        ArgumentError: an option is out of range, or `shards` is a URL.
+        ArgumentError: `shards` is a URL, or no path.
     """
 
     shards: Path
 
     def __post_init__(self) -> None:
-        given = cast("dict[str, object]", dict(vars(self)))
         path = path_of(self.shards, "shards")
         if "://" in str(self.shards):
             remedy = "Use a path, or saev_store.torch, which takes URLs."
             raise ArgumentError(f"shards is {str(self.shards)!r}, which is no path", where="shards", remedy=remedy)
         object.__setattr__(self, "shards", path)
-        check_choice(given["tokens"], get_args(Tokens), name="tokens")
-        if given["layer"] != "all":
-            check_count(given["layer"], name="layer", least=-(2**31))
-        for name in _COUNTS:
-            if name in given:
-                check_count(given[name], name=name)
-        for name in _SECONDS:
-            if name in given:
-                check_number(given[name], name=name)
-        for name in _FLAGS:
-            if name in given:
-                check_flag(given[name], name=name)
-        labels = given.get("ignore_labels", [])
-        if not isinstance(labels, (list, tuple)):
-            raise ArgumentError(f"ignore_labels is {brief(labels)}; it must be a list", where="ignore_labels")
-        for label in cast("Sequence[object]", labels):
-            check_count(label, name="ignore_labels", least=0, most=255)
-        if not 0 <= check_number(given.get("min_buffer_fill", 0.0), name="min_buffer_fill", zero_ok=True) <= 1:
-            raise ArgumentError(
-                f"min_buffer_fill is {self.__dict__['min_buffer_fill']}; it must be from 0 to 1",
-                where="min_buffer_fill",
-            )
 
 
 @dataclass(frozen=True)
@@ -122,7 +96,7 @@ def make_ordered_config(shuffled_cfg: ShuffledConfig, **overrides: object) -> Or
 
     Raises:
         TypeError: `OrderedConfig` has no field of a name in `overrides`.
-        ArgumentError: a value breaks its rule.
+        ArgumentError: `shards` is a URL, or no path.
     """
     names = {field.name for field in fields(OrderedConfig)} & vars(shuffled_cfg).keys()
     values: dict[str, object] = {name: getattr(shuffled_cfg, name) for name in names}
@@ -201,7 +175,8 @@ class ShuffledDataLoader(_DataLoader):
     """
 
     def __init__(self, cfg: ShuffledConfig) -> None:
-        window = cfg.buffer_size * cfg.batch_size * Metadata.load(cfg.shards).d_model * 4
+        n_batches = check_count(cfg.buffer_size, name="buffer_size")
+        window = n_batches * check_count(cfg.batch_size, name="batch_size") * Metadata.load(cfg.shards).d_model * 4
         loader = ours.StoreLoader(
             cfg.shards, layer=cfg.layer, tokens=cfg.tokens, batch_size=cfg.batch_size, drop_last=cfg.drop_last,
             scale_norm=cfg.scale_norm, ignore_labels=cfg.ignore_labels, seed=cfg.seed, batch_timeout_s=cfg.batch_timeout_s,
