@@ -202,7 +202,7 @@ def writing_requests(layout: Layout, arrays: Sequence[TokenArray] = ()) -> int:
     >>> from saev_store.core.layout import Layout
     >>> layout = Layout(n_examples=40, layers=(0,), content_tokens_per_example=4, cls_token=False, d_model=8, examples_per_shard=10)
     >>> writing_requests(layout)
-    13
+    12
     """
     shards = (layout.n_shards - 1) * _upload_requests(layout.shard_nbytes)
     shards += _upload_requests(layout.used_nbytes(layout.n_shards - 1))
