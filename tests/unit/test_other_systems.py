@@ -21,6 +21,8 @@ for name in (
 ):
     if hasattr(os, name):
         delattr(os, name)
+if hasattr(os, "process_cpu_count"):  # without affinities Python defines it so
+    os.process_cpu_count = os.cpu_count
 sys.modules["fcntl"] = sys.modules["resource"] = None
 real = ctypes.CDLL
 
