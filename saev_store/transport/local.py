@@ -189,9 +189,11 @@ class LocalTransport(Transport):
         """
         # The shortest way first: it is on the path of every vector.
         file, pinned = DESCRIPTORS.peek(f"{self.url}/{path}"), self._pins.get(path)
-        with contextlib.suppress(OSError):
-            if file is not None and file.identity == pinned and file.size() >= nbytes:
+        try:
+            if file is not None and file.identity == pinned and positions.lseek(file.fd, 0, os.SEEK_END) >= nbytes:
                 return
+        except OSError:  # the longer way finds it again, and names it
+            file = None
         self._mapped(path, nbytes)
 
     def readinto_files(self, reads: Iterable[FileReads]) -> None:
