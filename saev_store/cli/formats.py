@@ -111,9 +111,7 @@ def convert(
 def _refuse_unused(given: Mapping[str, object], *names: str) -> None:
     """Refuse options that mean nothing for this conversion."""
     if unused := [name for name in names if given[name] is not None]:
-        raise ArgumentError(
-            "there is no use for this in this conversion", where=", ".join(unused), remedy="Leave it out."
-        )
+        raise ArgumentError("this conversion does not use it", where=", ".join(unused), remedy="Leave it out.")
 
 
 def _tokenizer(name: str | None) -> Tokenizer:

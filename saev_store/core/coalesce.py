@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,15 +25,6 @@ class Spans:
 
     def __len__(self) -> int:
         return len(self.starts)
-
-
-class Group(NamedTuple):
-    """Extents that are read as one range, by their numbers in the order that they were given."""
-
-    file: str
-    start: int
-    nbytes: int
-    members: Sequence[int]
 
 
 def coalesce(starts: IntArray, ends: IntArray, *, max_gap_bytes: float, max_request_bytes: float) -> Spans:
@@ -64,23 +52,3 @@ def coalesce(starts: IntArray, ends: IntArray, *, max_gap_bytes: float, max_requ
             at = hi if reach[hi - 1] <= limit else max(at + 1, lo + int(np.searchsorted(reach[lo:hi], limit, "right")))
     bounds = np.array([*first, len(starts)], dtype=np.int64)
     return Spans(starts[bounds[:-1]], reach[bounds[1:] - 1] if len(starts) else ends, bounds)
-
-
-def grouped(
-    extents: Sequence[tuple[str, int, int]], *, max_gap_bytes: float, max_request_bytes: float
-) -> Iterator[Group]:
-    """Merge extents (file, start, nbytes), in any order, as `coalesce` merges the ranges of each file.
-
-    >>> list(grouped([("b", 8, 2), ("a", 0, 4), ("b", 4, 4)], max_gap_bytes=0, max_request_bytes=64))
-    [Group(file='a', start=0, nbytes=4, members=[1]), Group(file='b', start=4, nbytes=6, members=[2, 0])]
-    """
-    order = sorted(range(len(extents)), key=extents.__getitem__)
-    for file, numbers in groupby(order, key=lambda number: extents[number][0]):
-        members = list(numbers)
-        starts = np.array([extents[number][1] for number in members], dtype=np.int64)
-        ends = starts + np.array([extents[number][2] for number in members], dtype=np.int64)
-        spans = coalesce(starts, ends, max_gap_bytes=max_gap_bytes, max_request_bytes=max_request_bytes)
-        for start, end, lo, hi in zip(
-            spans.starts.tolist(), spans.ends.tolist(), spans.first[:-1].tolist(), spans.first[1:].tolist(), strict=True
-        ):
-            yield Group(file, start, end - start, members[lo:hi])

@@ -97,7 +97,7 @@ class SaevParser:
 
         Raises:
             ArgumentError, CorruptShardError, MissingDependencyError: as in `to_virtual_dataset`.
-            NotFoundError: there is no store at `url`.
+            NotFoundError: `url` does not hold a store.
         """
         from saev_store.store import ShardStore
 

@@ -97,12 +97,12 @@ def with_changes(options: T, changed: Mapping[str, object]) -> T:
     """Return options with other values of some fields.
 
     Raises:
-        ArgumentError: there is no field of a name, or a value is out of range.
+        ArgumentError: a name is not a field, or a value is out of range.
     """
     known = {field.name for field in fields(options)}
     for name in changed:
         if name not in known:
-            raise ArgumentError(f"there is no option {name}", where=name)
+            raise ArgumentError(f"{name} is not an option", where=name)
     return replace(options, **changed)  # pyright: ignore[reportArgumentType]  # checked by the class
 
 

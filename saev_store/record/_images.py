@@ -311,7 +311,7 @@ def _opened(images: object, storage_options: Mapping[str, object] | None) -> Sou
 
 
 def is_in_memory(data: object) -> bool:
-    """Whether all samples are there already: a list, a tuple, an array of NumPy, memory maps included, or a tensor."""
+    """Return True if all samples are in memory already: a list, a tuple, an array of NumPy, memory maps included, or a tensor."""
     return isinstance(data, (list, tuple, np.ndarray)) or hasattr(data, "detach")
 
 

@@ -77,7 +77,7 @@ def this_device(device: str | None) -> str | None:
 
 
 def starts_several() -> bool:
-    """Whether this process is one of several, as far as the environment has numbers; never raises."""
+    """Return True if this process is one of several, as far as the environment has numbers; never raises."""
     try:
         return started_as()[1] > 1
     except ArgumentError:

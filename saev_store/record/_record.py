@@ -430,7 +430,7 @@ def _next(batches: Iterator[Batch], *, pins: bool) -> Batch | None:
 
 
 def _computed(recorder: Recorder, batches: Iterator[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Batches with their vectors in the CPU's memory; a GPU runs the next batch meanwhile."""
+    """Batches with their vectors in the CPU's memory; a GPU runs the next batch at the same time."""
     running: deque[tuple[Batch, Callable[[], torch.Tensor]]] = deque()
     for batch in batches:
         running.append((batch, recorder.begin(*batch.inputs)))

@@ -259,11 +259,6 @@ class RepairWriter(ShardWriter):
         return list(self._target.repaired)
 
     @property
-    def labels_lost(self) -> bool:
-        """True if labels.bin is known to be missing or damaged: `restore_labels` takes them."""
-        return LABELS.name in self.lost_arrays
-
-    @property
     def lost_arrays(self) -> list[str]:
         """The token arrays that are known to be missing or damaged: `restore_array` takes them."""
         return [name for name, state in self._target.arrays.items() if state == "lost"]

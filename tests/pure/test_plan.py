@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saev_store.core import plan as plan_module
-from saev_store.core.coalesce import coalesce, grouped
+from saev_store.core.coalesce import coalesce
 from saev_store.core.indexing import Axis, Block, Points, Progression, outer_block, parse_key
 from saev_store.core.layout import Layout
 from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, pieces, requested
@@ -271,22 +271,3 @@ def test_coalesce_at_its_bounds() -> None:
     assert spans_of(wanted, 7, 1) == wanted
     assert spans_of([(0, 5), (50, 60), (60, 70)], 0, 10) == [(0, 5), (50, 60), (60, 70)]
     assert spans_of([(0, 5), (2**40, 2**40 + 5), (2**62, 2**62 + 5)], math.inf, math.inf) == [(0, 2**62 + 5)]
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 200), st.integers(1, 40)), max_size=30), limits, limits)
-def test_grouped_extents_are_the_merged_ranges_of_each_file(
-    extents: list[tuple[str, int, int]], gap: float, request: float
-) -> None:
-    groups = list(grouped(extents, max_gap_bytes=gap, max_request_bytes=request))
-    assert sorted(number for group in groups for number in group.members) == list(range(len(extents)))
-    for group in groups:
-        mine = [extents[number] for number in group.members]
-        assert mine == sorted(mine)
-        assert {file for file, _, _ in mine} == {group.file}
-        assert group.start == mine[0][1]
-        assert group.start + group.nbytes >= max(start + nbytes for _, start, nbytes in mine)
-    for file in "ab":
-        wanted = sorted((start, start + nbytes) for name, start, nbytes in extents if name == file)
-        assert [(g.start, g.start + g.nbytes, len(g.members)) for g in groups if g.file == file] == dull(
-            wanted, gap, request
-        )

@@ -105,7 +105,7 @@ def test_repair_of_a_store_of_another_program_has_no_digests_to_compare(tmp_path
     for name in ("digests.json", "labels.bin", "acts000001.bin"):
         (store / name).unlink()
     with repair(tmp_path, this) as writer:
-        assert (writer.absent_arrays, writer.labels_lost) == (["labels"], False)
+        assert (writer.absent_arrays, writer.lost_arrays) == (["labels"], [])
         with pytest.raises(ArgumentError):  # there are none to compare these with
             writer.append(this.acts[3:6], this.labels[3:6])
         writer.append(this.acts[3:6])
