@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 #: In this order in the navigation.
-NAMES = ("quick_start", "analysis", "loaders", "text", "buckets")
+NAMES = ("quick_start", "analysis", "text")
 _PICTURES = {"image/jpeg": "jpeg", "image/png": "png"}
 
 
