@@ -1,4 +1,4 @@
-"""The scripts of docs/frameworks.md, run as they are with the real frameworks on two ranks, interrupted and started again.
+"""The scripts of examples/frameworks, run as they are with the real frameworks on two ranks, interrupted and started again.
 
     pip install -c constraints.txt '.[frameworks,test]'
     python -m pytest tests/peers/test_frameworks.py
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -26,17 +25,17 @@ torch = pytest.importorskip("torch")
 from saev_store import ShardStore, new_metadata
 from saev_store.torch import StoreLoader
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 RANK = Path(__file__).parents[1] / "helpers" / "framework_rank.py"
 
-#: Heading -> the package that its script needs besides torch.
+#: Script -> the package that it needs besides torch.
 SCRIPTS = {
-    "Plain DDP": "torch",
-    "Lightning": "lightning",
-    "Accelerate": "accelerate",
-    "PyTorch's DataLoader": "torch",
-    "torchdata's StatefulDataLoader": "torchdata",
-    "Slurm": "torch",
+    "train_ddp.py": "torch",
+    "train_lightning.py": "lightning",
+    "train_accelerate.py": "accelerate",
+    "train_dataloader.py": "torch",
+    "train_stateful_dataloader.py": "torchdata",
+    "slurm.sh": "torch",
 }
 #: What is smaller in the tests: a batch of a rank, features, steps between checkpoints.
 SMALLER = {
@@ -49,14 +48,6 @@ SMALLER = {
 BATCH_SIZE = 16
 #: Of whose 329 rows an epoch has 20 batches of two ranks, and 9 rows more, which two ranks cannot share equally.
 N_EXAMPLES, N_TOKENS, N_BATCHES = 47, 7, 21
-
-
-def block(heading: str, language: str) -> str:
-    """The only block of a language below a heading."""
-    sections = re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)
-    (section,) = [text for text in sections if text.startswith(heading + "\n")]
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +81,16 @@ def expected(store: Path) -> list[list[list[int]]]:
     return batches
 
 
-def command_of(heading: str, folder: Path) -> list[str]:
-    """How two ranks are started here: by torchrun, or by the batch script of the page with a stand-in for Slurm."""
+def command_of(script: str, folder: Path) -> list[str]:
+    """How two ranks are started here: by torchrun, or by the batch script with a stand-in for Slurm."""
     rank = [str(RANK), "train.py", str(folder)]
-    if heading != "Slurm":
+    if script != "slurm.sh":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *rank]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    text = block("Slurm", "bash")
-    for old, new in (("$((20000 + SLURM_JOB_ID % 20000))", str(port)), ("python train.py", f"{sys.executable} {' '.join(rank)} $N_STEPS")):  # fmt: skip
+    text = (EXAMPLES / script).read_text("utf-8")
+    for old, new in (("$((20000 + SLURM_JOB_ID % 20000))", str(port)), ("python train_ddp.py", f"{sys.executable} {' '.join(rank)} $N_STEPS")):  # fmt: skip
         assert text.count(old) == 1
         text = text.replace(old, new)
     (folder / "job.sh").write_text(text)
@@ -111,11 +102,11 @@ def command_of(heading: str, folder: Path) -> list[str]:
     return ["bash", "job.sh"]
 
 
-def run(heading: str, folder: Path, n_steps: int) -> tuple[subprocess.CompletedProcess[str], list[list[list[int]]]]:
+def run(script: str, folder: Path, n_steps: int) -> tuple[subprocess.CompletedProcess[str], list[list[list[int]]]]:
     """How the script ended, and what both ranks got in each step together."""
     for rank in range(2):
         (folder / f"rank{rank}.txt").unlink(missing_ok=True)
-    command = command_of(heading, folder) + ([] if heading == "Slurm" else [str(n_steps)])
+    command = command_of(script, folder) + ([] if script == "slurm.sh" else [str(n_steps)])
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_SIZE"))
     }
@@ -136,33 +127,33 @@ def same(found: list[list[list[int]]], expected: list[list[list[int]]]) -> bool:
 
 
 @pytest.mark.parametrize(("every", "killed_at"), [(5, 8), (21, 23)], ids=["within an epoch", "at the end of an epoch"])
-@pytest.mark.parametrize("heading", SCRIPTS)
-def test_a_script_trains_and_goes_on(
-    heading: str, every: int, killed_at: int, store: Path, expected: list[list[list[int]]], tmp_path: Path
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_trains_and_continues(
+    script: str, every: int, killed_at: int, store: Path, expected: list[list[list[int]]], tmp_path: Path
 ):
-    if find_spec(SCRIPTS[heading]) is None:
-        pytest.skip(f"{SCRIPTS[heading]} is not installed")
-    text = block("Plain DDP" if heading == "Slurm" else heading, "python").replace("/data/shards/941cc259", str(store))
+    if find_spec(SCRIPTS[script]) is None:
+        pytest.skip(f"{SCRIPTS[script]} is not installed")
+    text = (EXAMPLES / ("train_ddp.py" if script == "slurm.sh" else script)).read_text("utf-8")
+    text = text.replace("/data/shards/941cc259", str(store))
     for old, new in SMALLER.items():
         text = text.replace(old, new.format(every=every))
     (tmp_path / "train.py").write_text(text)
-    killed, first = run(heading, tmp_path, killed_at)
+    killed, first = run(script, tmp_path, killed_at)
     assert killed.returncode != 0
     assert same(first, expected[:killed_at]), killed.stderr
-    done, rest = run(heading, tmp_path, 0)
+    done, rest = run(script, tmp_path, 0)
     assert done.returncode == 0, done.stderr
     assert same(rest, expected[every:])
     assert all(len(rows) == BATCH_SIZE for rows in rest)
     # The last checkpoint is of the end: there is nothing more to do. A Lightning that went on from the end of an epoch trains one
     # epoch too many after the last one, with a DataLoader of PyTorch as well.
-    if every == N_BATCHES and heading != "Lightning":
-        done, rest = run(heading, tmp_path, 0)
+    if every == N_BATCHES and script != "train_lightning.py":
+        done, rest = run(script, tmp_path, 0)
         assert (done.returncode, rest) == (0, []), done.stderr
 
 
-def test_every_script_of_the_page_is_run():
-    headings = re.findall(r"^## (.*)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
-    assert headings == list(SCRIPTS)
+def test_every_script_is_run():
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == set(SCRIPTS)
 
 
 @pytest.mark.filterwarnings("ignore")

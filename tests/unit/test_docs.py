@@ -43,7 +43,6 @@ RUN_ELSEWHERE = [
     ("docs/exports.md", "icechunk.Repository", "tests/views/test_recipes.py"),
     ("docs/serving.md", "store_app", "tests/views/test_recipes.py"),
     ("docs/serving.md", "open_zarr", "tests/views/test_recipes.py"),
-    ("docs/frameworks.md", "", "tests/peers/test_frameworks.py"),
     ("docs/integrations.md", "ShardStore.from_array(", "tests/integrations/test_integrations_page.py"),
     ("docs/integrations.md", "saev_store.integrations.saev", "tests/integrations/test_integrations_page.py"),
     ("docs/integrations.md", "transcoder_batches(", "tests/integrations/test_integrations_page.py"),
