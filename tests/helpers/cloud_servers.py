@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import functools
 import os
-import random
 import re
 import shutil
 import signal
@@ -29,17 +28,6 @@ from urllib.parse import quote, unquote, urlsplit
 import pytest
 from servers import Bucket, new_bucket, s3_endpoint, started_in_python
 
-#: Every server with every client: the fixture that makes a bucket there, and the engine.
-PLACES = {
-    "moto-obstore": ("s3_bucket", "obstore"),
-    "moto-fsspec": ("s3_bucket", "fsspec"),
-    "swift-obstore": ("swift_bucket", "obstore"),
-    "swift-fsspec": ("swift_bucket", "fsspec"),
-    "gcs-obstore": ("gcs_xml_bucket", "obstore"),
-    "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
-}
-
-
 #: Before a server's command: it ends when whoever started it does, even if that was killed.
 ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 
@@ -58,22 +46,19 @@ class Fault:
     """What happens to requests whose method and path match, `times` times (for ever if negative).
 
     Exactly one of: `status` (an answer of the proxy's own, with an error `code`), `delay_s` (before the first byte),
-    `reset_at` / `cut_at` / `stall_at` / `flip_at` (a byte of the body: connection reset, closed, silent, or the byte
-    changed), `bytes_per_s`, `lose_answer` (the server does it, nobody hears), `lose_request`, `ignore_range`.
+    `reset_at` / `cut_at` / `stall_at` (a byte of the body: connection reset, closed, silent), `lose_answer` (the server does
+    it, nobody hears), `lose_request`, `ignore_range`.
     """
 
     method: str = ""
     path: str = ""
     times: int = 1
-    probability: float = 1.0
     status: int | None = None
     code: str = "InternalError"
     delay_s: float | None = None
     reset_at: int | None = None
     cut_at: int | None = None
     stall_at: int | None = None
-    flip_at: int | None = None
-    bytes_per_s: float | None = None
     lose_answer: bool = False
     lose_request: bool = False
     ignore_range: bool = False
@@ -85,18 +70,12 @@ class Fault:
     shift_range: int = 0
     #: The body is longer or shorter than `Content-Length` says, by so many bytes.
     wrong_length: int = 0
-    #: These many bytes at the beginning of the body come twice, and others get lost for it.
-    repeat_bytes: int = 0
     #: Success, with an error document as its body.
     error_in_200: bool = False
     #: `Location` of a redirection.
     location: str = ""
     #: The connection is closed after a whole answer that promised to keep it open.
     close_after: bool = False
-    #: Only the sending half of the connection is closed in mid-body, and the rest never comes.
-    half_close_at: int | None = None
-    #: The headers come byte by byte.
-    slow_headers_s: float = 0.0
     #: The server's `ETag` is another one each time.
     new_etag: bool = False
     #: Only requests with this header (in lower case).
@@ -114,20 +93,15 @@ class Proxy:
         change: Given a request's path and headers (a dict with lower-case names), rewrites the headers in place and
             gives the path that goes on.
         change_answer: Rewrites the headers of an answer in place: whole lines by lower-case name.
-        latency_s: Added to every answer.
         log: (method, path, Range header or "", whether a fault was met) per request.
         busy, most_busy: Requests that have come and are not answered; the most at once.
-        open_now: Connections from clients that are open.
     """
 
     upstream: str
     faults: list[Fault] = field(default_factory=list)
     change: Callable[[str, dict[str, str]], str] | None = None
     change_answer: Callable[[dict[str, str]], None] | None = None
-    latency_s: float = 0.0
-    seed: int = 0
     log: list[tuple[str, str, str, bool]] = field(default_factory=list)
-    open_now: int = 0
     busy: int = 0
     most_busy: int = 0
     url: str = ""
@@ -135,7 +109,6 @@ class Proxy:
     def __enter__(self) -> Self:
         parts = urlsplit(self.upstream)
         self._host, self._port = parts.hostname, parts.port
-        self._random = random.Random(self.seed)
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task] = set()
         started = threading.Event()
@@ -170,10 +143,8 @@ class Proxy:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._client(reader, writer))
         self._tasks.add(task)
-        self.open_now += 1
 
         def end(_: asyncio.Task) -> None:  # also of a task that was cancelled before its first step
-            self.open_now -= 1
             self._tasks.discard(task)
             writer.transport.abort()
 
@@ -202,8 +173,6 @@ class Proxy:
         body = await _body(reader, names)
         fault = self._pick(method, path, names)
         self.log.append((method, path, names.get("range", ""), fault is not None))
-        if self.latency_s:
-            await asyncio.sleep(self.latency_s)
         if fault is None:
             fault = Fault()
         while fault.hold is not None and not fault.hold():
@@ -269,25 +238,12 @@ class Proxy:
                 return _reset(writer)
             status, content = _spoil(fault, status, answer, content)
             kept = [line for name, line in answer.items() if name not in {"connection", "transfer-encoding"}]
-            head = "\r\n".join([status, *kept, "", ""]).encode("latin-1")
-            if fault.slow_headers_s:
-                for byte in head:
-                    writer.write(bytes([byte]))
-                    await writer.drain()
-                    await asyncio.sleep(fault.slow_headers_s)
-            else:
-                writer.write(head)
+            writer.write("\r\n".join([status, *kept, "", ""]).encode("latin-1"))
             return await self._send(content, fault, writer) and not (fault.close_after or fault.wrong_length < 0)
         finally:
             up_writer.transport.abort()
 
     async def _send(self, content: bytes, fault: Fault, writer: asyncio.StreamWriter) -> bool:
-        if fault.flip_at is not None and fault.flip_at < len(content):
-            content = content[: fault.flip_at] + bytes([content[fault.flip_at] ^ 1]) + content[fault.flip_at + 1 :]
-        if fault.half_close_at is not None and fault.half_close_at < len(content):
-            writer.write(content[: fault.half_close_at])
-            writer.write_eof()
-            await asyncio.sleep(3600)
         for at in (fault.reset_at, fault.cut_at, fault.stall_at):
             if at is not None and at < len(content):
                 writer.write(content[:at])
@@ -298,13 +254,6 @@ class Proxy:
                 if fault.stall_at is not None:
                     await asyncio.sleep(3600)
                 return False
-        if fault.bytes_per_s is not None:
-            step = max(1, int(fault.bytes_per_s / 20))
-            for start in range(0, len(content), step):
-                writer.write(content[start : start + step])
-                await writer.drain()
-                await asyncio.sleep(0.05)
-            return True
         writer.write(content)
         await writer.drain()
         return True
@@ -316,7 +265,6 @@ class Proxy:
                 and fault.method in {"", method}
                 and re.search(fault.path, path)
                 and (not fault.header or fault.header in names)
-                and self._random.random() < fault.probability
             ):
                 fault.times -= 1
                 return fault
@@ -331,8 +279,6 @@ def _spoil(fault: Fault, status: str, answer: dict[str, str], content: bytes) ->
         answer["content-length"] = f"Content-Length: {len(content)}"
     if fault.wrong_length and content:
         answer["content-length"] = f"Content-Length: {len(content) - fault.wrong_length}"
-    if fault.repeat_bytes:
-        content = (content[: fault.repeat_bytes] + content)[: len(content)]
     if fault.shift_range and "content-range" in answer:
         answer["content-range"] = re.sub(
             r"(\d+)-(\d+)/",
@@ -503,29 +449,11 @@ def gcs_xml_endpoint() -> str:
     return started_in_python(_SHIM, s3_endpoint())
 
 
-def endpoint_option(bucket: Bucket) -> str:
-    """The option that says where a bucket's server is."""
-    return "base_url" if "base_url" in bucket.options else "endpoint_url"
-
-
 def s3_options(bucket: Bucket) -> dict | None:
     """What s3fs looks past everything with; None where no S3 server is behind it."""
     if "base_url" in bucket.options:
         return {"key": "k", "secret": "s", "endpoint_url": s3_endpoint()}
     return bucket.options if bucket.url.startswith("s3") else None
-
-
-def unfinished_uploads(bucket: Bucket) -> list:
-    """What is unfinished in a whole bucket: multipart uploads, or gcsfs's objects that are parts."""
-    name = bucket.url.partition("://")[2]
-    if (options := s3_options(bucket)) is not None:
-        import s3fs
-
-        return s3fs.S3FileSystem(**options).call_s3("list_multipart_uploads", Bucket=name).get("Uploads") or []
-    import gcsfs
-
-    files = gcsfs.GCSFileSystem(use_listings_cache=False, **bucket.options)
-    return [path for path in files.find(name) if "/.saev_store/parts/" in path]
 
 
 def new_gcs_xml_bucket() -> Bucket:
