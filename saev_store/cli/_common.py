@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -218,6 +219,4 @@ def emit_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def problem_dicts(problems: Iterable[Problem]) -> list[dict[str, object]]:
     """Problems as plain JSON types."""
-    from saev_store.validation import problem_to_dict
-
-    return [problem_to_dict(problem) for problem in problems]
+    return [asdict(problem) for problem in problems]

@@ -235,7 +235,7 @@ def head(
 def validate(
     url: Url,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read every byte: compare digests, find rows of zeros and swapped shards.")
+        bool, typer.Option("--deep", help="Read every byte: compare digests, find rows of zeros.")
     ] = False,
     scheduler: Scheduler = None,
     as_json: AsJson = False,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from saev_store.core.rows import Layers, Tokens
 from saev_store.errors import ArgumentError
 from saev_store.order import Permutation
-from saev_store.stats import sampled_stats
+from saev_store.stats import store_stats
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
 
@@ -38,7 +38,7 @@ def stored_scale(store: ShardStore, layer: Layers, tokens: Tokens) -> float:
         ArgumentError: the mean norm is zero or not finite.
     """
     n = min(max(_SAMPLE_BYTES // store.layout.example_nbytes, _MIN_EXAMPLES), _MAX_EXAMPLES)
-    return sampled_stats(store, n).scale(layer, tokens)
+    return store_stats(store, sample=n, progress=False).scale(layer, tokens)
 
 
 def sampled_rows(rows: Selection) -> Floats:

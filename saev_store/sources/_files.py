@@ -12,7 +12,6 @@ from saev_store.errors import ArgumentError
 from saev_store.sources._source import DigestScope
 from saev_store.transport import Buffer, Transport
 from saev_store.transport.checks import os_errors
-from saev_store.validation import local_folder
 
 ALGORITHM = "xxh3_128"
 #: Bytes of a file that are read or written at once.
@@ -37,7 +36,7 @@ def file_identity(transport: Transport, path: str) -> tuple[int, ...]:
 
     It looks at the name again; `Transport.version` is that of the file that the transport has pinned.
     """
-    folder = transport.local_path or local_folder(transport)
+    folder = transport.local_path
     if folder is None:
         return (transport.size(path),)
     where = f"{folder}/{path}"

@@ -5,17 +5,8 @@ Use `store.stats()`.
 
 from __future__ import annotations
 
-from saev_store.stats._compute import kept_vectors
-from saev_store.stats._result import STATISTICS, Stats
-from saev_store.stats._store import STATS_NAME, kept_stats, sampled_stats, stats_of, store_stats
+from saev_store.stats.compute import stats_of, store_stats
+from saev_store.stats.file import STATS_NAME, kept_stats
+from saev_store.stats.result import STATISTICS, Stats
 
-__all__ = [
-    "STATISTICS",
-    "STATS_NAME",
-    "Stats",
-    "kept_stats",
-    "kept_vectors",
-    "sampled_stats",
-    "stats_of",
-    "store_stats",
-]
+__all__ = ["STATISTICS", "STATS_NAME", "Stats", "kept_stats", "stats_of", "store_stats"]

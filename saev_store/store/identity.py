@@ -34,7 +34,7 @@ from typing import Literal, get_args
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.errors import AccessError, NotFoundError
+from saev_store.errors import AccessError, DocumentError, NotFoundError
 from saev_store.transport import Transport
 from saev_store.transport.checks import os_errors
 
@@ -135,13 +135,16 @@ def _identity(kind: IdentityKind, layout: Layout, facts: object) -> RecordingIde
 
 def _by_digests(transport: Transport, layout: Layout, names: Sequence[str]) -> RecordingIdentity | None:
     """None where `digests.json` is missing, breaks a rule, or lacks a file."""
-    from saev_store.validation import promised_digests
+    from saev_store.writer.digests import load_digests
 
     # One that cannot be read just then is an error: another kind of identity would say that this is another recording.
-    promised = promised_digests(transport, layout, must_read=True)
-    if not all(name in promised.files for name in names):
+    try:
+        digests = load_digests(transport)
+    except DocumentError:
         return None
-    return _identity("digests", layout, [promised.block_bytes, [[name, promised.files[name]] for name in names]])
+    if digests is None or not all(name in digests.files for name in names):
+        return None
+    return _identity("digests", layout, [digests.block_bytes, [[name, digests.files[name].digests] for name in names]])
 
 
 def _facts(transport: Transport, name: str) -> tuple[int, str | None, str]:
@@ -149,9 +152,7 @@ def _facts(transport: Transport, name: str) -> tuple[int, str | None, str]:
 
     (-1, "missing", "") where there is none, and (-1, "denied", "") where a folder of this machine may not be looked into.
     """
-    from saev_store.validation import local_folder
-
-    folder, where = local_folder(transport), f"{transport.url}/{name}"
+    folder, where = transport.local_path, f"{transport.url}/{name}"
     try:
         with os_errors(where, "look at it"):
             if folder is not None:

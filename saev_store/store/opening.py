@@ -141,7 +141,7 @@ class OpenedStore:
         """What is wrong with the store and which examples that costs; see `saev_store.validation.Report`.
 
         Args:
-            deep: Read every byte: digests, all-zero rows, swapped shards. Otherwise names and sizes only.
+            deep: Read the bytes of all examples: digests, all-zero rows. Otherwise names and sizes only.
             client: With `deep`, a `distributed.Client` or the address of a scheduler: its workers read the shards, at the
                 same address, and find what one process finds.
             progress: Show a bar on stderr; default: when it is a terminal.
@@ -292,12 +292,7 @@ def _expect(transport: LocalTransport, seen: Survey, raw: bytes) -> None:
         raise CorruptShardError(
             "the store was replaced while it was being opened", where=transport.url, remedy="Open it again."
         )
-    files = {
-        name: (found.size, found.modified_ns)
-        for name, found in seen.found.items()
-        if found.size is not None and found.modified_ns is not None and name.endswith(".bin")
-    }
-    transport.expect(files)
+    transport.expect({name: file for name, file in seen.files.items() if name.endswith(".bin")})
 
 
 def as_metadata(metadata: object) -> Metadata:
@@ -330,7 +325,7 @@ def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> Saev
             remedy="Open with damaged_ok=True to read the vectors, and to write token arrays anew.",
             problems=errors,
         )
-    gone = any(problem.kind in {"missing_shard", "all_shards_missing"} for problem in errors)
+    gone = any(problem.kind == "missing_shard" for problem in errors)
     return (MissingShardError if gone else CorruptShardError)(
         f"{shown}{more}",
         where=url,

@@ -157,13 +157,10 @@ class TokenArrays(Mapping[str, TokenValues]):
 
 def _local_version(transport: Transport, path: str) -> str | None:
     """What tells a file of this machine from another one of its name; None for files elsewhere."""
-    from saev_store.validation import local_folder
-
-    folder = local_folder(transport)
-    if folder is None:
+    if transport.local_path is None:
         return None
     try:
-        status = os.stat(os.path.join(folder, path))
+        status = os.stat(os.path.join(transport.local_path, path))
     except OSError:  # found out when it is read
         return "missing"
     return f"{status.st_mtime_ns} {status.st_size}"

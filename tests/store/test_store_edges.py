@@ -471,7 +471,7 @@ def test_what_is_only_remarkable_is_no_damage(plain: PlainStore, tmp_path: Path)
     with pytest.warns(SaevStoreWarning):
         store = ShardStore.open(folder)
     assert {problem.severity for problem in store.problems} <= {"info", "warning"}
-    assert "symlinked_shard" in {problem.kind for problem in store.problems}
+    assert "unlisted_shard" in {problem.kind for problem in store.problems}
     (entry,) = ShardStore.list(tmp_path / "root")
     assert (entry.name, entry.state, entry.note) == ("renamed", "complete", "")
 

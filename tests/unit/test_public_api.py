@@ -61,7 +61,7 @@ PUBLIC = {
         parse_index split_documents
     """,
     "saev_store.stats": """
-        STATISTICS STATS_NAME Stats kept_stats kept_vectors sampled_stats stats_of store_stats
+        STATISTICS STATS_NAME Stats kept_stats stats_of store_stats
     """,
     "saev_store.store": """
         ShardStore
@@ -74,7 +74,7 @@ PUBLIC = {
         Buffer Counters Engine Entry FileStat LocalTransport ReadCost Sink Transport UnfinishedUpload open_transport
     """,
     "saev_store.validation": """
-        Promised Report Survey check_dirname check_survey local_folder merge_ranges problem_to_dict promised_digests
+        Report Survey check_dirname check_survey merge_ranges
         quick_checks survey_store validate
     """,
     "saev_store.view": """

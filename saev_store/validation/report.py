@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from saev_store.errors import CorruptShardError, counted
 from saev_store.names import printable
@@ -108,7 +108,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON types, as `saev-store validate --json` prints them."""
+        """Plain types for `json.dumps`, as `saev-store validate --json` prints them."""
         return {
             "url": self.url,
             "ok": self.ok,
@@ -119,7 +119,7 @@ class Report:
             "lost": [list(span) for span in self.lost],
             "checked_bytes": self.checked_bytes,
             "elapsed_s": round(self.elapsed_s, 6),
-            "problems": [problem_to_dict(problem) for problem in self.problems],
+            "problems": [asdict(problem) for problem in self.problems],
         }
 
     def _headline(self) -> str:
@@ -161,19 +161,3 @@ class Report:
             f"<div><b style='color:{colour}'>{html.escape(self._headline())}</b> "
             f"<code>{html.escape(self.url)}</code><br>{html.escape(self._facts())}{table}</div>"
         )
-
-
-def problem_to_dict(problem: Problem) -> dict[str, object]:
-    """A problem as plain JSON types.
-
-    >>> problem_to_dict(Problem("missing_shard", "it is gone", where="acts000001.bin", lost=((3, 6),)))["lost"]
-    [[3, 6]]
-    """
-    return {
-        "severity": problem.severity,
-        "kind": problem.kind,
-        "where": problem.where,
-        "loc": list(problem.loc),
-        "message": problem.message,
-        "lost": [list(span) for span in problem.lost],
-    }

@@ -10,7 +10,7 @@ import numpy as np
 from saev_store.core.layout import Layout, layer_name
 from saev_store.core.rows import Layers, Tokens, row_space
 from saev_store.errors import ArgumentError
-from saev_store.stats._moments import Counts, Floats, Moments, of_none_as_nan
+from saev_store.stats.moments import Counts, Floats, Moments, of_none_as_nan
 
 #: The names of the arrays of a `Stats`, in the order of tables.
 STATISTICS = (
@@ -31,11 +31,13 @@ class Stats:
         layout: The geometry of the store.
         moments: The sums that the statistics are derived from.
         n_examples: Number of examples read; for a sample, fewer than the store has.
+        seed: Seed of the sample; None for all examples.
     """
 
     layout: Layout
     moments: Moments
     n_examples: int
+    seed: int | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:

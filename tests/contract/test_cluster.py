@@ -16,9 +16,9 @@ from saev_store import ShardStore
 from saev_store._runtime import cluster
 from saev_store._runtime.cluster import map_shards
 from saev_store.cli import main
-from saev_store.errors import ArgumentError, TransportError
-from saev_store.stats import _compute
-from saev_store.validation import Report, _validate
+from saev_store.errors import ArgumentError, CorruptShardError, TransportError
+from saev_store.stats import compute
+from saev_store.validation import Report
 
 pytest.importorskip("distributed")
 
@@ -51,7 +51,7 @@ def found(report: Report) -> Report:
 
 
 @pytest.mark.slow  # workers that were killed start again
-@pytest.mark.parametrize("killed", [(), (12,), (0, 9)])
+@pytest.mark.parametrize("killed", [(), (0, 9)])
 def test_workers_find_what_one_process_finds_also_when_some_are_killed(
     killed: tuple[int, ...], client, damaged: Plain, tmp_path: Path
 ):
@@ -63,22 +63,15 @@ def test_workers_find_what_one_process_finds_also_when_some_are_killed(
     assert found(report) == found(alone)
     assert n_processes(tmp_path / "noted") >= 2
     times = begun(tmp_path / "noted")
-    assert list(times) == list(range(N_SHARDS))
+    assert list(times) == list(range(N_SHARDS + 1))  # and the labels
     assert all(times[place] >= 2 for place in killed)
-
-
-def test_the_bar_counts_all_bytes(client, damaged: Plain, monkeypatch: pytest.MonkeyPatch):
-    advanced: list[int] = []
-    monkeypatch.setattr(_validate.Progress, "advance", lambda self, nbytes: advanced.append(nbytes))
-    ShardStore.open(damaged.path).validate(deep=True, client=client)
-    assert sum(advanced) == N_SHARDS * damaged.shard_nbytes
 
 
 @pytest.mark.parametrize("killed", [(), (1,)])
 def test_statistics_are_those_of_one_process_also_when_a_worker_is_killed(
     killed: tuple[int, ...], client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_compute, "_TASK_BYTES", 500)
+    monkeypatch.setattr(compute, "_TASK_BYTES", 500)
     plain = plain_store(tmp_path / "shards", n=17)
     store = ShardStore.open(plain.path)
     alone = store.stats(save=False, progress=False)
@@ -90,6 +83,7 @@ def test_statistics_are_those_of_one_process_also_when_a_worker_is_killed(
     assert all(begun(tmp_path / "noted")[place] >= 2 for place in killed)
 
 
+@pytest.mark.slow  # workers start again
 def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged: Plain):
     def submit(call: object, task: object, **options: object) -> object:
         from clusters import die
@@ -124,7 +118,7 @@ def test_an_error_of_a_worker_is_raised_here(client, tmp_path: Path):
     store = ShardStore.open(plain.path)
     plain.shard(1).unlink()
     assert "unreadable_shard" not in {p.kind for p in store.validate(deep=True, client=client).problems}
-    with pytest.raises(_compute.CorruptShardError):
+    with pytest.raises(CorruptShardError):
         store.stats(save=False, client=client)
 
 
@@ -144,13 +138,6 @@ def test_the_command(client, damaged: Plain, capsys: pytest.CaptureFixture[str])
     report = json.loads(capsys.readouterr().out)
     assert report["lost"] == [list(span) for span in ShardStore.open(damaged.path).validate(deep=True).lost]
     assert main(["validate", str(damaged.path), "--scheduler", address]) == 2
-
-
-def test_map_shards_without_a_cluster_is_in_order_and_stops_at_an_error():
-    assert list(map_shards(str, range(20))) == [str(n) for n in range(20)]
-    assert list(map_shards(str, [])) == []
-    with pytest.raises(ZeroDivisionError):
-        list(map_shards(lambda n: 1 // n, [3, 0, 2]))
 
 
 def test_map_shards_with_an_address_connects_and_leaves_nothing_open(client):
@@ -180,11 +167,11 @@ def test_map_shards_that_ends_early_cancels_what_is_left(fails: bool):
     assert cancelled == ([2, 1] if fails else [1, 2, 1])
 
 
-@pytest.mark.parametrize("address", ["bad", "", "foo://host:1", "tcp://host"])
-def test_an_address_that_none_can_have_is_not_tried(address: str):
-    with pytest.raises(ArgumentError) as refused:
-        list(map_shards(abs, [1], address))
-    assert refused.value.where == "client"
+def test_an_address_that_none_can_have_is_not_tried():
+    for address in ("bad", "", "foo://host:1", "tcp://host"):
+        with pytest.raises(ArgumentError) as refused:
+            list(map_shards(abs, [1], address))
+        assert refused.value.where == "client"
 
 
 def test_a_scheduler_that_does_not_answer_is_a_transport_error(monkeypatch: pytest.MonkeyPatch):
