@@ -234,9 +234,7 @@ def head(
 
 def validate(
     url: Url,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Read every byte: compare digests, find rows of zeros.")
-    ] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte: compare digests, find rows of zeros.")] = False,
     scheduler: Scheduler = None,
     as_json: AsJson = False,
     options: StorageOptions = None,

@@ -157,10 +157,11 @@ class TokenArrays(Mapping[str, TokenValues]):
 
 def _local_version(transport: Transport, path: str) -> str | None:
     """What tells a file of this machine from another one of its name; None for files elsewhere."""
-    if transport.local_path is None:
+    folder = transport.url.removeprefix("file://")
+    if not folder.startswith("/"):
         return None
     try:
-        status = os.stat(os.path.join(transport.local_path, path))
+        status = os.stat(os.path.join(folder, path))
     except OSError:  # found out when it is read
         return "missing"
     return f"{status.st_mtime_ns} {status.st_size}"

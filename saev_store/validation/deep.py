@@ -34,7 +34,7 @@ from saev_store.validation.scan import NO_RUNS, merge_runs, scan_piece, whole_un
 if TYPE_CHECKING:
     from distributed import Client
 
-    from saev_store.writer.digests import Digests
+    from saev_store.writer import Digests
 
 #: Local pieces fit into a core's cache; a remote piece is one request.
 _LOCAL_PIECE_BYTES = 1 << 20
@@ -106,7 +106,7 @@ def validate(
 
 def _digests_of(transport: Transport, metadata: Metadata, seen: Survey) -> tuple[Digests, list[Problem]]:
     """The digests of files, and problems of their document: what was not compared is not called right."""
-    from saev_store.writer.digests import Digests, load_digests
+    from saev_store.writer import Digests, load_digests
 
     problems: list[Problem] = []
 
