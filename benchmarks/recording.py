@@ -35,7 +35,8 @@ from transformers import GPTNeoXConfig, GPTNeoXModel, ViTConfig, ViTModel
 
 from saev_store.record import Images, RecordingReport, Texts, adapt, record
 from saev_store.record._examples import Batch, ExampleSource
-from saev_store.record._record import batches_nbytes, describe, prepare
+from saev_store.record._fill import batches_nbytes
+from saev_store.record._record import describe, prepare
 from saev_store.writer.copies import Rate
 from saev_store.writer.shard_file import ShardFile
 

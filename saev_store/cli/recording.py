@@ -324,20 +324,18 @@ def _parse_part(text: str) -> Part:
 
 
 def _emit_part(done: RecordedPart, *, as_json: bool) -> None:
-    """Print the state of a store that other processes have not finished: its address, and the parts that are left."""
+    """Print the state of a store that other processes have not finished: its address, and the examples that are left."""
     rank, n = done.part
-    left = [f"{other + 1}/{n}" for other in done.ranks_left]
+    n_left = sum(end - first for first, end in done.missing)
     if as_json:
         emit_json({
             "url": done.url,
             "published": False,
             "part": f"{rank + 1}/{n}",
-            "parts_left": left,
             "examples_left": [list(found) for found in done.missing],
         })  # fmt: skip
         return
-    waits = f"not recorded yet: --part {', '.join(left)}" if left else "the store waits for `saev-store finalize`"
-    print(f"part {rank + 1}/{n} is recorded; {waits}", file=sys.stderr)
+    print(f"part {rank + 1}/{n} is recorded; {n_left} examples of others are not recorded yet", file=sys.stderr)
     emit(done.url)
 
 

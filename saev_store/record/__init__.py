@@ -17,8 +17,8 @@ from saev_store.record._estimate import RecordingEstimate, estimate_recording
 from saev_store.record._examples import ExampleSource
 from saev_store.record._images import Images
 from saev_store.record._load import load_image_processor, load_language_model, load_vision_model
-from saev_store.record._part import Part
-from saev_store.record._ranks import RecordedPart, finalize
+from saev_store.record._masks import Masks
+from saev_store.record._part import Part, RecordedPart, finalize
 from saev_store.record._record import record
 from saev_store.record._recorder import Recorder
 from saev_store.record._repair import RepairedRecording, repair
@@ -32,6 +32,7 @@ __all__ = [
     "ExampleSource",
     "HookPoint",
     "Images",
+    "Masks",
     "Part",
     "Photographs",
     "RecordedPart",

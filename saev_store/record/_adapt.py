@@ -1,8 +1,5 @@
 """`adapt`: the adapter of a model; for `transformers` it is made from its configuration and its modules."""
 
-# Public arguments are checked whatever their annotation.
-# pyright: reportUnnecessaryIsInstance=false
-
 from __future__ import annotations
 
 import contextlib
@@ -13,13 +10,15 @@ from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
 from saev_store.record._architectures import FAMILIES, hook_points_of
-from saev_store.record._checks import check_not_compiled
 from saev_store.record._foreign import adapt_foreign
 
 if TYPE_CHECKING:
     import torch
 
-_TOWER = "Pass a transformer of transformers, or one tower of it, such as model.vision_model."
+_REMEDY = (
+    "Pass a transformer of transformers, or one tower of it, such as model.vision_model. For other models make a VisionAdapter or a "
+    "TextAdapter, with blocks=[…]."
+)
 
 
 def adapt(model: torch.nn.Module | Adapter) -> Adapter:
@@ -34,16 +33,15 @@ def adapt(model: torch.nn.Module | Adapter) -> Adapter:
     TransformerLens.
 
     Raises:
-        ArgumentError: the model is compiled, has an encoder and a decoder, or its blocks cannot be told. Make a `VisionAdapter` or a `TextAdapter` with a
-            list of blocks then.
+        ArgumentError: the model has an encoder and a decoder, or its blocks cannot be found. Make a `VisionAdapter` or a
+            `TextAdapter` with a list of blocks then.
         MissingDependencyError: torch is not installed.
     """
     if isinstance(model, Adapter):
         return model
     need("torch", install="saev-store[record]")
-    if not hasattr(model, "modules") or not hasattr(model, "named_parameters"):
-        raise ArgumentError(f"{brief(model)} is no torch module", where="model")
-    check_not_compiled(model)
+    if not hasattr(model, "named_parameters"):
+        raise ArgumentError(f"{brief(model)} is not a torch module", where="model", remedy=_REMEDY)
     foreign = adapt_foreign(model)
     if foreign is not None:
         return foreign
@@ -56,27 +54,29 @@ def adapt(model: torch.nn.Module | Adapter) -> Adapter:
     if hasattr(_config(model), "vision_config") and hasattr(model, "vision_model"):  # and a head, which is not run
         return _vision(cast("torch.nn.Module", model.vision_model), names_of=model)
     if getattr(model, "main_input_name", "pixel_values") == "pixel_values":
-        return _vision(model)
+        return _vision(model, names_of=model)
     return _text(model)
 
 
-def _vision(model: torch.nn.Module, names_of: torch.nn.Module | None = None) -> VisionAdapter:
-    n_layers, d_model = _config_int(model, "num_hidden_layers"), _config_int(model, "hidden_size")
-    blocks = find_blocks(model, n_layers)
-    has_cls = _has_parameter(model, "cls_token", "class_embedding")
+def _vision(model: torch.nn.Module, names_of: torch.nn.Module) -> VisionAdapter:
+    blocks = _blocks(model)
+    parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    has_cls = bool(parameters & {"cls_token", "class_embedding"})
     registers = getattr(_config(model), "num_register_tokens", None) or 0
+    sides = getattr(_config(model), "patch_size", None)
+    high, wide = cast("Sequence[int]", sides) if isinstance(sides, (list, tuple)) else [_size(model, "patch_size")] * 2
     return VisionAdapter(
         model=model,
         blocks=blocks,
-        d_model=d_model,
+        d_model=_size(model, "hidden_size"),
         points=hook_points_of(type(blocks[0]).__name__),
         keywords=True,
-        patch_px=_patch_px(model),
-        n_channels=_config_int(model, "num_channels"),
-        n_special=int(has_cls) + int(registers) + int(_has_parameter(model, "distillation_token")),
+        patch_px=(high, wide),
+        n_channels=_size(model, "num_channels"),
+        n_special=int(has_cls) + int(registers) + int("distillation_token" in parameters),
         cls_first=has_cls,
         patchify=type(blocks[0]).__name__ == "Siglip2EncoderLayer",
-        **_names(model, names_of or model),
+        **_names(model, names_of),
     )
 
 
@@ -89,24 +89,21 @@ def _text(model: torch.nn.Module) -> TextAdapter:
             where="model",
             remedy="Pass the encoder alone, model.get_encoder(), or make a TextAdapter with a call of your own.",
         )
-    blocks = find_blocks(decoder, _config_int(decoder, "num_hidden_layers"))
-    size: object = None
+    blocks, size = _blocks(decoder), None
     with contextlib.suppress(
         AttributeError, NotImplementedError
     ):  # of models that make vectors of characters or sounds
-        embedding = cast("Callable[[], object]", decoder.get_input_embeddings)()
-        size = getattr(embedding, "num_embeddings", None)
+        size = getattr(cast("Callable[[], object]", decoder.get_input_embeddings)(), "num_embeddings", None)
     longest: object = getattr(_config(decoder), "max_position_embeddings", None)
     return TextAdapter(
         model=decoder,
         blocks=blocks,
-        d_model=_config_int(decoder, "hidden_size"),
+        d_model=_size(decoder, "hidden_size"),
         points=hook_points_of(type(blocks[0]).__name__),
         keywords=True,
-        vocabulary_size=size if isinstance(size, int) else None,
-        max_tokens=longest
-        if isinstance(longest, int) and longest > 0
-        else None,  # XLNet says -1 where there is no limit
+        vocabulary_size=size,
+        # XLNet has -1: there is no limit
+        max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
         **_names(decoder, model),
     )
 
@@ -123,7 +120,7 @@ def _names(tower: torch.nn.Module, model: torch.nn.Module) -> _Names:
     return {"family": FAMILIES.get(model_type, model_type), "ckpt": found[0] or found[1]}
 
 
-def find_blocks(model: torch.nn.Module, depth: int) -> Sequence[torch.nn.Module]:
+def _blocks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
     """The residual blocks of the encoder, in depth order.
 
     They are the only list of so many modules of one class. Its name differs between architectures and releases of `transformers`.
@@ -133,9 +130,10 @@ def find_blocks(model: torch.nn.Module, depth: int) -> Sequence[torch.nn.Module]
     """
     import torch
 
+    depth = _size(model, "num_hidden_layers")
     modules = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())  # its stub has no types
     found = {
-        name: module
+        name: list(module)
         for name, module in modules
         if isinstance(module, torch.nn.ModuleList)
         and len(module) == depth
@@ -146,38 +144,22 @@ def find_blocks(model: torch.nn.Module, depth: int) -> Sequence[torch.nn.Module]
             f"{type(model).__name__} has {len(found)} lists of {depth} modules ({', '.join(found) or 'none'}); exactly one "
             "must be the blocks",
             where="model",
-            remedy=f"{_TOWER} Or make the adapter by hand, with blocks=[…].",
+            remedy=_REMEDY,
         )
-    return list(next(iter(found.values())))
+    return found.popitem()[1]
 
 
 def _config(model: torch.nn.Module) -> object:
     return getattr(model, "config", None)
 
 
-def _config_int(model: torch.nn.Module, name: str) -> int:
+def _size(model: torch.nn.Module, name: str) -> int:
+    """A number of a model's configuration."""
     value = getattr(_config(model), name, None)
     if not isinstance(value, int) or value < 1:
         raise ArgumentError(
             f"{type(model).__name__} has no positive integer config.{name} (it is {value!r})",
             where="model",
-            remedy=f"{_TOWER} For other models make a VisionAdapter or a TextAdapter.",
+            remedy=_REMEDY,
         )
     return value
-
-
-def _has_parameter(model: torch.nn.Module, *names: str) -> bool:
-    return any(name.rsplit(".", 1)[-1] in names for name, _ in model.named_parameters())
-
-
-def _patch_px(model: torch.nn.Module) -> tuple[int, int]:
-    value = getattr(_config(model), "patch_size", None)
-    pair = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else (value, value)
-    sides = [side for side in pair if isinstance(side, int)]
-    if len(sides) != 2 or min(sides) < 1:
-        raise ArgumentError(
-            f"model.config.patch_size is {value!r}; it must be one or two positive integers",
-            where="model",
-            remedy=_TOWER,
-        )
-    return sides[0], sides[1]

@@ -1,22 +1,18 @@
-"""What recording knows of a model: its blocks, its hook points, its special tokens, and how it is called."""
-
-# Public arguments are checked whatever their annotation.
-# pyright: reportUnnecessaryIsInstance=false
+"""A model as recording sees it: its blocks, its hook points, its special tokens, and how it is called."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from saev_store._runtime.optional import need
-from saev_store.core.arguments import check_flag
+from saev_store.core.arguments import check_count, check_flag
 from saev_store.errors import ArgumentError, LayerNotFoundError, brief
 from saev_store.record._architectures import RESIDUAL, HookPoint
-from saev_store.record._checks import check_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +32,9 @@ class Adapter(ABC):
         keywords: Whether the model is called with the keywords of `transformers`, else with one tensor.
         batch_axis: Which axis of a block's vectors counts the examples: 0 for (batch, tokens, d_model), 1 for (tokens, batch,
             d_model), as `torch.nn.TransformerEncoderLayer` has them without `batch_first=True`.
+
+    Raises:
+        ArgumentError: the blocks are not different modules of the model, or a size is not positive.
     """
 
     model: torch.nn.Module
@@ -49,20 +48,15 @@ class Adapter(ABC):
 
     def __post_init__(self) -> None:
         need("torch", install="saev-store[record]")
-        if not hasattr(self.model, "named_modules"):
-            raise ArgumentError(f"{brief(self.model)} is no torch module", where="model")
-        check_blocks(self.model, self.blocks)
-        _check_positive(self.d_model, "d_model")
-        points = cast("object", self.points)
-        is_named = isinstance(points, Mapping) and all(
-            isinstance(name, str) for name in cast("Mapping[object, object]", points)
-        )
-        if not is_named or not all(isinstance(point, HookPoint) for point in self.points.values()):
+        inside, blocks = {id(module) for module in self.model.modules()}, {id(block) for block in self.blocks}
+        if not blocks or len(blocks) < len(self.blocks) or not blocks <= inside:
             raise ArgumentError(
-                f"points is {brief(self.points)}; it must be a dict of names to HookPoint", where="points"
+                f"blocks are {brief(self.blocks)}; they must be different modules of the model, at least one",
+                where="blocks",
+                remedy="Pass list(…) of the modules in the order of depth. A module that runs several times cannot be recorded.",
             )
-        if self.batch_axis not in (0, 1):
-            raise ArgumentError(f"batch_axis is {brief(self.batch_axis)}; it must be 0 or 1", where="batch_axis")
+        check_count(self.d_model, name="d_model")
+        check_count(self.batch_axis, name="batch_axis", least=0, most=1)
 
     def hooked(self, depth: int, hook_point: str) -> tuple[torch.nn.Module, Literal["input", "output"]]:
         """The module of a hook point of a block, and which of its sides is recorded.
@@ -71,19 +65,14 @@ class Adapter(ABC):
             ArgumentError: this architecture has no such hook point.
         """
         block = self.blocks[depth]
-        point = self.points.get(hook_point)
-        if point is None:
+        try:
+            point = self.points[hook_point]
+            return block.get_submodule(point.path), point.side
+        except (KeyError, AttributeError):
             raise ArgumentError(
                 f"{brief(hook_point)} is not a hook point of {type(block).__name__}, which has {', '.join(sorted(self.points))}",
                 where="hook_points",
-            )
-        try:
-            return block.get_submodule(point.path), point.side
-        except AttributeError:
-            raise ArgumentError(
-                f"{type(block).__name__} has no module {point.path!r}, where {hook_point} should be",
-                where="hook_points",
-                remedy="Make the adapter by hand, with points=….",
+                remedy="Choose one of these, or make the adapter by hand, with points=….",
             ) from None
 
     @abstractmethod
@@ -96,7 +85,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
-        """(special, content): how many tokens of a batch are special ones at the beginning, and how many come behind them.
+        """(special, content): number of special tokens at the beginning of each row of a batch, and of tokens behind them.
 
         Args:
             inputs: As of `forward`.
@@ -111,10 +100,10 @@ class Adapter(ABC):
         return False
 
     def keeps_cls(self, wanted: bool | None) -> bool:
-        """Whether the CLS token is recorded; None: if there is one.
+        """Return True if the CLS token is recorded; None: if there is one.
 
         Raises:
-            ArgumentError: it is wanted, and there is none; or `wanted` is no boolean.
+            ArgumentError: it is wanted, and there is none; or `wanted` is not a boolean.
         """
         wanted = check_flag(wanted, name="cls_token", other=None)
         if wanted and not self.has_cls:
@@ -149,40 +138,29 @@ class VisionAdapter(Adapter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pair = self.patch_px
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ArgumentError(f"patch_px is {brief(pair)}; it must be (height, width)", where="patch_px")
-        for side in pair:
-            _check_positive(side, "patch_px")
-        _check_positive(self.n_channels, "n_channels")
-        check_flag(self.cls_first, name="cls_first")
-        if not isinstance(self.n_special, int) or self.n_special < int(self.cls_first):
-            rule = "it counts the CLS token, too" if self.cls_first else "it must be a count"
-            raise ArgumentError(f"n_special is {brief(self.n_special)}; {rule}", where="n_special")
+        for side in self.patch_px:
+            check_count(side, name="patch_px")
+        check_count(self.n_channels, name="n_channels")
+        check_count(self.n_special, name="n_special", least=int(self.cls_first))  # it counts the CLS token, too
 
     @property
     def has_cls(self) -> bool:
         return self.cls_first
 
     def content_tokens(self, shape: tuple[int, ...]) -> int:
-        """How many patches an image has in a batch of this shape.
+        """Number of patches of an image of a batch of this shape.
 
         Raises:
             ArgumentError: not (batch, channels, height, width), or smaller than one patch.
         """
-        height_px, width_px = self.patch_px
-        if len(shape) != 4 or shape[0] < 1 or shape[1] != self.n_channels:
+        high, wide = self.patch_px
+        if len(shape) != 4 or shape[1] != self.n_channels or shape[0] < 1 or shape[2] < high or shape[3] < wide:
             raise ArgumentError(
-                f"the shape is {shape}; it must be (batch, {self.n_channels}, height, width) with at least one example",
+                f"the shape is {shape}; it must be (batch, {self.n_channels}, height, width) with at least one example of one "
+                f"patch of {high} x {wide} pixels",
                 where="pixel_values",
             )
-        count = (shape[2] // height_px) * (shape[3] // width_px)
-        if count < 1:
-            raise ArgumentError(
-                f"the shape is {shape}; an image must hold at least one patch of {height_px} x {width_px} pixels",
-                where="pixel_values",
-            )
-        return count
+        return (shape[2] // high) * (shape[3] // wide)
 
     def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
         return self.n_special, self.content_tokens(tuple(inputs[0].shape))
@@ -211,18 +189,12 @@ class TextAdapter(Adapter):
     Models that are not called with keywords get the token ids only, so they must be causal: padding is on the right.
 
     Attributes:
-        vocabulary_size: How many token ids the embedding has; None where that is not known.
-        max_tokens: The longest row that the model takes, None where there is no limit.
+        vocabulary_size: Number of token ids that the embedding has; None if that is not known.
+        max_tokens: The longest row that the model takes; None if there is no limit.
     """
 
     vocabulary_size: int | None = None
     max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("vocabulary_size", "max_tokens"):
-            if getattr(self, name) is not None:
-                _check_positive(getattr(self, name), name)
 
     def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
         shape = tuple(inputs[0].shape)
@@ -235,19 +207,20 @@ class TextAdapter(Adapter):
     def forward(self, *inputs: torch.Tensor) -> None:
         import torch
 
-        ids = inputs[0]
+        ids, *masks = inputs
+        mask = masks[0].long() if masks else torch.ones_like(ids)
+        # Both are checked before they are placed: a look at numbers on a GPU would wait for it.
         if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
             raise ArgumentError(f"they are {ids.dtype}; token ids are integers", where="input_ids")
-        # Before they are placed: a look at numbers on a GPU would wait for it.
         self.check_ids(int(ids.min()), int(ids.max()), where="input_ids")
-        ids = self._placed(ids, torch.long)
-        mask = torch.ones_like(ids) if len(inputs) < 2 else self._placed(inputs[1], torch.long)
-        if mask.shape != ids.shape:
+        is_token = torch.arange(ids.size(1), device=mask.device) < mask.sum(-1, keepdim=True)
+        if mask.shape != ids.shape or not torch.equal(mask.bool(), is_token) or mask.max() > 1:
             raise ArgumentError(
-                f"its shape is {tuple(mask.shape)}; that of the token ids is {tuple(ids.shape)}", where="attention_mask"
+                f"it must have the shape {tuple(ids.shape)} of the token ids, and in each row 1 for tokens, then 0 for padding",
+                where="attention_mask",
+                remedy='Pad on the right: tokenizer.padding_side = "right".',
             )
-        _check_padding(mask)
-        self.call(ids, mask)
+        self.call(self._placed(ids, torch.long), self._placed(mask.contiguous(), torch.long))
 
     def call(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
         """Call the model. A subclass for a model with other arguments overrides this.
@@ -269,31 +242,12 @@ class TextAdapter(Adapter):
         """
         size = self.vocabulary_size
         if least < 0 or (size is not None and most >= size):
-            rule = "they are not negative" if size is None else f"the model's embedding has those from 0 to {size - 1}"
             raise ArgumentError(
-                f"there is a token id {least if least < 0 else most}; {rule}",
+                f"there is a token id {least if least < 0 else most}; the model has those from 0 to "
+                f"{'its largest' if size is None else size - 1}",
                 where=where,
                 remedy="Use the model's own tokenizer.",
             )
-
-
-def _check_positive(value: object, name: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArgumentError(f"{name} is {brief(value)}; it must be a positive integer", where=name)
-
-
-def _check_padding(mask: torch.Tensor) -> None:
-    """Refuse a mask that has padding before a token, or other numbers than 0 and 1."""
-    if bool(((mask != 0) & (mask != 1)).any()):
-        raise ArgumentError("it has other numbers than 0, for padding, and 1", where="attention_mask")
-    to_the_left = (mask[:, 1:] > mask[:, :-1]).any(dim=1)
-    if bool(to_the_left.any()):
-        row = int(to_the_left.nonzero()[0])
-        raise ArgumentError(
-            f"row {row} has padding before a token; a token's position would then depend on how long the other rows are",
-            where="attention_mask",
-            remedy='Pad on the right: tokenizer.padding_side = "right".',
-        )
 
 
 def place(model: torch.nn.Module, device: str | None) -> None:
@@ -304,27 +258,22 @@ def place(model: torch.nn.Module, device: str | None) -> None:
     """
     if device is None:
         return
-    import torch
-
     try:
-        if torch.empty(0, device=device).is_meta:
-            raise ArgumentError("the device 'meta' holds no numbers: the weights would be lost", where="device")
+        model.to(device)
     except (RuntimeError, AssertionError, TypeError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArgumentError(
-            f"{device!r} cannot be used: {why}", where="device", remedy="Omit it to use the CPU."
+            f"{device!r} cannot be used: {error}", where="device", remedy="Omit it to use the CPU."
         ) from error
-    model.to(device)
 
 
 def parameter_of(model: torch.nn.Module) -> torch.nn.Parameter:
-    """One parameter of a model, which tells its device and dtype: the first one of floating point.
+    """One parameter of a model, which has its device and dtype: the first one of floating point that is not packed.
 
     Raises:
         ArgumentError: it has none.
     """
     for parameter in model.parameters():
-        if parameter.is_floating_point():  # packed weights are integers
+        if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
             return parameter
     raise ArgumentError(f"{type(model).__name__} has no parameters of floating point", where="model")
 
@@ -332,29 +281,17 @@ def parameter_of(model: torch.nn.Module) -> torch.nn.Parameter:
 def pixel_dtype(model: torch.nn.Module) -> torch.dtype:
     """The dtype of the pixels that a model of images takes: that of its first convolution or linear layer.
 
-    The first parameter may be an embedding in float32 where these are of half precision, as OpenCLIP has them. Packed weights tell
-    nothing.
-
-    Raises:
-        ArgumentError: the model has no parameters of floating point.
+    The first parameter may be an embedding in float32 while these are of half precision, as OpenCLIP has them.
     """
     import torch
 
     layers = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-    for module in model.modules():
-        if isinstance(module, layers):
-            for parameter in module.parameters():
-                if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
-                    return parameter.dtype
-    return parameter_of(model).dtype
+    first = next((module for module in model.modules() if isinstance(module, layers)), model)
+    return parameter_of(first).dtype
 
 
 def dtype_of(adapter: Adapter) -> torch.dtype:
-    """The dtype in which a model begins to compute, which a store has by default.
-
-    Raises:
-        ArgumentError: the model has no parameters of floating point.
-    """
+    """The dtype in which a model begins to compute, which a store has by default."""
     return pixel_dtype(adapter.model) if isinstance(adapter, VisionAdapter) else parameter_of(adapter.model).dtype
 
 
@@ -368,18 +305,14 @@ def resolve_layers(layers: Sequence[int], n_blocks: int) -> tuple[int, ...]:
         LayerNotFoundError: a label is not an integer from -n_blocks to n_blocks - 1.
         ArgumentError: `layers` is empty, or two labels name one block.
     """
-    if not layers:
-        raise ArgumentError("layers is empty; it must name at least one block", where="layers")
-    depths: dict[int, int] = {}
     for label in layers:
-        if not isinstance(label, (int, np.integer)) or isinstance(label, bool) or not -n_blocks <= label < n_blocks:
+        if not isinstance(label, (int, np.integer)) or isinstance(label, bool) or not -n_blocks <= label < n_blocks:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             raise LayerNotFoundError(
                 f"layer {label!r} is not a block of this model, which has {n_blocks}",
                 where="layers",
                 remedy=f"Use integers from 0 to {n_blocks - 1}, or from -{n_blocks} to -1, counted from the end.",
             )
-        depth = int(label) % n_blocks
-        if depth in depths:
-            raise ArgumentError(f"the labels {depths[depth]} and {label} are the same block", where="layers")
-        depths[depth] = label
-    return tuple(depths)
+    depths = tuple(int(label) % n_blocks for label in layers)
+    if not depths or len({*depths}) < len(depths):
+        raise ArgumentError(f"layers is {brief(layers)}; it must name at least one block, each once", where="layers")
+    return depths

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from saev_store.core.arguments import check_choice
-from saev_store.errors import ArgumentError, brief
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +31,7 @@ class HookPoint:
             that by the name `hidden_states`.
 
     Raises:
-        ArgumentError: `path` is no text, or `side` neither of the two.
+        ArgumentError: `side` is neither of the two.
 
     >>> HookPoint("mlp", "output").path
     'mlp'
@@ -42,8 +41,6 @@ class HookPoint:
     side: Literal["input", "output"] = "output"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ArgumentError(f"path is {brief(self.path)}; it must be the path of a module, or ''", where="path")
         check_choice(self.side, ["input", "output"], name="side")
 
 

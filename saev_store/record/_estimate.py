@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +13,17 @@ from saev_store.core.arguments import check_count
 from saev_store.core.layout import RESID_POST
 from saev_store.core.token_arrays import LABELS
 from saev_store.errors import counted
-from saev_store.record._part import this_part
-from saev_store.record._ranks import n_left
-from saev_store.record._record import batches_nbytes, describe, prepare
+from saev_store.record._fill import batches_nbytes
+from saev_store.record._part import missing_examples, this_part
+from saev_store.record._record import describe, prepare
 from saev_store.store.card import human_bytes
 from saev_store.transport import open_transport
 from saev_store.writer import writing_requests
+from saev_store.writer.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -36,49 +36,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecordingEstimate:
-    """What a recording will take; `str()` is a few lines.
+    """Costs of a recording; `str()` is a few lines.
 
     Attributes:
         name: The store's folder below the root.
         n_examples: Examples of the store.
         n_shards: Its shards.
-        vectors_nbytes: Bytes of its vectors.
-        token_arrays_nbytes: Bytes of its token arrays.
+        nbytes: Bytes of its vectors and token arrays; small documents are not counted.
         n_requests: PUT and POST requests to a bucket, see `writing_requests`; None for a disk.
-        part: The part that was asked for, (rank, number of ranks); None: all of it.
-        n_left: Examples of it that are not there; what is there of a recording is kept.
+        n_left: Examples that are not there of what was asked for; what is there of a recording is kept.
         n_measured: Examples that the model ran.
         model_s: Seconds of the model for those that are left, at the measured speed.
-        source_s: Seconds of the source for them, beside the model.
+        source_s: Seconds of the source for them, at the same time as the model.
         memory_nbytes: Bytes that the batches of the recording take at most, see `batches_nbytes`.
-        there_nbytes: Bytes that an earlier call has put on the disk already; 0 for a bucket.
         free_nbytes: Free bytes of the disk; None for a bucket.
     """
 
     name: str
     n_examples: int
     n_shards: int
-    vectors_nbytes: int
-    token_arrays_nbytes: int
+    nbytes: int
     n_requests: int | None
-    part: tuple[int, int] | None
     n_left: int
     n_measured: int
     model_s: float
     source_s: float
     memory_nbytes: int
-    there_nbytes: int
     free_nbytes: int | None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the store; small documents are not counted."""
-        return self.vectors_nbytes + self.token_arrays_nbytes
-
-    @property
     def needed_nbytes(self) -> int:
-        """Bytes that are still missing on the disk. Until publication, token arrays are there twice."""
-        return max(0, self.vectors_nbytes + 2 * self.token_arrays_nbytes - self.there_nbytes)
+        """Bytes of the examples that are left."""
+        return self.nbytes * self.n_left // self.n_examples
 
     @property
     def seconds(self) -> float:
@@ -87,43 +76,31 @@ class RecordingEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the disk has room for it; None for a bucket."""
+        """Whether the disk has room for what is left; None for a bucket."""
         return None if self.free_nbytes is None else self.needed_nbytes <= self.free_nbytes
 
     def to_dict(self) -> dict[str, object]:
         """The attributes and what follows from them, as plain JSON types."""
-        return {
-            **asdict(self),
-            "nbytes": self.nbytes,
-            "needed_nbytes": self.needed_nbytes,
-            "seconds": self.seconds,
-            "fits": self.fits,
-        }
+        return {**asdict(self), "needed_nbytes": self.needed_nbytes, "seconds": self.seconds, "fits": self.fits}
 
     def __str__(self) -> str:
-        steps = f"{human_seconds(self.model_s)} in the model, beside it {human_seconds(self.source_s)} in the source"
+        steps = (
+            f"{human_seconds(self.model_s)} in the model, {human_seconds(self.source_s)} in the source at the same time"
+        )
         lines = [
             f"store      {self.name}",
             f"size       {counted(self.n_examples, 'example')}, {human_bytes(self.nbytes)} in {counted(self.n_shards, 'shard')}",
-            *self._left(),
+            f"left       {counted(self.n_left, 'example')} to record, {human_bytes(self.needed_nbytes)}",
             f"time       {human_seconds(self.seconds)}: {steps}; measured with {counted(self.n_measured, 'example')}",
             f"memory     {human_bytes(self.memory_nbytes)} for batches",
         ]
         if self.n_requests is not None:
             lines.append(f"requests   {self.n_requests:,} that write")
         if self.free_nbytes is not None:
-            verdict = "it fits" if self.fits else "IT DOES NOT FIT"
             lines.append(
-                f"disk       {human_bytes(self.needed_nbytes)} needed, {human_bytes(self.free_nbytes)} free: {verdict}"
+                f"disk       {human_bytes(self.free_nbytes)} free: {'it fits' if self.fits else 'IT DOES NOT FIT'}"
             )
         return "\n".join(lines)
-
-    def _left(self) -> list[str]:
-        """A line where it is not all examples that would be recorded."""
-        if self.part is None and self.n_left == self.n_examples:
-            return []
-        left = f"{counted(self.n_left, 'example')} to record" if self.n_left else "nothing to record: it is there"
-        return [f"left       {left}" if self.part is None else f"part {self.part[0] + 1}/{self.part[1]}   {left}"]
 
 
 def estimate_recording(
@@ -144,7 +121,7 @@ def estimate_recording(
     part: Part | None = None,
     n_examples: int = 32,
 ) -> RecordingEstimate:
-    """Say what `record` with the same arguments will take. Nothing is written below `root`.
+    """Estimate what `record` with the same arguments will take. Nothing is written below `root`.
 
     The model runs the batches of the first examples. The speed of the disk is not measured.
 
@@ -163,8 +140,8 @@ def estimate_recording(
         device: As of `record`.
         storage_options: As of `record`.
         part: As of `record`.
-        n_examples: How many examples to run at least, if there are so many. The first batch is not counted if there is another
-            one: it takes longer.
+        n_examples: Examples to run at least, if there are so many. The first batch is not counted if there is another one: it
+            takes longer.
 
     Raises:
         ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
@@ -175,91 +152,56 @@ def estimate_recording(
     recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
     transport = open_transport(root, storage_options)
     metadata = describe(
-        recorder,
-        source,
-        dtype=dtype,
-        max_tokens_per_shard=max_tokens_per_shard,
-        dataset=dataset,
-        family=family,
-        ckpt=ckpt,
+        recorder, source, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard, dataset=dataset, family=family, ckpt=ckpt,
         protocol=protocol,
-    )
-    layout = metadata.layout
-    arrays = metadata.token_arrays
+    )  # fmt: skip
+    layout, arrays = metadata.layout, metadata.token_arrays
     if not metadata.declares_token_arrays and LABELS.name in source.geometry(recorder.adapter).token_arrays:
         arrays = (LABELS,)
-    left = n_left(transport, metadata, of_ranks)
-    measured = _measure(recorder, source, n_examples, layout.n_examples)
+    n_left = sum(end - first for first, end in missing_examples(Work(transport, metadata), of_ranks))
+    measured, n_measured = _Measured(recorder, source.batches(0, layout.n_examples)), list[int]()
+    with recorder:
+        for recorded in source.assemble(measured, 0):
+            n_measured.append(len(recorded.acts) + sum(n_measured[-1:]))
+            if n_measured[-1] >= n_examples:
+                break
+    skip = int(len(measured.model_s) > 1 and n_measured[-1] > n_measured[0])  # the first batch takes longer
+    per_s = n_left / (n_measured[-1] - n_measured[0] * skip)
     folder = transport.local_path
     return RecordingEstimate(
         name=metadata.hash,
         n_examples=layout.n_examples,
         n_shards=layout.n_shards,
-        vectors_nbytes=layout.nbytes,
-        token_arrays_nbytes=sum(array.nbytes(layout) for array in arrays),
+        nbytes=layout.nbytes + sum(array.nbytes(layout) for array in arrays),
         n_requests=writing_requests(layout, arrays) if folder is None else None,
-        part=of_ranks,
-        n_left=left,
-        n_measured=measured.n_examples[-1],
-        model_s=measured.per_example_s(measured.model_s) * left,
-        source_s=measured.per_example_s(measured.source_s) * left,
+        n_left=n_left,
+        n_measured=n_measured[-1],
+        model_s=sum(measured.model_s[skip:]) * per_s,
+        source_s=sum(measured.source_s[skip:]) * per_s,
         memory_nbytes=batches_nbytes(measured.inputs_nbytes, measured.vectors_nbytes),
-        there_nbytes=0 if folder is None else _used_nbytes(Path(folder, metadata.hash)),
         free_nbytes=None if folder is None else _free_nbytes(Path(folder)),
     )
 
 
 class _Measured:
-    """Times of a few batches, and the bytes of the largest one."""
+    """Batches with their vectors, one step after the other; the times of each, and the bytes of the largest one."""
 
-    def __init__(self) -> None:
-        self.source_s, self.model_s, self.n_examples = list[float](), list[float](), list[int]()
+    def __init__(self, recorder: Recorder, batches: Iterator[Batch]) -> None:
+        self._recorder, self._batches = recorder, batches
+        self.source_s, self.model_s = list[float](), list[float]()
         self.inputs_nbytes = self.vectors_nbytes = 0
 
-    def computed(self, recorder: Recorder, batches: Iterator[Batch]) -> Generator[tuple[Batch, torch.Tensor]]:
-        """Batches with their vectors, one step after the other."""
-        while True:
-            began_s = time.perf_counter()
-            batch = next(batches, None)
-            if batch is None:
-                return
+    def __iter__(self) -> Iterator[tuple[Batch, torch.Tensor]]:
+        began_s = time.perf_counter()
+        for batch in self._batches:
             read_s = time.perf_counter()
-            acts = recorder(*batch.inputs)
+            acts = self._recorder(*batch.inputs)
             self.source_s.append(read_s - began_s)
             self.model_s.append(time.perf_counter() - read_s)
             self.inputs_nbytes = max(self.inputs_nbytes, sum(int(getattr(x, "nbytes", 0)) for x in batch.inputs))
             self.vectors_nbytes = max(self.vectors_nbytes, acts.nbytes)
             yield batch, acts
-
-    def per_example_s(self, times_s: list[float]) -> float:
-        """Seconds for an example; the first batch does not count if there is another one, since it takes longer."""
-        later = [n for n in self.n_examples if n > self.n_examples[0]]
-        skip = int(bool(later))
-        n = self.n_examples[-1] - self.n_examples[0] * skip
-        return sum(times_s[skip:]) / max(1, n)
-
-
-def _measure(recorder: Recorder, source: ExampleSource, n_examples: int, n_all: int) -> _Measured:
-    """Run the first batches of a source of `n_all` examples until they make `n_examples`."""
-    measured, n_done = _Measured(), 0
-    with recorder, closing(measured.computed(recorder, source.batches(0, n_all))) as computed:
-        for recorded in source.assemble(computed, 0):
-            n_done += len(recorded.acts)
-            measured.n_examples.append(n_done)
-            if n_done >= n_examples:
-                break
-    return measured
-
-
-def _used_nbytes(folder: Path) -> int:
-    """Bytes that the files of a folder take on the disk; 0 where there is none."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                status = os.lstat(os.path.join(parent, name))
-                total += getattr(status, "st_blocks", -(-status.st_size // 512)) * 512
-    return total
+            began_s = time.perf_counter()
 
 
 def _free_nbytes(folder: Path) -> int:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.dtypes import ITEMSIZES, StoredDtype
-from saev_store.errors import ArgumentError, brief
+from saev_store.core.dtypes import ITEMSIZES
+from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -104,14 +104,7 @@ class ExampleSource(ABC):
         """
 
 
-def check_batch_size(value: object) -> int:
-    """A positive integer; `ArgumentError` for anything else."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArgumentError(f"batch_size is {brief(value)}; it must be a positive integer", where="batch_size")
-    return value
-
-
-def as_stored(acts: torch.Tensor, stored: StoredDtype, *, rounds: bool) -> torch.Tensor:
+def as_stored(acts: torch.Tensor, stored: str, *, rounds: bool) -> torch.Tensor:
     """The vectors in a dtype that a writer takes, which rounds them to that of its store.
 
     Without `rounds` nothing is rounded that the model computes in another dtype than its parameters have.

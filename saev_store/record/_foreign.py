@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     import torch
 
-_REMEDY = "Make a VisionAdapter or a TextAdapter with blocks=[…]."
 #: Class of blocks of OpenCLIP and timm -> the hook points beside those of `RESIDUAL`.
 _BRANCHES = {
     "open_clip.ResidualAttentionBlock": serial("ls_1", "ls_2", "ln_2"),
@@ -35,23 +34,20 @@ def adapt_foreign(model: torch.nn.Module) -> Adapter | None:
     Raises:
         ArgumentError: it is of one of these libraries, but its blocks are not known, or it lacks an attribute in this release.
     """
+    why = "is not one of the models whose blocks are known"
     for given in (model, getattr(model, "trunk", None)):  # OpenCLIP has models of timm as a trunk
         for name in _ADAPTERS.keys() & {*_class_names(given)}:
             try:
                 return _ADAPTERS[name](given)
             except AttributeError as error:
-                raise ArgumentError(
-                    f"{type(given).__name__} is not as the releases known here have it: {error}",
-                    where="model",
-                    remedy=_REMEDY,
-                ) from error
+                why = f"is not as the releases known here have it: {error}"
     library = type(model).__module__.partition(".")[0]
     if library not in {"open_clip", "timm", "transformer_lens"}:
         return None
     raise ArgumentError(
-        f"{type(model).__name__} of {library} is not one of the models whose blocks are known",
+        f"{type(model).__name__} of {library} {why}",
         where="model",
-        remedy="Pass the tower for images: model.visual." if hasattr(model, "visual") else _REMEDY,
+        remedy="Pass the tower for images, model.visual, or make a VisionAdapter or a TextAdapter with blocks=[…].",
     )
 
 
@@ -91,19 +87,10 @@ def _open_clip(model: Any) -> VisionAdapter:
 
 
 def _timm(model: Any) -> VisionAdapter:
-    embed = model.patch_embed
-    high, wide = embed.patch_size
-    if hasattr(embed, "backbone"):  # a convolutional network before the blocks makes a map of the image
-        pairs = [*zip(embed.img_size, embed.feature_size, embed.feature_ratio, strict=True)]
-        if any(image != made * ratio for image, made, ratio in pairs):
-            raise ArgumentError(
-                f"the network before the blocks makes {embed.feature_size} of {embed.img_size}, so a patch is not whole pixels",
-                where="model",
-                remedy="Make a VisionAdapter with patch_px=….",
-            )
-        high, wide, channels = high * pairs[0][2], wide * pairs[1][2], embed.in_chans
-    else:
-        channels = embed.proj.in_channels
+    # With a convolutional network before the blocks there is no such layer: its patches are not those of the image.
+    channels, (high, wide) = model.patch_embed.proj.in_channels, model.patch_embed.patch_size
+    if hasattr(model.patch_embed, "backbone"):
+        raise AttributeError("a network before the blocks makes its patches")
     return VisionAdapter(
         model=model,
         blocks=list(model.blocks),

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
 import xxhash
@@ -37,8 +36,6 @@ _IDLE = {
     "device", "n_devices", "model_name", "tokenizer_name", "init_mode", "init_weights", "seed", "default_prepend_bos",
     "tokenizer_prepends_bos",
 }  # fmt: skip
-#: The text of an object that has no text of its own: another one in each process.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def describe_recording(recorder: Recorder, source: Mapping[str, object]) -> dict[str, object]:
@@ -84,7 +81,7 @@ def repairable(there: Mapping[str, object], here: Mapping[str, object]) -> dict[
 
 
 def config_digest(config: object) -> str | None:
-    """SHA-256 of the keys of a configuration of `transformers` that the computation depends on; None where there is none."""
+    """SHA-256 of the keys of a configuration of `transformers` that the computation depends on; None if there is none."""
     to_dict: Callable[[], Mapping[str, object]] | None = getattr(config, "to_dict", None)
     if to_dict is None:
         return None
@@ -121,91 +118,42 @@ def weights_digest(model: torch.nn.Module) -> str:
     """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names.
 
     Buffers that are not saved with the model count, such as the frequencies of rotary embeddings, and so do tensors that are plain
-    attributes of modules. Quantised weights are packed integers with their scales and zero points.
+    attributes of modules.
 
     Raises:
-        ArgumentError: the model's state has an object without bytes.
+        ArgumentError: the model's state has something else than plain tensors, as libraries that quantise keep it.
     """
-    digest = xxhash.xxh3_128()
-    state = cast("Mapping[str, object]", model.state_dict())
-    for name, value in sorted({**_attributes(model), **dict(model.named_buffers()), **state}.items()):
-        _add(digest, name, value)
-    return digest.hexdigest()
-
-
-def _attributes(model: torch.nn.Module) -> dict[str, object]:
-    """Public attributes of modules that are tensors or arrays and no caches, by their paths."""
     import torch
 
-    return {
+    attributes = {
         f"{path}.{name} (attribute)": value
         for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
         for name, value in vars(module).items()
-        if isinstance(value, (torch.Tensor, np.ndarray))
-        and not (name.startswith("_") or "cache" in name or name == "rope_deltas")
+        if isinstance(value, torch.Tensor) and not (name.startswith("_") or "cache" in name or name == "rope_deltas")
     }
-
-
-def _add(digest: xxhash.xxh3_128, name: str, value: object) -> None:
-    """Add a value of a model's state: a tensor, a plain value, or several of them."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        _add_tensor(digest, name, value.detach())
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        array = cast("npt.NDArray[np.generic]", value)
-        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    elif isinstance(value, (tuple, list)):
-        items = cast("Sequence[object]", value)
-        digest.update(f"{name} {len(items)}".encode())
-        for i, item in enumerate(items):
-            _add(digest, f"{name}[{i}]", item)
-    elif isinstance(value, Mapping):
-        found = cast("Mapping[object, object]", value)
-        digest.update(f"{name} {len(found)}".encode())
-        for key in sorted(found, key=repr):
-            _add(digest, f"{name}[{key!r}]", found[key])
-    elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
-        digest.update(f"{name} {value!r}".encode())
-    else:
-        raise _unknown(name, kind_of(cast("object", value)))
-
-
-def _add_tensor(digest: xxhash.xxh3_128, name: str, value: torch.Tensor) -> None:
-    import torch
-
-    head = f"{name} {value.dtype} {tuple(value.shape)}"
-    # Tensors that are made of others, as those of torchao, have this protocol of torch.
-    flatten = cast("Callable[[], tuple[list[str], object]] | None", getattr(value, "__tensor_flatten__", None))
-    if flatten is not None:
-        parts, context = flatten()
-        if _ADDRESS.search(repr(context)):
-            raise _unknown(name, f"{kind_of(value)} with {context!r}")
-        digest.update(f"{head} {type(value).__name__} {context!r}".encode())
-        for part in parts:
-            _add(digest, f"{name}.{part}", getattr(value, part))
-    elif value.layout != torch.strided:
-        raise _unknown(name, f"a tensor of the layout {value.layout}")
-    elif value.is_quantized:
-        digest.update(f"{head} {value.qscheme()}".encode())
-        if value.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
-            _add(digest, f"{name}.scale", [value.q_scale(), value.q_zero_point()])
-        else:
-            channels = [value.q_per_channel_axis(), value.q_per_channel_scales(), value.q_per_channel_zero_points()]
-            _add(digest, f"{name}.scales", channels)
-        _add(digest, f"{name}.integers", value.int_repr())
-    else:
-        flat = value.cpu().contiguous().reshape(-1)
-        digest.update(head.encode())
+    state = cast("Mapping[str, object]", model.state_dict())
+    digest = xxhash.xxh3_128()
+    for name, value in sorted({**attributes, **dict(model.named_buffers()), **state}.items()):
+        if not _is_plain(value):
+            raise ArgumentError(
+                f"{name} is {kind_of(value)}, which has no plain numbers; the weights are part of a recording's identity",
+                where="model",
+                remedy="Record the model before it was packed, with all weights in memory; or run it yourself, and append what it "
+                "gives: ShardStore.create.",
+            )
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(cast("npt.NDArray[np.uint8]", flat.view(torch.uint8).numpy()).data)
+    return digest.hexdigest()
 
 
-def _unknown(name: str, what: str) -> ArgumentError:
-    return ArgumentError(
-        f"{name} is {what}, which has no bytes to digest; the weights are part of a recording's identity",
-        where="model",
-        remedy="Record the model before it was packed, or give its weights back as tensors of plain dtypes.",
-    )
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Return True for a tensor that is its numbers: strided, in memory, not quantised, and not made of other tensors."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
+        return False
+    return value.layout == torch.strided and not (value.is_quantized or value.is_meta)
 
 
 def _foreign_hooks(model: torch.nn.Module) -> dict[str, list[str]]:

@@ -1,8 +1,5 @@
 """`Images`: images of a folder, of Energon or of any data set with numbered samples, as a source of examples."""
 
-# Public arguments are checked whatever their annotation.
-# pyright: reportUnnecessaryIsInstance=false
-
 from __future__ import annotations
 
 import os
@@ -13,14 +10,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 import numpy as np
 
 from saev_store._runtime.threads import ahead
-from saev_store.core.arguments import check_choice, check_flag
+from saev_store.core.arguments import check_choice, check_count
 from saev_store.core.dtypes import dtype_name
-from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief, kind_of, outside
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, outside
 from saev_store.record._adapters import VisionAdapter
-from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
+from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded
 from saev_store.record._identity import config_digest, digest_of
-from saev_store.record._masks import Masks, as_labels
-from saev_store.record._processing import check_range, framing_of, process
+from saev_store.record._masks import Masks
+from saev_store.record._processing import framing_of, process
 from saev_store.sources import Source, recorded_from
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.map_style import DataSet, MapStyle
@@ -73,7 +70,6 @@ class Images(ExampleSource):
         image_key: Of samples with several parts the name of the image, or its place in a pair (image, label).
         on_bad_image: `"raise"`, or `"skip"` to leave out images that do not decode. All images are then decoded once before
             recording begins. Which are left out is part of the metadata.
-        any_range: Accept pixels that do not look normalised.
         data: Description of the data set for the metadata, any JSON object; None: what `store.origin` needs.
         digest: What the digests of files cover that are part of the identity, see `ImageFolder.describe`: `"sampled"` reads some of
             the bytes, `"full"` all of them.
@@ -88,7 +84,7 @@ class Images(ExampleSource):
         NotFoundError: there is nothing at an address, or a mask is missing.
 
     Warns:
-        SaevStoreWarning: images are left out, or pixels look as if they were not normalised.
+        SaevStoreWarning: images are left out.
 
     >>> images = Images(np.zeros((5, 3, 8, 8)), batch_size=2)
     >>> [(batch.first, batch.inputs[0].shape[0]) for batch in images.batches(3, 5)]
@@ -106,32 +102,28 @@ class Images(ExampleSource):
         masks: Address | DataSet | None = None,
         image_key: ImageKey | None = None,
         on_bad_image: Literal["raise", "skip"] = "raise",
-        any_range: bool = False,
         data: Mapping[str, object] | None = None,
         digest: Literal["sampled", "full"] = "sampled",
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        self.batch_size, self.processor, self.cls_token = check_batch_size(batch_size), processor, cls_token
-        self._any_range = check_flag(any_range, name="any_range")
+        self.batch_size = check_count(batch_size, name="batch_size")
+        self.processor, self.cls_token = processor, cls_token
         check_choice(on_bad_image, ("raise", "skip"), name="on_bad_image")
         check_choice(digest, ("sampled", "full"), name="digest")
         if masks is not None and labels is not None:
             raise ArgumentError(
                 "masks and labels both give labels of patches", where="masks", remedy="Pass one of them."
             )
-        if data is not None and not isinstance(data, Mapping):
-            raise ArgumentError(f"data is {brief(data)}; it must be a mapping", where="data")
         self.source = _opened(images, storage_options)
         self.image_key, self._data = image_key, data
         self._digest: Literal["sampled", "full"] = digest
         self.skipped = self._undecodable() if on_bad_image == "skip" else {}
         self.n_examples = len(self.source) - len(self.skipped)
-        self.labels = None if labels is None else as_labels(labels)
+        self.labels = None if labels is None else labels if hasattr(labels, "shape") else np.asarray(labels)
         samples = self._samples(0, self.n_examples).tolist()
         self._masks = None if masks is None else Masks(masks, self.source, samples, storage_options)
         self._shape: tuple[int, ...] = ()  # of a batch, when the first image was seen
         self._patch_px = (0, 0)
-        self._warns = bool(getattr(processor, "do_normalize", True))
 
     def geometry(self, adapter: Adapter) -> Geometry:
         if not isinstance(adapter, VisionAdapter):
@@ -179,7 +171,7 @@ class Images(ExampleSource):
         if self.labels is not None:
             found["labels"] = {"digest": digest_of(self.labels[i : i + 4096] for i in range(0, self.n_examples, 4096))}
         images = None
-        if isinstance(self.source, MapStyle) and is_in_memory(self.source.data):
+        if isinstance(self.source, MapStyle) and _is_in_memory(self.source.data):
             images = digest_of(self._image(sample) for sample in self._samples(0, self.n_examples).tolist())
         elif self._data is not None:
             images = self.source.describe(digest=self._digest).get("digest")
@@ -246,31 +238,29 @@ class Images(ExampleSource):
 
     def _pixels(self, names: list[str], images: list[object]) -> npt.NDArray[np.float32]:
         """(examples, channels, height, width): the input of the model."""
-        for name, image in zip(names, images, strict=True):
-            if isinstance(image, (tuple, Mapping)):
-                raise ArgumentError(
-                    f"{name} is {kind_of(cast('object', image))}; it must be pixels alone",
-                    where="images",
-                    remedy="Of pairs (image, label) hand over the images alone, or name them with image_key=….",
-                )
         what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        if any(isinstance(image, (tuple, Mapping)) for image in images):
+            raise ArgumentError(
+                f"{what} are samples with several parts; they must be pixels alone",
+                where="images",
+                remedy="Of pairs (image, label) hand over the images alone, or name them with image_key=….",
+            )
         if self.processor is not None:
             pixels = process(self.processor, images, what)
         else:
             each = [_as_pixels(image, name) for name, image in zip(names, images, strict=True)]
-            shapes = {image.shape for image in each}
-            if len(shapes) != 1:
-                raise ArgumentError(f"{what} have the shapes {sorted(shapes)}; they must be equal", where="images")
-            pixels = np.stack(each)
-        if self._shape and pixels.shape[1:] != self._shape[1:]:  # their patches would be other places
+            pixels = (
+                np.stack(each)
+                if len({image.shape for image in each}) == 1
+                else np.empty((len(each), 0, 0, 0), np.float32)
+            )
+        shape = self._shape[1:] or pixels.shape[1:]
+        if pixels.shape[1:] != shape or not pixels.size:  # their patches would be other places
             raise ArgumentError(
-                f"{what} have the shape {pixels.shape[1:]}, the first image has {self._shape[1:]}; all must be equal",
+                f"{what} have other shapes than the first image, {shape}; all must be equal",
                 where="images",
                 remedy="Crop or resize them to one size; an image processor does that.",
             )
-        if not self._any_range and pixels.size:
-            check_range(pixels, what, warn=self._warns)
-            self._warns = False
         return pixels
 
     def _undecodable(self) -> dict[int, str]:
@@ -295,33 +285,33 @@ class Images(ExampleSource):
         return skipped
 
 
-def _opened(images: object, storage_options: Mapping[str, object] | None) -> Source[object]:
+def _opened(images: Address | Source[object] | DataSet, storage_options: Mapping[str, object] | None) -> Source[object]:
     """The source of images; `ArgumentError` for one of token ids, and for an empty one."""
     if isinstance(images, (str, os.PathLike)):
-        source = open_images(cast("Address", images), storage_options)
+        source = open_images(images, storage_options)
     else:
-        source = cast("Source[object]", images) if isinstance(images, Source) else MapStyle(cast("DataSet", images))
-    if source.format in {"mmididx", "llmbatch"}:
+        source = cast("Source[object]", images) if isinstance(images, Source) else MapStyle(images)
+    if len(source) < 1 or source.format in {"mmididx", "llmbatch"}:
         raise ArgumentError(
-            f"{source.url} has token ids, not images", where="images", remedy="Record them as texts: Texts(…)."
+            f"{source.url or 'images'} has no images",
+            where="images",
+            remedy="There must be at least one. Token ids are recorded as texts: Texts(…).",
         )
-    if len(source) < 1:
-        raise ArgumentError("images is empty; there must be at least one example", where="images")
     return source
 
 
-def is_in_memory(data: object) -> bool:
+def _is_in_memory(data: object) -> bool:
     """Return True if all samples are in memory already: a list, a tuple, an array of NumPy, memory maps included, or a tensor."""
     return isinstance(data, (list, tuple, np.ndarray)) or hasattr(data, "detach")
 
 
 def _as_pixels(image: object, what: str) -> npt.NDArray[np.float32]:
-    """An image as float32; `ArgumentError` for one that is no array of floats."""
+    """An image as float32; `ArgumentError` if it is not an array of floats."""
     detach = getattr(image, "detach", None)
     try:
         found = cast("torch.Tensor", detach()) if callable(detach) else np.asarray(image)
     except ValueError as error:
-        raise ArgumentError(f"{what} is no array of numbers: {error}", where="images") from error
+        raise ArgumentError(f"{what} is not an array of numbers: {error}", where="images") from error
     name = dtype_name(found.dtype)
     if name is None or "float" not in name:
         raise ArgumentError(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, cast
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     import torch
-    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from saev_store.record._processing import Processor
 
@@ -38,24 +37,22 @@ def load_language_model(
 
     Args:
         name: A folder, or a name on the hub. Only safetensors are read, and no code of the repository is run.
-        tokenizer: Where the tokenizer is, if it is not with the model.
-        needs_tokenizer: False, for token ids: the tokenizer is None where there is none with the model.
+        tokenizer: The folder or name of the tokenizer, if it is not with the model.
+        needs_tokenizer: False, for token ids: the tokenizer is None if there is none with the model.
         dtype: What the model computes in; `"auto"` is the dtype of its file.
         attention: Implementation of attention, such as `"eager"`; None: the library's choice.
         progress: Show the bars of the library on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: there is no such implementation of attention, it is a model of images, or a name is empty.
-        NotFoundError: there is no such model or tokenizer, or its files cannot be read.
+        ArgumentError: it is a model of images, or a name is empty.
+        NotFoundError: there is no such model, tokenizer or implementation of attention, or its files cannot be read.
         DocumentError: the files are damaged, lack weights, or have weights of other sizes than `config.json` has.
         MissingDependencyError: transformers is not installed.
     """
-    if tokenizer is not None:
-        _check_name(tokenizer, where="tokenizer")
     model = _model(name, "input_ids", dtype, attention, progress)
     from transformers import AutoTokenizer
 
-    where = tokenizer or name
+    where = name if tokenizer is None else tokenizer
     try:
         with _loading(where, progress=progress):
             found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(where))
@@ -82,8 +79,8 @@ def load_vision_model(
         progress: As of `load_language_model`.
 
     Raises:
-        ArgumentError: there is no such implementation of attention, it is a model of texts, or the name is empty.
-        NotFoundError: there is no such model, or its files cannot be read.
+        ArgumentError: it is a model of texts, or the name is empty.
+        NotFoundError: there is no such model or implementation of attention, or its files cannot be read.
         DocumentError: as of `load_language_model`.
         MissingDependencyError: transformers is not installed.
     """
@@ -100,7 +97,7 @@ def load_image_processor(name: str, *, progress: bool | None = None) -> Processo
         progress: As of `load_language_model`.
 
     Raises:
-        ArgumentError: it is a model of texts, or the name is empty.
+        ArgumentError: the name is empty.
         NotFoundError: there is no processor, or its files cannot be read.
         MissingDependencyError: transformers or Pillow is not installed.
     """
@@ -108,37 +105,8 @@ def load_image_processor(name: str, *, progress: bool | None = None) -> Processo
     need("PIL", install="saev-store[record]")
     from transformers import AutoImageProcessor
 
-    _check_name(name)
-    try:
-        with _loading(name, progress=progress):
-            return cast("Processor", AutoImageProcessor.from_pretrained(name))
-    except NotFoundError as error:
-        _check_input(name, "pixel_values")
-        error.remedy = "Check the name; if its image processor is elsewhere, pass processor=…."
-        raise
-
-
-def _check_name(name: str, *, where: str = "name") -> None:
-    """Refuse an empty name, which would stand for the default."""
-    if not name:
-        raise ArgumentError("'' is the name of no folder and of no model", where=where)
-
-
-def _check_input(name: str, wanted: str) -> None:
-    """Refuse a model of texts where one of images is wanted, and the other way round."""
-    from transformers import MODEL_MAPPING, AutoConfig
-
-    with _loading(name, progress=False):
-        config = cast("PretrainedConfig", AutoConfig.from_pretrained(name))
-    # Of a model with several towers the config does not say what is recorded.
-    if type(config) not in MODEL_MAPPING or getattr(config, "sub_configs", None):
-        return
-    found = cast("object", MODEL_MAPPING[type(config)])
-    classes = cast("tuple[object, ...]", found) if isinstance(found, tuple) else (found,)
-    inputs = {getattr(each, "main_input_name", None) for each in classes}
-    other, what = ("pixel_values", "images") if wanted == "input_ids" else ("input_ids", "texts")
-    if other in inputs and wanted not in inputs:
-        raise ArgumentError(f"{config.model_type} is a model of {what}", where=name, remedy=f"Record {what} with it.")
+    with _loading(name, progress=progress):
+        return cast("Processor", AutoImageProcessor.from_pretrained(name))
 
 
 def _model(name: str, wanted: str, dtype: Dtype, attention: str | None, progress: bool | None) -> torch.nn.Module:
@@ -146,10 +114,7 @@ def _model(name: str, wanted: str, dtype: Dtype, attention: str | None, progress
     need("transformers", install="saev-store[record]")
     from transformers import AutoModel
 
-    _check_name(name)
-    _check_input(name, wanted)
-    chosen = {} if attention is None else {"attn_implementation": attention}
-    with _loading(name, progress=progress, attention=attention):
+    with _loading(name, progress=progress):
         # Sizes that differ are refused below, with their names.
         model, found = AutoModel.from_pretrained(
             name,
@@ -157,7 +122,15 @@ def _model(name: str, wanted: str, dtype: Dtype, attention: str | None, progress
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **chosen,
+            **({} if attention is None else {"attn_implementation": attention}),
+        )
+    model = cast("PreTrainedModel", model)
+    # A model with several towers has the input of one of them.
+    if model.main_input_name != wanted and not model.config.sub_configs:
+        raise ArgumentError(
+            f"{model.config.model_type} takes {model.main_input_name}, not {wanted}",
+            where=name,
+            remedy="Record texts with a model of texts, and images with a model of images.",
         )
     remedy = "Check that config.json belongs to these weights."
     for key, there, wanted_shape in sorted(cast("set[tuple[str, object, object]]", found["mismatched_keys"])):
@@ -168,55 +141,39 @@ def _model(name: str, wanted: str, dtype: Dtype, attention: str | None, progress
         # transformers has filled them with random numbers; no hook point sees a pooler, and zeros have the same digest each time.
         if not {"pooler", "head"}.intersection(key.split(".")):
             raise DocumentError(f"its files have no weights for {key}", where=name, remedy=remedy)
-        cast("torch.nn.Module", model).get_parameter(key).data.zero_()
-    return cast("torch.nn.Module", model)
+        model.get_parameter(key).data.zero_()
+    return model
 
 
 @contextmanager
-def _loading(name: str, *, progress: bool | None, attention: str | None = None) -> Generator[None]:
-    """Turns errors of transformers into those of this package."""
-    try:
-        with _quiet(shows_bars=sys.stderr is not None and sys.stderr.isatty() if progress is None else progress):
-            yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        # transformers and what it calls raise many kinds of errors for damaged files.
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        if attention is not None and "attn_implementation" in str(error):
-            raise ArgumentError(
-                f"{attention!r} cannot be used: {lines[0]}",
-                where="attention",
-                remedy='Omit it, or use "eager" or "sdpa".',
-            ) from error
-        if not isinstance(error, (OSError, ValueError, ImportError)):
-            raise DocumentError(
-                f"its files are damaged, or do not belong together: {' '.join(lines[:2])}",
-                where=name,
-                remedy="Download or copy the model again.",
-            ) from error
-        remedy = "Check the name, or pass a folder that has the files."
-        if "safetensors" in str(error):
-            remedy = "Only safetensors are read: convert pytorch_model.bin, or choose a model that has them."
-        raise NotFoundError(f"it could not be loaded: {lines[0]}", where=name, remedy=remedy) from error
-
-
-@contextmanager
-def _quiet(*, shows_bars: bool) -> Generator[None]:
-    """Without the progress bars of transformers, and without its table of unused weights: a head is not recorded."""
+def _loading(name: str, *, progress: bool | None) -> Generator[None]:
+    """Turns errors of transformers into those of this package, and its bars off if they are not wanted."""
     from transformers.utils import logging as bars
 
-    def is_no_report(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "LOAD REPORT" not in text or "CONVERSION" in text
-
-    logger, hides = logging.getLogger("transformers.modeling_utils"), not shows_bars and bars.is_progress_bar_enabled()
-    logger.addFilter(is_no_report)
+    if not name:  # it would be the default
+        raise ArgumentError("'' is the name of no folder and of no model", where="name")
+    wants = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
+    hides = not wants and bars.is_progress_bar_enabled()
     if hides:
         bars.disable_progress_bar()
     try:
         yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        # transformers and what it calls raise many kinds of errors for damaged files.
+        line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if not isinstance(error, (OSError, ValueError, ImportError)):
+            raise DocumentError(
+                f"its files are damaged, or do not belong together: {line}",
+                where=name,
+                remedy="Download or copy the model again.",
+            ) from error
+        raise NotFoundError(
+            f"it could not be loaded: {line}",
+            where=name,
+            remedy="Check the name, or pass a folder that has the files. Only safetensors are read: convert pytorch_model.bin.",
+        ) from error
     finally:
-        logger.removeFilter(is_no_report)
         if hides:
             bars.enable_progress_bar()

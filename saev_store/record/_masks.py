@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, NotFoundError, brief, kind_of
+from saev_store.errors import ArgumentError, NotFoundError, brief
 from saev_store.record._identity import digest_of
+from saev_store.sources import Source
 from saev_store.sources.address import full_url
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.map_style import DataSet, MapStyle
@@ -16,19 +18,16 @@ from saev_store.sources.pictures import is_pillow, name_of
 from saev_store.sources.pixels import decode_mask, mask_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import numpy.typing as npt
 
-    from saev_store.sources import Source
     from saev_store.sources.framing import Framing, SizePx
 
-#: The largest label: labels are uint8.
-_MOST = 255
+#: Labels are uint8.
+_N_LABELS = 256
 
 
 class Masks:
-    """Segmentation masks of the samples of a source: a label for each pixel.
+    """Segmentation masks of the samples of a source: a label for each pixel. `Images(…, masks=…)` makes one.
 
     Args:
         masks: A map-style data set with the mask of sample i at i: (height, width) integers, or images of Pillow with one channel.
@@ -40,38 +39,40 @@ class Masks:
     Raises:
         ArgumentError: their number is not that of the samples, or two have one name.
         NotFoundError: a sample has no mask.
+
+    >>> masks = Masks([np.array([[1, 2, 7, 7], [2, 1, 0, 0]])], MapStyle(["an image"]), [0])
+    >>> masks.labels(0, (2, 4), (2, 2), None, None).tolist()
+    [1, 0]
     """
 
     def __init__(
         self,
-        masks: object,
+        masks: os.PathLike[str] | str | DataSet,
         source: Source[object],
         samples: Sequence[int],
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
         self._source, self._samples = source, samples
         if isinstance(masks, (str, os.PathLike)):
-            folder = ImageFolder(cast("str", masks), storage_options)
-            self._masks: ImageFolder | MapStyle = folder
-            self._positions = _matched(folder, source, samples)
+            self._masks: ImageFolder | MapStyle = ImageFolder(masks, storage_options)
+            self._positions: Mapping[int, int] = _matched(self._masks, source, samples)
             return
-        self._masks, self._positions = MapStyle(cast("DataSet", masks)), {sample: sample for sample in samples}
+        self._masks, self._positions = MapStyle(masks), {sample: sample for sample in samples}
         if len(self._masks) != len(source):
             raise ArgumentError(
                 f"there are {len(self._masks)} masks, but {len(source)} images; each image has one", where="masks"
             )
 
     def identity(self, digest: Literal["sampled", "full"]) -> dict[str, object]:
-        """The digest of the masks; empty where a data set makes them when it is asked.
+        """The digest of the masks; empty if a data set makes them when it is asked.
 
         Args:
             digest: As of `Images`.
         """
-        if not isinstance(self._masks, MapStyle):
+        if isinstance(self._masks, ImageFolder):
             return {"digest": self._masks.describe(digest=digest)["digest"]}
-        if not isinstance(self._masks.data, (list, tuple, np.ndarray)):
-            return {}
-        return {"digest": digest_of(map(self._mask, self._samples))}
+        in_memory = isinstance(self._masks.data, (list, tuple, np.ndarray))
+        return {"digest": digest_of(map(self._mask, self._samples))} if in_memory else {}
 
     def labels(
         self,
@@ -81,7 +82,9 @@ class Masks:
         original_px: SizePx | None,
         framing: Framing | None,
     ) -> npt.NDArray[np.uint8]:
-        """The label of each patch of a sample, row by row.
+        """The label of each patch of a sample, row by row: its most frequent value, of equally frequent ones the smallest.
+
+        Pixels behind the last whole patch are left out, as by the model.
 
         Args:
             sample_idx: Position of the sample in the source.
@@ -98,21 +101,22 @@ class Masks:
         framed = mask if mask.shape == input_px else None
         if framing is not None and mask.shape == original_px:
             framed = framing.framed(mask)
-        if framed is None or framed.shape != input_px:
+        if framed is None or framed.shape != input_px or framed.min() < 0 or framed.max() >= _N_LABELS:
             raise ArgumentError(
-                f"{self._name(sample_idx)} has {mask.shape} pixels, the model's input {input_px}, made of {original_px}",
+                f"{self._name(sample_idx)} has {mask.shape} pixels from {mask.min()} to {mask.max()}; the model's input has "
+                f"{input_px}, made of {original_px}, and labels are from 0 to {_N_LABELS - 1}",
                 where="masks",
                 remedy="Pass masks of the input's size. Those of the image's size are resized and cropped only as a known "
                 "processor does it.",
             )
-        low, high = int(framed.min()), int(framed.max())
-        if low < 0 or high > _MOST:
-            raise ArgumentError(
-                f"{self._name(sample_idx)} has values from {low} to {high}; labels are from 0 to {_MOST}",
-                where="masks",
-                remedy="Join classes, or choose which of them to keep.",
-            )
-        return majority(framed.astype(np.uint8), patch_px)
+        (high, wide), (height, width) = patch_px, input_px
+        rows, columns = height // high, width // wide
+        patches = framed[: rows * high, : columns * wide].reshape(rows, high, columns, wide).swapaxes(1, 2)
+        flat = patches.reshape(rows * columns, high * wide).astype(np.int64)
+        counts = np.bincount(
+            (flat + np.arange(len(flat))[:, None] * _N_LABELS).reshape(-1), minlength=len(flat) * _N_LABELS
+        )
+        return counts.reshape(-1, _N_LABELS).argmax(axis=1).astype(np.uint8)
 
     def _name(self, sample_idx: int) -> str:
         return f"the mask of {name_of(self._source, sample_idx)}"
@@ -136,70 +140,24 @@ class Masks:
         return cast("npt.NDArray[np.integer]", values)
 
 
-def as_labels(labels: object) -> npt.NDArray[np.uint8]:
-    """Labels as an array; what is one already, such as a memory map or a tensor, stays as it is."""
-    if hasattr(labels, "shape") and hasattr(labels, "dtype"):
-        return cast("npt.NDArray[np.uint8]", labels)
-    try:
-        found = np.asarray(labels)
-    except (TypeError, ValueError):
-        found = None
-    if found is None or found.dtype.kind not in "iub":
-        raise ArgumentError(
-            f"labels is {kind_of(labels)} that is no array of integers",
-            where="labels",
-            remedy="Pass (n_examples, content tokens) integers from 0 to 255.",
-        )
-    return cast("npt.NDArray[np.uint8]", found)
-
-
-def majority(mask: npt.NDArray[np.uint8], patch_px: SizePx) -> npt.NDArray[np.uint8]:
-    """The most frequent value of each patch, row by row; of equally frequent ones the smallest.
-
-    Pixels behind the last whole patch are left out, as by the model.
-
-    >>> majority(np.array([[1, 2, 7, 7], [2, 1, 0, 0]], np.uint8), (2, 2)).tolist()
-    [1, 0]
-    """
-    (high, wide), (height, width) = patch_px, mask.shape
-    rows, columns = height // high, width // wide
-    patches = mask[: rows * high, : columns * wide].reshape(rows, high, columns, wide).swapaxes(1, 2)
-    flat = patches.reshape(rows * columns, high * wide).astype(np.int64)
-    n_labels = _MOST + 1
-    counts = np.bincount(
-        (flat + np.arange(len(flat))[:, None] * n_labels).reshape(-1), minlength=len(flat) * n_labels
-    ).reshape(-1, n_labels)
-    return counts.argmax(axis=1).astype(np.uint8)
-
-
 def _matched(folder: ImageFolder, source: Source[object], samples: Sequence[int]) -> dict[int, int]:
     """The position in the folder of the mask of each sample."""
-    by_name: dict[str, int] = {}
-    for position, path in enumerate(folder.paths):
-        name = _without_ending(path)
-        if name in by_name:
-            raise ArgumentError(
-                f"{folder.paths[by_name[name]]} and {path} in {folder.url} are masks of one name", where="masks"
-            )
-        by_name[name] = position
     if isinstance(source, MapStyle):
         raise ArgumentError(
             "the samples of this data set have no names by which masks could be found",
             where="masks",
             remedy="Pass a list of masks in the order of the samples.",
         )
+    by_name = {path.rpartition(".")[0]: position for position, path in enumerate(folder.paths)}
+    if len(by_name) < len(folder):
+        raise ArgumentError(f"{folder.url} has several masks of one name, with other endings", where="masks")
     found: dict[int, int] = {}
-    is_folder = isinstance(source, ImageFolder)
     for sample_idx in samples:
         key = source.key(sample_idx)
-        name = _without_ending(key) if is_folder else key
+        name = key.rpartition(".")[0] if isinstance(source, ImageFolder) else key
         if name not in by_name:
             raise NotFoundError(
                 f"sample {brief(key)} has no mask there", where=folder.url, remedy=f"It is searched as {name}.png."
             )
         found[sample_idx] = by_name[name]
     return found
-
-
-def _without_ending(path: str) -> str:
-    return path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Whether a model and a source still give what a store holds of them."""
+"""Compares what a model and a source give now with what a store holds."""
 
 from __future__ import annotations
 
@@ -22,12 +22,22 @@ _CLOSE = 0.01
 
 
 class KeptExamples:
-    """The examples that a store holds."""
+    """The examples that a store holds.
 
-    def __init__(self, store: Transport, work: Work | None, layout: Layout, *, saturate: bool) -> None:
-        self._store, self._work, self._layout, self._saturate = store, work, layout, saturate
+    Args:
+        store: Its folder.
+        layout: Its geometry.
+        recheck: As of `record`.
+        saturate: Whether numbers beyond the dtype were stored as its largest finite number.
+        work: The unfinished store; None if a published one is repaired, which compares token arrays itself.
+    """
 
-    def compare(self, recorded: Recorded, i: int, recheck: Recheck) -> None:
+    def __init__(
+        self, store: Transport, layout: Layout, recheck: Recheck, *, saturate: bool, work: Work | None = None
+    ) -> None:
+        self._store, self._layout, self.recheck, self._saturate, self._work = store, layout, recheck, saturate, work
+
+    def compare(self, recorded: Recorded, i: int) -> None:
         """Check that example `i` of `recorded` is what is there; `ResumeError` if it is not."""
         import torch
 
@@ -43,35 +53,31 @@ class KeptExamples:
         other = (fresh != there) & ~(fresh.isnan() & there.isnan())
         difference = (fresh.double() - there.double())[other].abs().max().item() if other.any() else 0.0
         finite = there.double()[there.isfinite()].abs()
-        if recheck == "close" and difference <= _CLOSE * (finite.max().item() if len(finite) else 0.0):
+        if self.recheck == "close" and difference <= _CLOSE * (finite.max().item() if len(finite) else 0.0):
             return
-        n_other = int(other.sum())
         raise ResumeError(
-            f"example {example} is not what the model gives now: {n_other} of {fresh.numel()} numbers differ, by up to "
+            f"example {example} is not what the model gives now: {int(other.sum())} of {fresh.numel()} numbers differ, by up to "
             f"{difference:.3g}",
             where=self._store.url,
-            remedy="Continue on a machine like the first one and with as many threads, or throw the store away with "
-            '`discard_unfinished`. If only rounding differs, recheck="close" continues.',
+            remedy='Go on with the model, on a machine like the first one and with as many threads. recheck="close" (--recheck close) '
+            "accepts other rounding. An unfinished store is thrown away by `discard_unfinished`.",
         )
 
     def _compare_token_arrays(self, recorded: Recorded, i: int) -> None:
-        """Check the token arrays of an example of an unfinished store; a repair compares those of a published one itself."""
-        example, work = recorded.first + i, self._work
-        if work is None or not recorded.token_arrays:
+        """Check the token arrays of an example of an unfinished store."""
+        shard_idx, row = divmod(recorded.first + i, self._layout.examples_per_shard)
+        receipt = None if self._work is None else self._work.receipt(shard_idx)
+        if (
+            self._work is None or receipt is None or not receipt.tokens
+        ):  # without labels, which the writer refuses to change
             return
-        shard_idx, row = divmod(example, self._layout.examples_per_shard)
-        receipt = work.receipt(shard_idx)
-        if receipt is None or not receipt.tokens:  # recorded without labels, which the writer refuses to change
-            return
-        for array in work.metadata.recordable:
-            n_bytes = array.example_nbytes(self._layout)
-            there = work.read_tokens(array, shard_idx, receipt) or b""
-            kept = np.frombuffer(there[row * n_bytes : (row + 1) * n_bytes], array.numpy_dtype)
+        for array in self._work.metadata.recordable:
+            nbytes = array.example_nbytes(self._layout)
+            there = self._work.read_tokens(array, shard_idx, receipt) or b""
             fresh = np.asarray(recorded.token_arrays[array.name][i]).astype(array.numpy_dtype)
-            if fresh.tobytes() != kept.tobytes():
+            if fresh.tobytes() != there[row * nbytes : (row + 1) * nbytes]:
                 raise ResumeError(
-                    f"{array.name} of example {example} are not what the source gives now: {int((fresh != kept).sum())} of "
-                    f"{kept.size} differ",
+                    f"{array.name} of example {recorded.first + i} are not what the source gives now",
                     where=self._store.url,
                     remedy="Continue with the source that it was begun with, or throw the store away with `discard_unfinished`.",
                 )

@@ -6,15 +6,14 @@ the order in which hooks run would exchange them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ArgumentError, SaevStoreError, brief, kind_of
 from saev_store.record._adapt import adapt
-from saev_store.record._adapters import TextAdapter, VisionAdapter, parameter_of, resolve_layers
-from saev_store.record._checks import check_loaded, check_not_compiled, check_padding
+from saev_store.record._adapters import TextAdapter, parameter_of, resolve_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +21,10 @@ if TYPE_CHECKING:
     from typing import Self
 
     import torch
-    from torch.utils.hooks import RemovableHandle
 
     from saev_store.record._adapters import Adapter
+
+T = TypeVar("T")
 
 
 class Recorder:
@@ -44,8 +44,8 @@ class Recorder:
 
     Raises:
         LayerNotFoundError: the model has no such block.
-        ArgumentError: `layers` is empty or names a block twice, a hook point does not exist in this architecture, the
-            blocks of the model cannot be identified, or it is compiled or on the meta device.
+        ArgumentError: `layers` is empty or names a block twice, a hook point does not exist in this architecture, or the
+            blocks of the model cannot be identified.
         MissingDependencyError: torch is not installed.
 
     Attributes:
@@ -71,52 +71,44 @@ class Recorder:
         cls_token: bool | None = None,
     ) -> None:
         self.adapter = adapt(model)
-        check_not_compiled(self.adapter.model)
-        check_loaded(self.adapter.model)
-        if not isinstance(cast("object", layers), Iterable):
-            raise ArgumentError(f"layers is {brief(layers)}; it must be a list of integers", where="layers")
-        self.layers = tuple(layers)
+        self.layers, self.hook_points = _listed(layers, "layers"), _listed(hook_points, "hook_points")
         self.depths = resolve_layers(self.layers, len(self.adapter.blocks))
-        self.hook_points = _checked_points(hook_points)
         self.axis = tuple((label, point) for label in self.layers for point in self.hook_points)
         self._hooked = [self.adapter.hooked(depth, point) for depth in self.depths for point in self.hook_points]
         self.cls_token = self.adapter.keeps_cls(cls_token)
-        self._modes: list[tuple[torch.nn.Module, bool]] = []
-        self._handles: list[RemovableHandle] = []
+        self._undo: ExitStack | None = None
         self._batch: _Captured | None = None
         self._stream: torch.cuda.Stream | None = None
         self._axes_are_known = False
         self._padding_is_hidden = False
 
     def __enter__(self) -> Self:
-        if self._handles:
-            raise ArgumentError("this recorder is already entered; it hooks its model once", where="Recorder")
+        import torch
+
         model = self.adapter.model
-        self._modes = [(module, module.training) for module in model.modules()]
-        try:
+        with ExitStack() as undo:
+            for module in model.modules():
+                undo.callback(setattr, module, "training", module.training)
             model.eval()
+            # Encoder layers of torch run fused code if no hook is on them. It rounds differently, so the vectors of a layer
+            # would depend on which others are recorded.
+            undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
             for slot, (module, side) in enumerate(self._hooked):
                 if side == "input":
-                    self._handles.append(module.register_forward_pre_hook(self._on_input(slot), with_kwargs=True))
+                    handle = module.register_forward_pre_hook(self._on_input(slot), with_kwargs=True)
                 else:
-                    self._handles.append(module.register_forward_hook(self._on_output(slot)))
-        except BaseException:  # nobody will leave what was not entered
-            self._restore()
-            raise
+                    handle = module.register_forward_hook(self._on_output(slot))
+                undo.callback(handle.remove)
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._batch = None
-        for module, is_training in self._modes:
-            module.training = is_training
+        if self._undo is not None:
+            self._undo.close()
+        self._undo = None
 
     def __call__(self, *inputs: object) -> torch.Tensor:
         """The activations of one batch, computed without gradients.
@@ -132,17 +124,17 @@ class Recorder:
             The tensor is the caller's.
 
         Raises:
-            ArgumentError: the batch is not one of this model's, or a module did not run once on it.
+            ArgumentError: the batch is not one of this model's, a module did not run once on it, or vectors depend on padding.
         """
         return self.begin(*inputs)()
 
     @property
     def n_ahead(self) -> int:
-        """Batches that may be begun before the vectors of an earlier one are asked for: those that a GPU runs meanwhile."""
+        """Batches that may be begun before the vectors of an earlier one are asked for: those that a GPU runs in the meantime."""
         return int(parameter_of(self.adapter.model).device.type == "cuda")
 
     def begin(self, *inputs: object) -> Callable[[], torch.Tensor]:
-        """As a call, but returns a function that waits for a GPU and gives the vectors.
+        """Begin what a call does; the function that is returned waits for a GPU and gives the vectors.
 
         Args:
             inputs: As of a call.
@@ -152,11 +144,14 @@ class Recorder:
         """
         import torch
 
-        if not self._handles:
+        if self._undo is None:
             raise ArgumentError(
                 "the hooks are not in place", where="Recorder", remedy="Call it inside `with Recorder(…) as recorder:`."
             )
-        tensors = tuple(_as_tensor(value) for value in inputs)
+        try:
+            tensors = tuple(torch.as_tensor(value) for value in inputs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"the batch is not an array of numbers: {error}", where="inputs") from error
         n_special, n_content = self.adapter.content_of(*tensors)
         n_rows = len(tensors[0])
         if not self._axes_are_known and n_rows == n_special + n_content > 1:
@@ -165,7 +160,7 @@ class Recorder:
         captured = _Captured(self.adapter, len(self.axis), n_rows, n_special, n_content, int(self.cls_token))
         self._batch = captured
         try:
-            with torch.inference_mode(), _without_fast_path(self.adapter.model):
+            with torch.inference_mode():
                 self.adapter.forward(*tensors)
         except (TypeError, ValueError, IndexError, RuntimeError, AssertionError) as error:
             if isinstance(error, (SaevStoreError, torch.OutOfMemoryError)):
@@ -178,15 +173,44 @@ class Recorder:
             f"{point} of layer {label}" for slot, (label, point) in enumerate(self.axis) if slot not in captured.seen
         ]
         if captured.out is None or silent:
-            raise ArgumentError(f"{', '.join(silent)} did not run in the forward pass", where="layers")
+            raise ArgumentError(
+                f"{', '.join(silent)} did not run in the forward pass",
+                where="layers",
+                remedy="Compiled code runs no hooks that are added later: record the model as it was before torch.compile.",
+            )
         self._axes_are_known = True
         if len(tensors) == 2 and not self._padding_is_hidden and isinstance(self.adapter, TextAdapter):
-            self._padding_is_hidden = True  # to the two calls of the check
-            self._padding_is_hidden = check_padding(self, *tensors)
+            self._check_padding(*tensors)
         return self._to_host(captured.out)
 
+    def _check_padding(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
+        """Refuse a model whose vectors depend on the padding behind a text: some take a mask and ignore it.
+
+        A row with padding is compared with itself without padding, once.
+        """
+        import torch
+
+        n_tokens = mask.sum(-1)
+        padded_rows = ((n_tokens > 0) & (n_tokens < mask.shape[1])).nonzero()
+        if not len(padded_rows):
+            return
+        self._padding_is_hidden = True  # to the two calls here
+        row = int(padded_rows[0])
+        n = int(n_tokens[row])
+        alone, padded = self(ids[row : row + 1, :n]), self(ids[row : row + 1], mask[row : row + 1])[:, :, :n]
+        squares, off_by = (some.double().square().sum(-1) for some in (alone, padded - alone))
+        # Products of matrices of other shapes are rounded in another way.
+        if torch.any(off_by > (0.1 if alone.dtype.itemsize < 4 else 0.01) ** 2 * squares):
+            self._padding_is_hidden = False
+            raise ArgumentError(
+                f"the vectors of a text change with the padding behind it: {type(self.adapter.model).__name__} does not hide what "
+                "the mask marks as padding",
+                where="model",
+                remedy="Record without padding, by batch_size=1.",
+            )
+
     def _to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The copy of computed vectors to pinned memory, begun on a stream of its own, so that it runs beside the next batch."""
+        """The copy of computed vectors to pinned memory, begun on a stream of its own, so that the next batch runs at the same time."""
         import torch
 
         if not tensor.is_cuda:
@@ -240,39 +264,32 @@ class _Captured:
     ) -> None:
         self.out: torch.Tensor | None = None
         self.seen: set[int] = set()
-        self._adapter, self._n_layers, self._n_rows = adapter, n_layers, n_rows
-        self._n_special, self._n_content, self._n_cls = n_special, n_content, n_cls
+        self._adapter, self._n_special, self._n_cls = adapter, n_special, n_cls
+        self._expected = (n_rows, n_special + n_content, adapter.d_model)
+        self._shape = (n_rows, n_layers, n_cls + n_content, adapter.d_model)
 
     def keep(self, slot: int, hidden: object, name: str) -> None:
         """Copy what a module put out or got. It is copied at once: nothing that the model does later can reach it."""
         import torch
 
-        if not isinstance(hidden, torch.Tensor):
+        shape: object = kind_of(hidden)
+        if isinstance(hidden, torch.Tensor):
+            hidden = hidden.transpose(0, 1) if self._adapter.batch_axis == 1 and hidden.ndim == 3 else hidden
+            shape = tuple(hidden.shape)
+        if not isinstance(hidden, torch.Tensor) or shape != self._expected:
             raise ArgumentError(
-                f"{name} is {kind_of(hidden)}, no tensor",
+                f"{name} is {shape}; (examples, tokens, d_model) of this batch are {self._expected}",
                 where="model",
-                remedy="A module must put out a tensor, or a tuple that begins with it; an input must be the first "
-                "argument or hidden_states. Name another module: points={…: HookPoint(…)}.",
-            )
-        if self._adapter.batch_axis == 1 and hidden.ndim == 3:
-            hidden = hidden.transpose(0, 1)
-        d_model = self._adapter.d_model
-        expected = (self._n_rows, self._n_special + self._n_content, d_model)
-        shape = tuple(hidden.shape)
-        if shape != expected:
-            raise ArgumentError(
-                f"{name} has the shape {shape}; (examples, tokens, d_model) of this batch are {expected}",
-                where="model",
-                remedy=self._remedy(shape, expected),
+                remedy="A module must put out a tensor, or a tuple that begins with it; an input must be the first argument or "
+                "hidden_states. Make the adapter with other points=, d_model=, batch_axis= or n_special=.",
             )
         if slot in self.seen:
             raise ArgumentError(f"the module of {name} ran twice in one forward pass", where="model")
         with torch.inference_mode(mode=False):  # callers may change what they get
             if self.out is None:
-                shape = (self._n_rows, self._n_layers, self._n_cls + self._n_content, d_model)
                 # A GPU goes on while its own memory is copied; it would wait for the host's.
                 device = hidden.device if hidden.is_cuda else "cpu"
-                self.out = torch.empty(shape, dtype=hidden.dtype, device=device)
+                self.out = torch.empty(self._shape, dtype=hidden.dtype, device=device)
             elif self.out.dtype != hidden.dtype:
                 self.out = self.out.to(torch.promote_types(self.out.dtype, hidden.dtype))
         self.seen.add(slot)
@@ -280,62 +297,10 @@ class _Captured:
         self.out[:, slot, :n_cls].copy_(hidden[:, :n_cls])
         self.out[:, slot, n_cls:].copy_(hidden[:, self._n_special :])
 
-    def _remedy(self, shape: tuple[int, ...], expected: tuple[int, int, int]) -> str | None:
-        """What could make the shape fit."""
-        rows, tokens, d_model = expected
-        if shape == (tokens, rows, d_model):
-            other = 1 - self._adapter.batch_axis
-            return f"Examples and tokens are exchanged: make the adapter with batch_axis={other}."
-        if len(shape) == 3 and shape[:2] == (rows, tokens):
-            return f"Make the adapter with d_model={shape[2]}, or name another module: all vectors have one length."
-        if len(shape) == 3 and shape[0] == rows and shape[2] == d_model and isinstance(self._adapter, VisionAdapter):
-            n_more = shape[1] - self._n_content
-            if n_more < 0:
-                return "A model that leaves patches out, such as a masked autoencoder, cannot be recorded."
-            return f"If {n_more} tokens come before the patches, make the adapter with n_special={n_more}."
-        return None
 
-
-@contextmanager
-def _without_fast_path(model: torch.nn.Module) -> Generator[None]:
-    """Keeps encoder layers of torch from fused code that they run where no hook is.
-
-    It rounds differently, so the vectors of a layer would depend on which others are recorded.
-    """
-    import torch
-
-    mha = torch.backends.mha
-    was_enabled = mha.get_fastpath_enabled()
-    if not was_enabled or not any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in model.modules()):
-        yield
-        return
-    mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        mha.set_fastpath_enabled(True)
-
-
-def _as_tensor(value: object) -> torch.Tensor:
-    """A tensor of what was given as a batch; `ArgumentError` for what is none."""
-    import torch
-
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"the batch is no array of numbers: {error}", where="inputs") from error
-
-
-def _checked_points(hook_points: Sequence[str]) -> tuple[str, ...]:
-    """The hook points; `ArgumentError` for none, for one twice, and for what is no list of names."""
-    if isinstance(hook_points, str) or not isinstance(cast("object", hook_points), Iterable) or not hook_points:
-        raise ArgumentError(
-            f"hook_points is {brief(hook_points)}; it must be a list of at least one name", where="hook_points"
-        )
-    names = tuple(hook_points)
-    for at, name in enumerate(names):
-        if not isinstance(cast("object", name), str):
-            raise ArgumentError(f"{brief(name)} is no name of a hook point", where="hook_points")
-        if name in names[:at]:
-            raise ArgumentError(f"{brief(name)} is named twice", where="hook_points", remedy="Name it once.")
-    return names
+def _listed(values: Sequence[T], name: str) -> tuple[T, ...]:
+    """The labels or hook points; `ArgumentError` for none, for one twice, and for a single one."""
+    found = () if isinstance(values, str) or not isinstance(cast("object", values), Iterable) else tuple(values)
+    if not found or len({*found}) < len(found):
+        raise ArgumentError(f"{name} is {brief(values)}; it must be a list of different ones, at least one", where=name)
+    return found

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from saev_store.core.arguments import check_choice
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ResumeError
+from saev_store.record._fill import fill_missing
 from saev_store.record._identity import repairable
-from saev_store.record._record import check_policies, describe, fill_missing, prepare
+from saev_store.record._recheck import KeptExamples, Recheck
+from saev_store.record._record import describe, prepare
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
 from saev_store.writer import open_repair
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -27,19 +29,18 @@ if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
     from saev_store.record._examples import Batch, ExampleSource
-    from saev_store.record._recheck import Recheck
-    from saev_store.record._recorder import Recorder
     from saev_store.record._report import RecordingReport
-    from saev_store.writer import RepairedFile, RepairWriter
+    from saev_store.writer import RepairedFile
+    from saev_store.writer.inputs import NonfinitePolicy
 
 
 @dataclass(frozen=True)
 class RepairedRecording:
-    """What a repair has done; `str()` is a line for each file.
+    """Result of a repair; `str()` is a line for each file.
 
     Attributes:
         store: The store, opened; it is whole.
-        files: The files that were written anew, in that order; empty where nothing was lost.
+        files: The files that were written again, in that order; empty if nothing was lost.
     """
 
     store: ShardStore
@@ -54,7 +55,13 @@ class RepairedRecording:
         return {"url": self.store.url, "files": files}
 
     def __str__(self) -> str:
-        return "\n".join(map(_line, self.files)) or "nothing is lost: no file was changed"
+        bytes_are = {True: "the bytes of before", False: "other bytes than before", None: "no digest tells which bytes"}
+        lines = [
+            f"{file.name}: {', '.join(f'examples {first} to {end - 1}' for first, end in file.examples) or 'written again'}; "
+            f"{bytes_are[file.identical]}"
+            for file in self.files
+        ]
+        return "\n".join(lines) or "nothing is lost: no file was changed"
 
 
 def repair(
@@ -64,12 +71,10 @@ def repair(
     *,
     layers: Sequence[int] | None = None,
     hook_points: Sequence[str] | None = None,
-    dtype: StoredDtype | None = None,
-    max_tokens_per_shard: int | None = None,
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     recheck: Recheck = "exact",
-    on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
+    on_nonfinite: NonfinitePolicy = "raise",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
     on_report: Callable[[RecordingReport], object] | None = None,
@@ -77,25 +82,23 @@ def repair(
     """Record again what a published recording has lost: shards and token arrays that are missing, short or damaged.
 
     All files are compared with digests.json first. Only the batches with a lost example run through the model, and one with an
-    example that is there. A file that is lost is built beside its place, and takes it in one step when it is whole. No other
+    example that is there. A file that is lost is built next to its place, and takes it in one step when it is whole. No other
     file is touched. Token arrays come from the source alone.
 
-    After a crash the same call repairs the rest. Where nothing is lost, nothing runs. The weights, the configuration, the hook
+    After a crash the same call repairs the rest. If nothing is lost, nothing runs. The weights, the configuration, the hook
     points and the source have to be those of the recording; the rest is compared by the vectors.
 
     Args:
         model: As of `record`.
         source: As of `record`. With several ranges of lost examples it is read several times.
         url: The folder of the store itself.
-        layers: As of `record`; None, also for the arguments below: what the store says. What is given has to be that.
-        hook_points: As of `record`.
-        dtype: As of `record`.
-        max_tokens_per_shard: As of `record`.
+        layers: As of `record`; None: what the store has. What is given has to be that.
+        hook_points: As of `record`; None: what the store has. What is given has to be that.
         device: Device of the computation; None: that of the model.
         storage_options: Options of the file system of `url`.
-        recheck: Before anything is replaced, an example that is there is computed again. `"exact"` refuses to repair where a bit
-            differs, there or, as the digests tell, in a file that is to be replaced. `"close"` accepts what is only rounding,
-            `"off"` anything; digests.json then tells of the new bytes.
+        recheck: Before anything is replaced, an example that is there is computed again. `"exact"` refuses to repair if a bit
+            differs, there or, by the digests, in a file that is to be replaced. `"close"` accepts what is only rounding,
+            `"off"` anything; digests.json then has the digests of the new bytes.
         on_nonfinite: As of `record`.
         on_overflow: As of `record`.
         progress: Show a bar on standard error; None: when it is a terminal.
@@ -108,62 +111,44 @@ def repair(
         NotFoundError, IncompleteStoreError, DocumentError: there is no published store, see `ShardStore.open`.
         ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
     """
-    check_policies(recheck, on_overflow)
+    check_choice(recheck, get_args(Recheck), name="recheck")
     transport = open_transport(url, storage_options)
     there = ShardStore.open(transport, damaged_ok=True).metadata
-    data = cast("Mapping[str, object] | str", there.data)
-    if not isinstance(data, str) and "recording" not in data:
+    if "recording" not in (() if isinstance(there.data, str) else cast("Mapping[str, object]", there.data)):
         raise ResumeError(
-            "the store is none that `record` has made: data.recording is absent there, which says what to run again",
+            "`record` has not made this store: data.recording is absent, which names what to run again",
             where=transport.url,
             remedy="Copy the lost files from where they are whole, or make the store again. From Python: store.repair() takes vectors.",
         )
-    if layers is None:
-        layers = tuple(dict.fromkeys(there.layers))
-    if hook_points is None:
-        hook_points = tuple(dict.fromkeys(there.hook_points or (RESID_POST,)))
-    recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
-    here = describe(
-        recorder,
+    recorder = prepare(
+        model,
         source,
-        dtype=dtype or cast("StoredDtype", there.layout.dtype),
-        max_tokens_per_shard=there.max_tokens_per_shard if max_tokens_per_shard is None else max_tokens_per_shard,
-        dataset=there.dataset,
-        family=there.family,
-        ckpt=there.ckpt,
-        protocol=there.protocol,
+        tuple(dict.fromkeys(there.layers)) if layers is None else layers,
+        hook_points=tuple(dict.fromkeys(there.hook_points or (RESID_POST,))) if hook_points is None else hook_points,
+        device=device,
     )
-    differences = _unbridged(there, here)
-    if differences:
+    here = describe(
+        recorder, source, dtype=cast("StoredDtype", there.layout.dtype), max_tokens_per_shard=there.max_tokens_per_shard,
+        dataset=there.dataset, family=there.family, ckpt=there.ckpt, protocol=there.protocol,
+    )  # fmt: skip
+    if differences := _unbridged(there, here):
         raise ResumeError(
             f"the store was recorded in another way: {'; '.join(differences)}",
             where=transport.url,
             remedy="Repair with the model and the source that it was recorded with.",
         )
+    kept = KeptExamples(transport, there.layout, recheck, saturate=on_overflow == "saturate")
     with open_repair(
         transport, there, deep=True, exact=recheck == "exact", on_nonfinite=on_nonfinite, on_overflow=on_overflow,
         progress=progress,
     ) as writer:  # fmt: skip
-        _restore_arrays(writer, recorder, source, there)
-        try:
-            fill_missing(
-                writer,
-                recorder,
-                source,
-                range(there.layout.n_examples),
-                store=transport,
-                work=None,
-                recheck=recheck,
-                saturate=on_overflow == "saturate",
-                without=writer.absent_arrays,
-                on_report=on_report,
-            )
-        except ResumeError as error:
-            error.remedy = (
-                "Repair on a machine like the one that recorded it, with as many threads. If only rounding differs, recheck='close' "
-                "(--recheck close) repairs with other bytes, and digests.json then tells of them."
-            )
-            raise
+        given = source.geometry(recorder.adapter).token_arrays
+        for name in (*writer.lost_arrays, *(name for name in writer.absent_arrays if name in given)):
+            if name not in given:  # before protocol 3.0 no document has whether there are labels
+                raise ResumeError(f"its {name} are lost, and the source of this call has none", where=writer.url)
+            writer.restore_array(name, _values(source, name, there.layout.n_examples))
+        examples, absent = range(there.layout.n_examples), writer.absent_arrays
+        fill_missing(writer, recorder, source, examples, kept, without=absent, on_report=on_report)
     return RepairedRecording(ShardStore.open(open_transport(url, storage_options)), tuple(writer.repaired))
 
 
@@ -171,36 +156,17 @@ def _unbridged(there: Metadata, here: Metadata) -> list[str]:
     """Differences of two metadata documents that no repair bridges."""
     old, new = (cast("dict[str, Any]", json.loads(found.raw)) for found in (there, here))
     new["data"]["recording"] = repairable(old["data"]["recording"], new["data"]["recording"])
-    tokenizers = [_tokenizer(found) for found in (old, new)]
-    if tokenizers[0].get("digest") == tokenizers[1].get("digest") is not None:  # whatever its folder is called
-        tokenizers[1]["name"] = tokenizers[0].get("name", "")
+    for found in (old, new):  # the digest of the tokenizer counts, whatever its folder is called
+        text = cast("dict[str, Any]", found.get("text") or {})
+        cast("dict[str, object]", text.get("tokenizer") or {}).pop("name", None)
     return _differences(old, new, "")
 
 
-def _tokenizer(document: dict[str, Any]) -> dict[str, object]:
-    text = cast("dict[str, Any]", document.get("text") or {})
-    return cast("dict[str, object]", text.get("tokenizer") or {})
-
-
-def _restore_arrays(writer: RepairWriter, recorder: Recorder, source: ExampleSource, metadata: Metadata) -> None:
-    """Write lost token arrays anew. The model does not run."""
-    given = source.geometry(recorder.adapter).token_arrays
-    for name in (*writer.lost_arrays, *(name for name in writer.absent_arrays if name in given)):
-        if name not in given:  # before protocol 3.0 no document says whether there are labels
-            raise ResumeError(
-                f"its {name} are lost, and the source of this call has none",
-                where=writer.url,
-                remedy="Repair with the source that it was recorded with.",
-            )
-        writer.restore_array(name, _values(source, name, metadata.layout.n_examples))
-
-
 def _values(source: ExampleSource, name: str, n_examples: int) -> Iterator[npt.NDArray[np.generic]]:
-    """A token array in pieces, (k, content tokens)."""
+    """A token array in pieces, (k, content tokens). The model does not run."""
     computed = ((batch, _no_vectors(batch)) for batch in source.batches(0, n_examples))
-    with closing(computed):
-        for recorded in source.assemble(computed, 0):
-            yield recorded.token_arrays[name][: n_examples - recorded.first]
+    for recorded in source.assemble(computed, 0):
+        yield recorded.token_arrays[name][: n_examples - recorded.first]
 
 
 def _no_vectors(batch: Batch) -> torch.Tensor:
@@ -211,24 +177,15 @@ def _no_vectors(batch: Batch) -> torch.Tensor:
     return torch.zeros(rows, 1, tokens, 1)
 
 
-def _line(file: RepairedFile) -> str:
-    """What became of a file, as text."""
-    examples = ", ".join(f"{first} to {end - 1}" if end - first > 1 else str(first) for first, end in file.examples)
-    bytes_are = {True: "the bytes of before", False: "other bytes than before", None: "no digest tells which bytes"}
-    return f"{file.name}: {f'examples {examples}' if examples else 'written anew'}; {bytes_are[file.identical]}"
-
-
 def _differences(olds: Mapping[str, object], news: Mapping[str, object], prefix: str) -> list[str]:
     """Keys that differ between two documents, both values shown; of objects, which of their keys."""
     found: list[str] = []
     for key in {**olds, **news}:
         old, new = olds.get(key), news.get(key)
         if isinstance(old, dict) and isinstance(new, dict):  # the nesting of a document is limited
-            found += _differences(
-                cast("Mapping[str, object]", old), cast("Mapping[str, object]", new), f"{prefix}{key}."
-            )
-            continue
-        was, now = (repr(document[key])[:200] if key in document else "absent" for document in (olds, news))
-        if was != now:
+            inner = cast("dict[str, object]", old), cast("dict[str, object]", new)
+            found += _differences(*inner, f"{prefix}{key}.")
+        elif old != new:
+            was, now = (repr(documents.get(key))[:200] for documents in (olds, news))
             found.append(f"{prefix}{key} is {was} there, {now} in this call")
     return found

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from saev_store._runtime.progress import human_gb, human_rate, human_seconds
 from saev_store.errors import counted
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class RecordingReport:
 
     Attributes:
         n_examples: Examples that were recorded; those of interrupted calls are not among them.
-        n_left: Examples that are still to be recorded of the shards that are being written.
+        n_left: Examples that are still to be recorded by this call.
         nbytes: Bytes of the recorded vectors.
         elapsed_s: Seconds since the first batch was asked for.
         source_wait_s: Seconds of them in which the model waited for the source.
@@ -58,25 +58,9 @@ class RecordingReport:
             f"waited {self._per_s(self.source_wait_s):.0%} for source, {self._per_s(self.writer_wait_s):.0%} for writer"
         )
 
-    def following(self, before: RecordingReport) -> RecordingReport:
-        """This report and an earlier one of the same call as one."""
-        sums = {field.name: getattr(self, field.name) + getattr(before, field.name) for field in fields(self)}
-        return RecordingReport(**{**sums, "n_left": self.n_left})
-
-    def published_after(self, seconds: float) -> Self:
-        """The report when publication, for which the model's work was over, has taken so long."""
-        return replace(self, elapsed_s=self.elapsed_s + seconds, writer_wait_s=self.writer_wait_s + seconds)
-
     def to_dict(self) -> dict[str, object]:
         """The attributes and what follows from them, as plain JSON types."""
-        return {
-            **asdict(self),
-            "examples_per_s": self.examples_per_s,
-            "gb_per_s": self._per_s(self.nbytes) / 1e9,
-            "source_wait": self._per_s(self.source_wait_s),
-            "writer_wait": self._per_s(self.writer_wait_s),
-            "left_s": self.left_s,
-        }
+        return {**asdict(self), "examples_per_s": self.examples_per_s, "left_s": self.left_s}
 
     def __str__(self) -> str:
         if not self.n_examples:
@@ -90,3 +74,31 @@ class RecordingReport:
 
     def _per_s(self, amount: float) -> float:
         return amount / self.elapsed_s if self.elapsed_s else 0.0
+
+
+class Meter:
+    """Counts and times of a call, which a report is made of.
+
+    Args:
+        n_examples: Examples that the call will record.
+        example_nbytes: Bytes of one.
+
+    Attributes:
+        n_done: Examples that are recorded.
+    """
+
+    def __init__(self, n_examples: int, example_nbytes: int) -> None:
+        self.n_done, self._n_examples, self._example_nbytes = 0, n_examples, example_nbytes
+        self._waits_s, self._began_s = {"source": 0.0, "writer": 0.0}, time.perf_counter()
+
+    @contextmanager
+    def waiting(self, what: Literal["source", "writer"]) -> Generator[None]:
+        """A block in which the model waits."""
+        began_s = time.perf_counter()
+        yield
+        self._waits_s[what] += time.perf_counter() - began_s
+
+    def report(self) -> RecordingReport:
+        """The state of now."""
+        n, elapsed_s = self.n_done, time.perf_counter() - self._began_s
+        return RecordingReport(n, self._n_examples - n, n * self._example_nbytes, elapsed_s, *self._waits_s.values())

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from saev_store.core.arguments import check_choice, check_flag
+from saev_store.core.arguments import check_choice, check_count, check_flag
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import TextAdapter
-from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded, check_batch_size
+from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded
 from saev_store.record._rows import cut_documents, cut_evenly, documents_of
 from saev_store.record._token_ids import TokenIds, Tokenizer
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TextLayout = Literal["window", "stream"]
 _ARRAYS = {"token_ids": "int32", "document_ids": "int64", "positions": "int32", "mask": "bool"}
+#: Positions are int32.
+_MOST = 2**31 - 1
 #: What stands for padding in each of them.
 _PADDING = {"token_ids": 0, "document_ids": -1, "positions": -1, "mask": False}
 
@@ -84,14 +86,15 @@ class Texts(ExampleSource):
         check_choice(digest, ("sampled", "full"), name="digest")
         check_choice(layout, ("window", "stream"), name="layout")
         self.pack = check_flag(pack, name="pack")
-        if layout == "stream" and self.pack:
+        if pack and layout == "stream":
             raise ArgumentError("a stream is packed already", where="pack", remedy="Leave pack out.")
-        if layout == "window" and example_tokens is not None:
+        if example_tokens is not None and layout == "window":
             raise ArgumentError("a window has `context` tokens", where="example_tokens", remedy="Leave it out.")
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
-        self.context, self.layout = _positive(context, "context"), layout
-        self.example_tokens = self.context if example_tokens is None else _positive(example_tokens, "example_tokens")
-        self.batch_size = check_batch_size(batch_size)
+        self.context, self.layout = check_count(context, name="context", most=_MOST), layout
+        width = context if example_tokens is None else example_tokens
+        self.example_tokens = check_count(width, name="example_tokens", most=_MOST)
+        self.batch_size = check_count(batch_size, name="batch_size")
         self.bos = _bos(bos, self.tokenizer)
         self.documents = TokenIds(documents, self.tokenizer, text_key=text_key, digest=digest)
         starts = self.documents.starts
@@ -219,12 +222,6 @@ class Texts(ExampleSource):
                 arrays = {name: values[n * width :] for name, values in arrays.items()}
             left = acts[n * width :].clone()
             del acts
-
-
-def _positive(value: object, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise ArgumentError(f"{name} is {brief(value)}; it must be a positive integer below 2^31", where=name)
-    return value
 
 
 def _bos(bos: object, tokenizer: Tokenizer | None) -> int | None:

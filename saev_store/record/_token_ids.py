@@ -34,10 +34,10 @@ class Tokenizer:
     """Tokenizer of `tokenizers` or `transformers` that adds no special tokens.
 
     Attributes:
-        name: Its name; "" where it has none.
+        name: Its name; "" if it has none.
         digest: SHA-256 of its rules and vocabulary, in hexadecimal digits.
         size: Number of ids, added ones included.
-        bos: Its BOS token; None where it has none.
+        bos: Its BOS token; None if it has none.
     """
 
     def __init__(self, tokenizer: object) -> None:
@@ -46,7 +46,9 @@ class Tokenizer:
         encode, to_str = getattr(tokenizer, "encode", None), getattr(inner, "to_str", None)
         get_vocab = getattr(tokenizer, "get_vocab", None)
         if not callable(encode) or not callable(get_vocab):
-            raise ArgumentError(f"{brief(tokenizer)} is no tokenizer of tokenizers or transformers", where="tokenizer")
+            raise ArgumentError(
+                f"{brief(tokenizer)} is not a tokenizer of tokenizers or transformers", where="tokenizer"
+            )
         for option, does in (("truncation", "cuts"), ("padding", "pads")):
             if getattr(tokenizer, option, None) is not None:
                 raise ArgumentError(
@@ -66,9 +68,16 @@ class Tokenizer:
         bos = getattr(tokenizer, "bos_token_id", None)
         self.bos = bos if isinstance(bos, int) else None
 
-    def encode(self, text: str) -> IntArray:
-        """The token ids of a text, int64."""
-        found = self._encode(text, add_special_tokens=False)
+    def encode(self, text: str, *, where: str) -> IntArray:
+        """The token ids of a text, int64; `ArgumentError` for one that is not Unicode."""
+        try:
+            found = self._encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:  # TypeError from tokenizers
+            raise ArgumentError(
+                f"the tokenizer refuses the text: {error}",
+                where=where,
+                remedy="Replace surrogates: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
+            ) from error
         return np.asarray(getattr(found, "ids", found), dtype=np.int64)
 
 
@@ -99,18 +108,19 @@ class TokenIds:
         text_key: str | int = "text",
         digest: Literal["sampled", "full"] = "sampled",
     ) -> None:
-        self._source = _source_of(value, text_key)
+        self._source = source = _source_of(value, text_key)
         self._digest: Literal["sampled", "full"] = digest
         self._ids: npt.NDArray[np.int32] | None = None
-        if self._source is not None and self._source.format not in _OF_TEXTS:
-            self.starts = _starts_of(_lengths_of(self._source))
+        if source is not None and source.format not in _OF_TEXTS:
+            lengths = _lengths_of(source)
         else:
             ids, lengths = array("i"), list[int]()
-            for sample, where in _samples(self._source, value):
-                part = _ids(text_of(self._source, sample, text_key, where=where), tokenizer, where)
+            for sample, where in _samples(source, value):
+                part = _ids(text_of(source, sample, text_key, where=where), tokenizer, where)
                 ids.frombytes(part.astype(np.int32).tobytes())
                 lengths.append(len(part))
-            self.starts, self._ids = _starts_of(lengths), np.frombuffer(ids, np.int32)
+            self._ids = np.frombuffer(ids, np.int32)
+        self.starts: IntArray = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
         if self.n_tokens < 1:
             raise ArgumentError("there is not a single token in the documents", where="documents")
 
@@ -150,27 +160,22 @@ class TokenIds:
 
 def _source_of(value: object, text_key: str | int) -> Source[object] | None:
     """The value as a source; None for an iterable that has no numbered samples."""
+    source: Source[object] | None = None
     if isinstance(value, Source):
         source = cast("Source[object]", value)
-        if source.format == "images":
-            raise ArgumentError(
-                f"{source.url} has images, not texts", where="documents", remedy="Record them as images: Images(…)."
-            )
-        return source
-    if isinstance(value, (str, os.PathLike)):
-        return TextFile(cast("str", value), text_key=str(text_key))
-    if isinstance(value, Mapping):
+    elif isinstance(value, (str, os.PathLike)):
+        source = TextFile(cast("str", value), text_key=str(text_key))
+    elif hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping):
+        source = MapStyle(cast("DataSet", value))
+    elif isinstance(value, Iterable) and not isinstance(value, Mapping):
+        return None
+    if source is None or source.format == "images":
         raise ArgumentError(
-            f"it is a mapping with the keys {brief(list(cast('Mapping[object, object]', value)))}, no texts",
+            f"{brief(cast('object', value))} has no documents",
             where="documents",
-            remedy="Pass one of its values, such as the split documents['train'].",
+            remedy="Pass texts, a file, or open_source(…); of a mapping one of its values, such as the split documents['train'].",
         )
-    is_numbered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    if not is_numbered and not isinstance(value, Iterable):
-        raise ArgumentError(
-            f"{brief(value)} is no texts", where="documents", remedy="Pass texts, a file, or open_source(…)."
-        )
-    return MapStyle(cast("DataSet", value)) if is_numbered else None
+    return source
 
 
 def _samples(source: Source[object] | None, value: object) -> Iterator[tuple[object, str]]:
@@ -193,16 +198,7 @@ def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[
         return _checked_ids(value, where)
     if tokenizer is None:
         raise ArgumentError("texts need a tokenizer", where="tokenizer", remedy="Pass tokenizer=….")
-    try:
-        return tokenizer.encode(value)
-    except (TypeError, UnicodeError) as error:  # TypeError from tokenizers
-        if value.isascii() or value.encode(errors="ignore").decode() == value:
-            raise
-        raise ArgumentError(
-            "the text has a surrogate (U+D800 to U+DFFF) alone, which is no character",
-            where=where,
-            remedy="Replace it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
-        ) from error
+    return tokenizer.encode(value, where=where)
 
 
 def _lengths_of(source: Source[object]) -> Sequence[int] | IntArray:
@@ -219,20 +215,12 @@ def _checked_ids(value: object, where: str) -> npt.NDArray[np.integer]:
     """An array of token ids; `ArgumentError` for anything else."""
     try:
         ids = np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{brief(value)} is no array of token ids: {error}", where=where) from None
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    except (TypeError, ValueError):
+        ids = np.empty((0, 0))  # ragged
+    least, most = (int(ids.min()), int(ids.max())) if ids.size and ids.dtype.kind in "iu" else (0, 0)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") or least < 0 or most > _MAX_ID:
         raise ArgumentError(
-            f"{brief(value)} is no text and no array of token ids, which are integers along one axis", where=where
-        )
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_ID:
-        raise ArgumentError(
-            f"the token ids are from {ids.min()} to {ids.max()}; they must be from 0 to {_MAX_ID}", where=where
+            f"{brief(value)} is neither a text nor an array of token ids, which are integers from 0 to {_MAX_ID} along one axis",
+            where=where,
         )
     return cast("npt.NDArray[np.integer]", ids)
-
-
-def _starts_of(lengths: Sequence[int] | IntArray) -> IntArray:
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return starts

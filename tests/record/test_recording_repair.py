@@ -190,7 +190,7 @@ def test_repair_by_another_model_source_or_shape_is_refused(copied, tmp_path: Pa
     with torch.no_grad():
         other.wte.weight += 1
     cases: list[dict[str, object]] = [
-        {"layers": (0, 2)}, {"hook_points": ("attn_out",)}, {"dtype": "float16"}, {"max_tokens_per_shard": 600},
+        {"layers": (0, 2)}, {"hook_points": ("attn_out",)}, 
         {"source": source_of("window", batch_size=5)}, {"source": source_of("window", bos=2)},
         {"source": Texts(IDS[:-1], context=5, bos=1, batch_size=4)}, {"model": other},
     ]  # fmt: skip
@@ -205,9 +205,8 @@ def test_repair_by_another_model_source_or_shape_is_refused(copied, tmp_path: Pa
     for labels in (None, LABELS + 1):
         with pytest.raises(ResumeError):
             mended(path, "images", source=source_of("images", labels=labels))
-    for options in ({"recheck": "maybe"}, {"on_overflow": "warn"}):
-        with pytest.raises(ArgumentError):
-            mended(path, "images", **options)
+    with pytest.raises(ArgumentError):
+        mended(path, "images", recheck="maybe")
     with pytest.raises(NotFoundError):
         mended(tmp_path / "nothing", "window")
     part = record(model_of("window"), source_of("window"), tmp_path, layers=(2,), ckpt="t", part=(0, 2), max_tokens_per_shard=18, progress=False)  # fmt: skip

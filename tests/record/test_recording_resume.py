@@ -211,7 +211,7 @@ def test_ranks_in_any_order_and_number_write_the_store_of_one_process(tmp_path: 
                 found = dump(root, kind, part=part, exist_ok=True)
                 if isinstance(found, RecordedPart):
                     assert found.part == part
-                    assert part[0] not in found.ranks_left
+                    assert found.missing
             store = dump(root, kind, part=parts[-1], exist_ok=True)
             assert isinstance(store, ShardStore)
             assert content(root) == alone[kind]
@@ -271,7 +271,7 @@ def test_parts_are_numbers_or_as_torchrun_and_slurm_count(tmp_path: Path, monkey
             continue
         found = dump(tmp_path / str(number), part="auto")
         assert wanted == (0, 1) if isinstance(found, ShardStore) else found.part == wanted
-    for part in ((2, 2), (-1, 2), (0, 0), (0.0, 1), (True, 2), "all", 3, [0, 1]):
+    for part in ((2, 2), (-1, 2), (0, 0), (0.0, 1), "all", 3, [0, 1]):
         with pytest.raises(ArgumentError) as refused:
             dump(tmp_path, part=part)
         assert refused.value.where == "part"
@@ -393,45 +393,34 @@ def test_other_images_labels_or_processors_are_another_recording(tmp_path: Path)
 
 
 class Packed(torch.nn.Module):
-    """State that is no tensor, as libraries that quantise keep it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = {"scale": [1.0, None], "dtype": torch.int8}
+    """State that is not a tensor, as libraries that quantise keep it."""
 
     def get_extra_state(self) -> object:
-        return self.extra
+        return {"scale": 1.0}
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantised_weights_and_tensors_of_modules_are_part_of_the_identity(tmp_path: Path) -> None:
-    def packed(change: Callable[[torch.nn.Module], None] = lambda _: None) -> torch.nn.Module:
+def test_tensors_of_modules_are_part_of_the_identity_and_packed_weights_are_refused(tmp_path: Path) -> None:
+    def changed(change: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
         model = tiny_language("GPT2Model")
-        block = model.h[0]
-        block.codes = torch.quantize_per_tensor(torch.arange(6.0), 0.5, 1, torch.qint8)
-        block.axis = torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8)
-        block.table = np.arange(3)
-        block.packed = Packed()
-        change(block)
+        change(model.h[0])
         return model
 
     changes: list[Callable[[torch.nn.Module], None]] = [
         lambda _: None,
-        lambda block: setattr(block, "codes", torch.quantize_per_tensor(torch.arange(6.0), 0.5, 2, torch.qint8)),
-        lambda block: setattr(block, "table", np.arange(1, 4)),
-        lambda block: block.packed.extra.update(scale=[2.0, None]),
+        lambda block: setattr(block, "table", torch.ones(2)),
+        lambda block: setattr(block, "table", torch.zeros(2)),
         lambda block: block.register_buffer("more", torch.ones(1), persistent=False),
     ]
-    names = {dump(tmp_path, model=packed(change), exist_ok=True).name for change in changes * 2}
+    names = {dump(tmp_path, model=changed(change), exist_ok=True).name for change in changes * 2}
     assert len(names) == len(changes)
     wrong: list[Callable[[torch.nn.Module], None]] = [
-        lambda block: setattr(block, "table", np.array([object()])),
         lambda block: setattr(block, "codes", torch.ones(2, 2).to_sparse()),
-        lambda block: block.packed.extra.update(scale=object()),
+        lambda block: setattr(block, "codes", torch.empty(2, device="meta")),
+        lambda block: setattr(block, "packed", Packed()),
     ]
     for change in wrong:
         with pytest.raises(ArgumentError) as refused:
-            dump(tmp_path, model=packed(change))
+            dump(tmp_path, model=changed(change))
         assert refused.value.where == "model"
 
 
@@ -608,7 +597,6 @@ def test_record_refuses_wrong_arguments_before_anything_is_written(tmp_path: Pat
     cases: list[tuple[dict[str, object], type[Exception], str]] = [
         ({"layers": (3,)}, LayerNotFoundError, "layers"),
         ({"device": "abacus"}, ArgumentError, "device"),
-        ({"device": "meta"}, ArgumentError, "device"),
         ({"ckpt": None}, ArgumentError, "ckpt"),
         ({"hook_points": ("attn",)}, ArgumentError, "hook_points"),
         ({"recheck": True}, ArgumentError, "recheck"),

@@ -39,7 +39,7 @@ PUBLIC = {
         BlockOrder Cut Epoch Mixing ORDER_VERSION Permutation Pool derive permutation predict_mixing
     """,
     "saev_store.record": """
-        Adapter DemoResult ExampleSource HookPoint Images Part Photographs RecordedPart Recorder
+        Adapter DemoResult ExampleSource HookPoint Images Masks Part Photographs RecordedPart Recorder
         RecordingEstimate RecordingReport RepairedRecording TextAdapter Texts VisionAdapter adapt estimate_recording
         finalize load_fables load_image_processor load_language_model load_photographs load_vision_model record
         repair run_demo
