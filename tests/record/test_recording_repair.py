@@ -190,7 +190,7 @@ def test_repair_by_another_model_source_or_shape_is_refused(copied, tmp_path: Pa
     with torch.no_grad():
         other.wte.weight += 1
     cases: list[dict[str, object]] = [
-        {"layers": (0, 2)}, {"hook_points": ("attn_out",)}, 
+        {"layers": (0, 2)}, {"hook_points": ("attn_out",)},
         {"source": source_of("window", batch_size=5)}, {"source": source_of("window", bos=2)},
         {"source": Texts(IDS[:-1], context=5, bos=1, batch_size=4)}, {"model": other},
     ]  # fmt: skip
