@@ -204,12 +204,12 @@ def clean(
     option: Pairs = None,
 ) -> None:
     """Remove what killed writers left: unfinished stores, hidden and temporary files, uploads. Published files stay."""
+    from saev_store import writer
     from saev_store.store.card import human_bytes
-    from saev_store.writer import clean_leftovers
 
     older_than_s = parse_age(older_than)
     transport = open_transport(url, storage_options(options, option), engine=engine)
-    cleaned = clean_leftovers(transport, dry_run=dry_run, older_than_s=older_than_s)
+    cleaned = writer.clean(transport, dry_run=dry_run, older_than_s=older_than_s)
     if as_json:
         emit_json({
             "url": transport.url,

@@ -57,8 +57,7 @@ class Importing:
             root: The folder of stores; created if need be.
             family: The family of models, such as "clip".
             ckpt: The model.
-            layers: The label of each entry of the layer axis; None: the coordinate "layer" of an xarray array, which must not have
-                them in another order.
+            layers: The label of each entry of the layer axis; None: the coordinate "layer" of an xarray array.
             cls_token: Whether token 0 is a CLS or BOS token, which token arrays leave out.
             dims: The names of the axes in their order: "example" and "d_model", and if there are such axes "layer" and "token". None: those
                 of xarray, else (example, layer, token, d_model), (example, token, d_model) or (example, d_model).
@@ -94,11 +93,11 @@ class Importing:
         >>> store.shape, store[2, 0, 3, :3].tolist()
         ((3, 1, 4, 8), [88.0, 89.0, 90.0])
         """
-        from saev_store.writer.importing import ImportOptions, from_array
+        from saev_store.writer.importing import ImportOptions, import_array
 
-        return from_array(
-            array, root, family=family, ckpt=ckpt, layers=layers, cls_token=cls_token, dims=dims, dtype=dtype,
-            token_arrays=token_arrays, hook_points=hook_points, text=text, data=data, dataset=dataset,
-            max_tokens_per_shard=max_tokens_per_shard, client=client, storage_options=storage_options,
-            options=ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress),
+        return import_array(
+            array, root, ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress),
+            layers=layers, dims=dims, dtype=dtype, token_arrays=token_arrays, data=data, cls_token=cls_token, client=client,
+            storage_options=storage_options, family=family, ckpt=ckpt, hook_points=hook_points, text=text, dataset=dataset,
+            max_tokens_per_shard=max_tokens_per_shard,
         )  # fmt: skip

@@ -1,15 +1,6 @@
 """Writing stores that survive a crash: append, resume, publish, copy, repair, clean up."""
 
-from saev_store._runtime.progress import Progress
-from saev_store.writer.clean import (
-    Cleaned,
-    Leftover,
-    Unfinished,
-    clean_leftovers,
-    discard_unfinished,
-    old_claim,
-    unfinished,
-)
+from saev_store.writer.cleaning import Cleaned, Leftover, clean, discard_unfinished, old_claim
 from saev_store.writer.copying import Copied, copy_store
 from saev_store.writer.create import create_store
 from saev_store.writer.digests import Digests, FileDigests, load_digests
@@ -24,13 +15,11 @@ __all__ = [
     "Digests",
     "FileDigests",
     "Leftover",
-    "Progress",
     "RepairWriter",
     "RepairedFile",
     "RoundingReport",
     "ShardWriter",
-    "Unfinished",
-    "clean_leftovers",
+    "clean",
     "copy_store",
     "create_store",
     "discard_unfinished",
@@ -38,6 +27,5 @@ __all__ = [
     "load_digests",
     "old_claim",
     "open_repair",
-    "unfinished",
     "writing_requests",
 ]

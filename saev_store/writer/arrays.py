@@ -9,12 +9,10 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.arguments import BOOLEANS
 from saev_store.core.dtypes import numpy_dtype
 from saev_store.core.layout import RESID_POST, Layout, transformer_lens_name
 from saev_store.errors import ArgumentError, brief, kind_of
-
-#: `True` is an integer to Python, but no label.
-_BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
 
 
 class _Tensor(Protocol):
@@ -59,44 +57,28 @@ def stacked_layers(acts: Mapping[object, object], layout: Layout) -> npt.NDArray
         layout: The geometry of the store.
 
     Raises:
-        ArgumentError: a name is not one of the store's layers, or stands for one that another name has given; a layer is
-            missing; the arrays have several shapes or dtypes, or do not fit.
+        ArgumentError: a name is not one of the store's layers, or another name of one that was given; a layer is missing; the
+            arrays have several shapes or dtypes, or do not fit.
     """
-    found: dict[int, tuple[object, npt.NDArray[np.generic]]] = {}
+    found: dict[int, npt.NDArray[np.generic]] = {}
     positions = _layer_positions(layout)
     for name, value in acts.items():
-        position = None if isinstance(name, _BOOLEANS) else positions.get(name)
-        if position is None:
+        position = None if isinstance(name, BOOLEANS) else positions.get(name)
+        if position is None or position in found:
             raise ArgumentError(
-                f"{brief(name)} is not one of the layers {list(layout.layer_keys)} of the store",
+                f"{brief(name)} is not one of the layers {list(layout.layer_keys)} of the store, or one that has come already",
                 where="acts",
                 remedy='Name layers 5, (5, "resid_post") or "blocks.5.hook_resid_post", and leave other hook points out.',
             )
-        if position in found:
-            raise ArgumentError(
-                f"{brief(found[position][0])} and {brief(name)} both stand for layer {layout.layer_keys[position]}",
-                where="acts",
-            )
-        found[position] = name, as_array(value, where=f"acts[{name!r}]")
-    missing = [layout.layer_keys[position] for position in range(layout.n_layers) if position not in found]
-    if missing:
+        found[position] = as_array(value, where=f"acts[{name!r}]")
+    kinds = {(array.shape, array.dtype.name) for array in found.values()}
+    if len(found) < layout.n_layers or len(kinds) > 1 or any(len(shape) not in {2, 3} for shape, _ in kinds):
         raise ArgumentError(
-            f"layer {missing[0]} is missing; a store has all of its layers for each example", where="acts"
+            f"{len(found)} layers of shapes and dtypes {sorted(kinds)}; there must be all {layout.n_layers}, of one shape and dtype: "
+            f"(k, {layout.tokens_per_example}, {layout.d_model}), or one example without the first axis",
+            where="acts",
         )
-    shape, dtype = (layout.tokens_per_example, layout.d_model), found[0][1].dtype
-    for name, array in found.values():
-        if array.ndim not in {2, 3} or array.shape[-2:] != shape or array.shape != found[0][1].shape:
-            raise ArgumentError(
-                f"{brief(name)} has shape {array.shape}; each layer must have the same (k, {shape[0]}, {shape[1]}), that is "
-                "(examples, tokens, d_model), or one example without the first axis",
-                where="acts",
-            )
-        if array.dtype != dtype:
-            raise ArgumentError(
-                f"{brief(name)} is {array.dtype.name}, {brief(found[0][0])} is {dtype.name}; all must have one dtype",
-                where="acts",
-            )
-    return np.stack([found[position][1] for position in range(layout.n_layers)], axis=-3)
+    return np.stack([found[position] for position in range(layout.n_layers)], axis=-3)
 
 
 def _layer_positions(layout: Layout) -> dict[object, int]:

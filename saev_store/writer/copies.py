@@ -1,37 +1,43 @@
-"""Copies of stores, shard by shard: what copies of whole stores and of parts of them share."""
+"""A copy of a store, or of some of its layers and tokens, or in another dtype: a new store, written shard by shard."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, cast
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
-from saev_store._runtime.cluster import map_shards
-from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import n_cores
-from saev_store.core.layout import shard_name
-from saev_store.documents import Metadata
-from saev_store.errors import CorruptShardError, IncompleteStoreError, NotFoundError, StoreExistsError, TransportError
-from saev_store.names import DIGESTS_NAME, LABELS_NAME, METADATA_NAME, SHARDS_NAME
+import numpy as np
+import numpy.typing as npt
+
+from saev_store.core.layout import RESID_POST, shard_name
+from saev_store.documents import Metadata, shards_bytes
+from saev_store.errors import CorruptShardError, SaevStoreWarning, TransportError, outside
+from saev_store.names import DIGESTS_NAME, SHARDS_NAME
+from saev_store.store.reader import NumberArray
+from saev_store.store.store import ShardStore
 from saev_store.transport import Transport
-from saev_store.writer.create import is_whole
+from saev_store.transport.checks import os_errors
+from saev_store.transport.durable import fsync_folder, make_folders
+from saev_store.writer.create import is_as_written, is_whole
 from saev_store.writer.digests import BLOCK_BYTES, Digests, FileDigests, block_ranges, digest, load_digests
-from saev_store.writer.publish import More, publish
-from saev_store.writer.work import Receipt, Work, create, each, names, read
+from saev_store.writer.inputs import OverflowPolicy, check_overflow
+from saev_store.writer.rounding import RoundingReport, joined, parse_report, rounded
+from saev_store.writer.shard_writer import ShardWriter
+from saev_store.writer.work import Receipt, Work, each, read
 
-if TYPE_CHECKING:
-    from distributed import Client
-
-    from saev_store.store.store import ShardStore
-
-PROVENANCE_NAME, _ORIGIN = "provenance.json", "origin.json"
+PROVENANCE_NAME = "provenance.json"
+#: How much of the source is read, and kept in memory, at a time; or one example.
+_BATCH_BYTES = 64 << 20
+#: What equal copies say alike of their origin.
+_SAME = ("source_hash", "source_digests", "source_identity", "layers", "tokens")
 
 
 class Rate:
@@ -57,239 +63,281 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Copy(ABC):
-    """A copy of a store or of a part of it; picklable without a rate.
+class Copy:
+    """A copy of a store or of a part of it; picklable without a rate, before its properties are used.
+
+    A writer whose shards come from the source: whole ones are linked, or copied by the service, where that is possible; else what
+    they hold is read, compared with the source's digests, if it has some, and written.
 
     Attributes:
         store: The source.
         root: The folder in which the copy's folder is made.
         metadata: That of the copy.
         rate: Limit on what is moved; None is no limit.
+        tokens: Positions of the tokens.
+        on_overflow: Policy for numbers that are too large for the copy's dtype.
+        is_whole: True if it has all vectors, in files as those of the source, and its documents if the metadata is the same.
     """
 
     store: ShardStore
     root: Transport
     metadata: Metadata
     rate: Rate | None
+    tokens: slice
+    on_overflow: OverflowPolicy
+    is_whole: bool
 
     @cached_property
     def promised(self) -> Digests | None:
-        """digests.json of the source, which lists every file; None if it has none."""
-        return promised_by(self.store)
+        """digests.json of the source, which lists every file; None if it has none.
+
+        Labels that were written after the digests may be missing: what is there is taken for right.
+
+        Raises:
+            CorruptShardError: it does not list every file: the copy's own digests would call damaged vectors right.
+        """
+        store, layout, promised = self.store, self.store.layout, load_digests(self.store.transport)
+        if promised is None:
+            return None
+        lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
+        for array in store.token_arrays.described():
+            if store.token_arrays.is_declared or array.file_name in promised.files:
+                lengths[array.file_name] = array.nbytes(layout)
+        for name, nbytes in lengths.items():
+            if name not in promised.files or promised.files[name].nbytes != nbytes:
+                raise CorruptShardError(
+                    f"digests.json must list every file; {name} with {nbytes} bytes is not in it",
+                    where=f"{store.url}/{DIGESTS_NAME}",
+                    remedy="Delete it, and what is there now is taken for right.",
+                )
+        return promised
 
     @cached_property
     def stopped(self) -> threading.Event:
         """True as soon as the copy is given up."""
         return threading.Event()
 
-    def check(self) -> None:
-        """Raise if the copy is given up; called for each block."""
+    def pause(self, nbytes: int) -> None:
+        """Wait until so many bytes may be read and written; `TransportError` if the copy is given up."""
         if self.stopped.is_set():
             raise TransportError("the copy was given up", where=self.store.url)
+        if self.rate is not None:
+            self.rate.wait(2 * nbytes, 2)
 
-    def __getstate__(self) -> dict[str, object]:
-        """The fields; each worker reads the digests again."""
-        return {name: value for name, value in self.__dict__.items() if name not in {"promised", "stopped"}}
+    def check_token_arrays(self) -> None:
+        """Compare the token arrays of the source with its digests; `CorruptShardError` if one differs."""
+        promised = self.promised
+        for array in self.store.token_arrays.described():
+            name, nbytes = array.file_name, array.nbytes(self.store.layout)
+            file = None if promised is None else promised.files.get(name)
+            if promised and file and not is_as_written(self.store.transport, name, file, promised.block_bytes, nbytes):
+                raise damaged(self.store, name, 0, nbytes)
 
     @property
-    @abstractmethod
     def work(self) -> Work:
         """The copy while it is unfinished."""
+        if not self.is_whole:
+            return Work(self.root, self.metadata)
+        block_bytes, layout, source = self._block_bytes, self.metadata.layout, self.store.transport
+        name, pad = self.metadata.hash if self._is_renamed else self.store.name, None
+        if source.local_path is not None and self.root.local_path is not None:  # as long as in the source
+            pad = source.size(shard_name(layout.n_shards - 1)) >= layout.shard_nbytes
+        return Work(self.root, self.metadata, name=name, pad=pad, block_bytes=block_bytes)
 
-    @abstractmethod
-    def copy_shard(self, shard_idx: int) -> int:
-        """Copy a shard; its length."""
+    @property
+    def _block_bytes(self) -> int:
+        return BLOCK_BYTES if self.promised is None else self.promised.block_bytes
+
+    @property
+    def _is_renamed(self) -> bool:
+        return self.metadata.raw != self.store.metadata.raw
+
+    @property
+    def rounds(self) -> bool:
+        """True if the copy has another dtype than its source."""
+        return self.metadata.dtype != self.store.metadata.dtype
+
+    def origins(self) -> tuple[str, ...]:
+        """Texts that differ for another recording, or another policy: as what this copy is begun, and what it may continue.
+
+        What "raise" has written, all policies would have.
+        """
+        return tuple(f"{identity_now(self.store)} {policy}" for policy in (self.on_overflow, "raise"))
 
     def is_kept(self, shard_idx: int, receipt: Receipt) -> bool:
-        """Return True if an earlier attempt has copied a shard, which is read again."""
-        return is_whole(self.work, shard_idx, receipt)
+        """Return True if an earlier attempt has copied a shard, which is read again, and has counted what it changed."""
+        is_counted = not self.rounds or self._counted(shard_idx) is not None
+        return is_counted and is_whole(self.work, shard_idx, receipt)
 
-    @abstractmethod
-    def others(self, work: Work, receipts: Sequence[Receipt]) -> More:
-        """Write all else than shards, see `publish`."""
-
-    @abstractmethod
-    def fault(self) -> str:
-        """Name what is wrong with a finished copy; "" if it is one of this recording, with files of the right lengths.
-
-        Raises:
-            StoreExistsError: the store there is not a copy, so it is never replaced.
-        """
-
-    def origin(self) -> bytes:
-        """Text that differs for another recording, as the source is now."""
-        return identity_now(self.store)
-
-    def continues(self, there: bytes) -> bool:
-        """Return True if what was copied with that origin is kept by this copy."""
-        return there == self.origin()
-
-
-def identity_now(store: ShardStore) -> bytes:
-    """Text that differs if files of a source were replaced: of its digests, or of sizes and versions. Links do not change it."""
-    promised = load_digests(store.transport)
-    if promised is not None:
-        return digest(promised.to_bytes()).encode()
-    found = each(store.transport, store.transport.stat, store.recorded_files())
-    return f"versions:{digest(json.dumps(found).encode())}".encode()
-
-
-def promised_by(store: ShardStore) -> Digests | None:
-    """digests.json of a source; None if it has none.
-
-    Raises:
-        CorruptShardError: it does not list every file: the copy's own digests would call damaged vectors right.
-    """
-    promised, layout = load_digests(store.transport), store.layout
-    if promised is None:
-        return None
-    lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
-    lengths |= {array.file_name: array.nbytes(layout) for array in store.token_arrays.described()}
-    if not store.token_arrays.is_declared and LABELS_NAME in lengths.keys() - promised.files.keys():
-        # Labels that were written after the digests: what is there now is taken for right.
-        blocks = block_ranges(lengths[LABELS_NAME], promised.block_bytes)
-        read = partial(store.transport.get_ranges, LABELS_NAME)
-        found = [digest(memoryview(read(starts=[start], ends=[end])[0])) for start, end in blocks]
-        labels = FileDigests(lengths[LABELS_NAME], tuple(found))
-        promised = replace(promised, files={**promised.files, LABELS_NAME: labels})
-    for name, nbytes in lengths.items():
-        if name not in promised.files or promised.files[name].nbytes != nbytes:
-            raise CorruptShardError(
-                f"digests.json must list every file; {name} with {nbytes} bytes is not in it",
-                where=f"{store.url}/{DIGESTS_NAME}",
-                remedy="Delete it, and what is there now is taken for right.",
-            )
-    return promised
-
-
-def damaged(store: ShardStore, name: str, start: int, end: int) -> CorruptShardError:
-    """The error for a block of the source that differs from its digest."""
-    return CorruptShardError(
-        f"bytes {start}:{end} of the source differ from its digests.json",
-        where=f"{store.url}/{name}",
-        remedy="Run `saev-store validate --deep` on the source; repair it first.",
-    )
-
-
-def make_copy(copy: Copy, *, resume: bool, replaces: bool, client: Client | str | None, progress: bool | None) -> None:
-    """Copy all that is missing, and publish the copy.
-
-    Args:
-        copy: The copy.
-        resume: Continue an unfinished copy, and accept a finished one.
-        replaces: Delete a copy that is damaged or of another recording, finished or not, and copy again.
-        client: A dask cluster whose workers copy the shards; None is threads of this process.
-        progress: As in `create_store`.
-
-    Raises:
-        SaevStoreError: see `copy_store`.
-    """
-    work, was = copy.work, identity_now(copy.store)
-    if _is_done(copy, resume=resume, replaces=replaces):
-        return
-    _begin(copy, resume=resume, replaces=replaces)
-    layout = work.layout
-    receipts = enumerate(work.receipts(range(layout.n_shards)))
-    missing = [
-        shard_idx for shard_idx, receipt in receipts if receipt is None or not _is_kept(copy, shard_idx, receipt)
-    ]
-    total = sum(map(layout.used_nbytes, missing))
-    with Progress(total, "copying", shown=progress) as bar, closing(_copied(copy, missing, client)) as done:
-        for nbytes in done:
-            bar.advance(nbytes)
-    if identity_now(copy.store) != was:
-        raise TransportError(
-            "files of the source were replaced while they were copied",
-            where=copy.store.url,
-            remedy="Copy again once no process writes there.",
-        )
-    publish(work, copy.others)
-    copy.root.close()  # a map of a shorter file must not answer for the finished one
-
-
-def _copied(copy: Copy, shards: Sequence[int], client: Client | str | None) -> Generator[int]:
-    """Copy shards, in threads or by a cluster; their lengths, in order. No thread works any more when it has ended."""
-    if client is not None:
-        yield from map_shards(replace(copy, store=copy.store.unmapped()).copy_shard, shards, client)
-        return
-    with ThreadPoolExecutor(2 * n_cores(), "saev-store-copy") as pool:
+    def _counted(self, shard_idx: int) -> RoundingReport | None:
+        """What rounding has changed in a shard; None if that is not known."""
         try:
-            for future in [pool.submit(copy.copy_shard, shard_idx) for shard_idx in shards]:
-                yield future.result()
-        except BaseException:
-            copy.stopped.set()  # the others end at their next block
-            pool.shutdown(cancel_futures=True)
-            raise
+            return parse_report(json.loads(read(self.work.work, _report_path(shard_idx)) or b""))
+        except (ValueError, RecursionError):
+            return None
 
+    # -- a shard -------------------------------------------------------------------------------------------------------
 
-def _is_kept(copy: Copy, shard_idx: int, receipt: Receipt) -> bool:
-    if not copy.is_kept(shard_idx, receipt):
-        copy.work.forget(shard_idx)
-        return False
-    return True
+    def copy_shard(self, shard_idx: int) -> int:
+        """Copy a shard; its length."""
+        work, reports = self.work, list[RoundingReport]()
+        first, end = work.layout.example_range(shard_idx)
+        if self.is_whole and self._is_placed(work, shard_idx):
+            return work.layout.used_nbytes(shard_idx)
+        with ShardWriter(work, [shard_idx], lambda: None, on_nonfinite="allow", progress=False) as writer:
+            for start, stored in self._batches(first, end):
+                self.pause(stored.nbytes)
+                acts, stop = stored, start + len(stored)
+                if self.rounds:
+                    policy = self.on_overflow  # "warn" warns at the end, of all
+                    checked = stored if policy == "warn" else check_overflow(stored, start, work.layout, policy)
+                    acts, report = rounded(stored, checked, self.metadata.dtype)
+                    reports.append(report)
+                    if stop == end:  # before the shard counts
+                        work.work.put(_report_path(shard_idx), json.dumps(joined(reports).to_dict()).encode())
+                writer.append(acts, **self._tokens(start, stop))
+        return work.layout.used_nbytes(shard_idx)
 
+    def _tokens(self, start: int, stop: int) -> dict[str, npt.NDArray[np.generic]]:
+        n_content = self.metadata.layout.content_tokens_per_example
+        return {name: values[start:stop, :n_content] for name, values in self.store.token_arrays.items()}
 
-def _begin(copy: Copy, *, resume: bool, replaces: bool) -> None:
-    """Begin the copy, or continue what was begun."""
-    work, origin = copy.work, copy.origin()
-    is_new = work.begin()
-    if not is_new and not resume:
-        raise IncompleteStoreError(
-            "an unfinished copy is there", where=work.url, remedy="Continue it with resume=True."
-        )
-    there = read(work.work, _ORIGIN)
-    has_receipts = not is_new and bool(names(work.work, "receipts"))
-    is_other = has_receipts if there is None else not copy.continues(there)
-    if is_other and (there is None or not replaces):
-        raise IncompleteStoreError(
-            "an unfinished store of something else is there: of another recording, or with another on_overflow",
-            where=work.url,
-            remedy="Finish it, or throw it away with `discard_unfinished`, or copy elsewhere.",
-        )
-    for shard_idx in range(work.layout.n_shards) if is_other else ():
-        work.forget(shard_idx)
-    if there is None:
-        create(work.work, _ORIGIN, origin)
-    else:
-        work.work.put(_ORIGIN, origin)
-
-
-# -- finished copies ---------------------------------------------------------------------------------------------------
-
-
-def _is_done(copy: Copy, *, resume: bool, replaces: bool) -> bool:
-    """Return True if a finished copy is there; one that is another's, or damaged, is an error, or deleted with `replaces`."""
-    work = copy.work
-    if read(work.store, METADATA_NAME) is None:
-        return False
-    found = copy.fault()
-    if not found and resume and work.is_published():
-        work.remove()
+    def _is_placed(self, work: Work, shard_idx: int) -> bool:
+        """Let the disk share the file of a shard, or the service copy it; False, with nothing done, if they cannot."""
+        name, source, used = shard_name(shard_idx), self.store.transport, work.layout.used_nbytes(shard_idx)
+        size = source.size(name)
+        if size not in (used, work.layout.shard_nbytes):
+            return False
+        with work.lock(f"{shard_idx:06d}"):
+            work.check(shard_idx)
+            is_linked = self._is_renamed and link(source, work.store, name)
+            if not is_linked and not work.store.copy_within(source, name, name):
+                return False
+            file = digests_of(work.store, name, used) if self.promised is None else self.promised.files[name]
+            is_read = is_linked or self.promised is None
+            if not is_read and not is_as_written(work.store, name, file, work.block_bytes, size):
+                raise TransportError(
+                    f"{name} of the copy is not what was sent",
+                    where=work.url,
+                    remedy="Copy again; if it happens twice, suspect the service, or the source: validate it deeply.",
+                )
+            first, end = work.layout.example_range(shard_idx)
+            tokens = {name: np.ascontiguousarray(rows).tobytes() for name, rows in self._tokens(first, end).items()}
+            work.record(shard_idx, file.digests, tokens)
         return True
-    if not (found and replaces):
-        raise StoreExistsError(
-            found or "the copy is there already",
-            where=work.url,
-            remedy="Open it, or copy elsewhere; replace=True replaces a copy that is damaged or of an earlier recording.",
+
+    def _batches(self, first: int, end: int) -> Iterator[tuple[int, NumberArray]]:
+        """First example of each batch, and its activations (examples, layers, tokens, d_model) as they are stored."""
+        layout, promised = self.metadata.layout, self.promised
+        # Pairs also if the copy has no hook points: the source may have several of a layer.
+        hook_points = layout.hook_points or (RESID_POST,) * layout.n_layers
+        layers = [self.store.layout.layer_index(pair) for pair in zip(layout.layers, hook_points, strict=True)]
+        step = max(1, _BATCH_BYTES // self.store.layout.example_nbytes)
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+            if promised is None:
+                yield start, self.store.read((slice(start, stop), layers, self.tokens), dtype="stored")
+            else:
+                found = self._compared(promised, start, stop, layers)
+                yield start, found if self.is_whole else found[:, layers, self.tokens]
+
+    def _compared(self, promised: Digests, start: int, stop: int, layers: Sequence[int]) -> NumberArray:
+        """(examples, layers, tokens, d_model) as they are stored, compared with digests; layers that are not kept may be anything."""
+        layout, at = self.store.layout, 0
+        memory = np.empty((stop - start) * layout.example_nbytes, np.uint8)
+        while start < stop:
+            shard_idx, in_shard = divmod(start, layout.examples_per_shard)
+            n = min(stop - start, layout.examples_in(shard_idx) - in_shard)
+            nbytes = n * layout.example_nbytes
+            self._fill(promised, memory[at : at + nbytes], shard_idx, in_shard * layout.example_nbytes, layers)
+            at, start = at + nbytes, start + n
+        return memory.view(self.store.dtype).reshape(-1, *layout.shape[1:])
+
+    def _fill(
+        self, promised: Digests, memory: npt.NDArray[np.uint8], shard_idx: int, offset: int, layers: Sequence[int]
+    ) -> None:
+        """Fill memory with the bytes of a shard from `offset` on: the blocks that bytes of these layers are in."""
+        layout, name, block_bytes = self.store.layout, shard_name(shard_idx), promised.block_bytes
+        end, used, layer_nbytes = (
+            offset + len(memory),
+            layout.used_nbytes(shard_idx),
+            layout.example_nbytes // layout.n_layers,
         )
-    work.store.delete(METADATA_NAME)  # first: a part of it never opens
-    work.store.delete(SHARDS_NAME)
-    for entry in work.store.list():
-        work.store.delete(entry.name)
-    work.remove()
-    return False
+        examples = np.arange(offset, end, layout.example_nbytes)
+        firsts = (examples[:, None] + np.asarray(layers) * layer_nbytes).ravel()
+        # Of each block, how many pieces of a layer are in it: begun until then, less those that have ended.
+        begun, ended = (np.bincount(at // block_bytes) for at in (firsts, firsts + layer_nbytes - 1 + block_bytes))
+        n_in = np.cumsum(np.pad(begun, (0, len(ended) - len(begun))) - ended)
+        numbers = np.flatnonzero(n_in).tolist()
+        starts = [number * block_bytes for number in numbers]
+        ends = [min(start + block_bytes, used) for start in starts]
+        blocks = self.store.transport.get_ranges(name, starts=starts, ends=ends)
+        for number, start, stop, block in zip(numbers, starts, ends, blocks, strict=True):
+            if digest(memoryview(block)) != promised.files[name].digests[number]:
+                raise damaged(self.store, name, start, stop)
+            low, high = max(start, offset), min(stop, end)
+            memory[low - offset : high - offset] = np.frombuffer(block, np.uint8)[low - start : high - start]
+
+    # -- the finished copy ---------------------------------------------------------------------------------------------
+
+    def documents(self) -> Mapping[str, bytes]:
+        """Small files of a whole copy: the source's; of a part where it comes from, and what its dtype has changed."""
+        if self.is_whole:
+            index, found = self.store.index, read(self.store.transport, PROVENANCE_NAME)
+            documents = {SHARDS_NAME: index.raw} if found is None else {SHARDS_NAME: index.raw, PROVENANCE_NAME: found}
+            if self._is_renamed:
+                key, trailing = self.metadata.count_key, index.trailing_empty
+                documents[SHARDS_NAME] = shards_bytes(self.store.layout, key, trailing_empty=trailing)
+            return documents
+        provenance = self.provenance()
+        if self.rounds:
+            counted = map(self._counted, range(self.metadata.layout.n_shards))
+            report = joined(some for some in counted if some is not None)
+            provenance["conversion"] = report.to_dict()
+            if report.n_became_infinite:
+                message = f"{report.n_became_infinite:,} numbers that {report.dtype} cannot hold recorded as infinity."
+                warnings.warn(message, SaevStoreWarning, stacklevel=outside())
+        return {PROVENANCE_NAME: (json.dumps(provenance, indent=2) + "\n").encode()}
+
+    def provenance(self) -> dict[str, object]:
+        """Where the copy comes from; without a time stamp, so that equal copies are equal bytes."""
+        promised, store = self.promised, self.store
+        found: dict[str, object] = {
+            "version": 1,
+            "made_by": "saev_store.writer.copying",
+            "source": store.url,
+            "source_hash": store.metadata.hash,
+            "source_digests": None if promised is None else hashlib.sha256(promised.to_bytes()).hexdigest(),
+            "source_layers": list(store.layers),
+            "layers": list(self.metadata.layout.layers),
+            "tokens": [self.tokens.start, self.tokens.stop],
+            "source_metadata": json.loads(store.metadata.raw),
+        }
+        return found if promised is not None else {**found, "source_identity": identity_now(store)}
+
+    def is_made(self, theirs: Digests) -> bool:
+        """Return True if a finished store with such digests is this copy. The source of a whole one is read if it has no digests."""
+        if not self.is_whole:
+            found, ours = provenance_of(self.work.store), self.provenance()
+            return all(found.get(key) == ours.get(key) for key in _SAME) and (
+                not self.rounds or self.report() is not None
+            )
+        if set(theirs.files) != set(self.store.recorded_files()):
+            return False
+        ours, source = self.promised, self.store.transport
+        if ours is None:
+            files = {name: digests_of(source, name, file.nbytes) for name, file in theirs.files.items()}
+            ours = Digests(BLOCK_BYTES, files)
+        return ours.block_bytes == theirs.block_bytes and ours.files.items() <= theirs.files.items()
+
+    def report(self) -> RoundingReport | None:
+        """What a finished copy says of its dtype; None if it says nothing."""
+        return parse_report(provenance_of(self.work.store).get("conversion"))
 
 
-def short_file(place: Transport, digests: Digests) -> str:
-    """Name a file of a finished copy that is shorter than its digests say; "" if there is none."""
-    for name, file in digests.files.items():
-        try:
-            size = place.size(name)
-        except NotFoundError:
-            size = 0
-        if size < file.nbytes:
-            return f"the copy is finished, but {name} has {size} of {file.nbytes} bytes: it was damaged since"
-    return ""
+def _report_path(shard_idx: int) -> str:
+    """Path, in the work folder, of what rounding has changed in a shard."""
+    return f"rounding/{shard_idx:06d}.json"
 
 
 def provenance_of(place: Transport) -> dict[str, object]:
@@ -301,6 +349,46 @@ def provenance_of(place: Transport) -> dict[str, object]:
     return cast("dict[str, object]", found) if isinstance(found, dict) else {}
 
 
-def block_bytes_of(promised: Digests | None) -> int:
-    """Length of the blocks that have digests."""
-    return BLOCK_BYTES if promised is None else promised.block_bytes
+def digests_of(place: Transport, name: str, nbytes: int) -> FileDigests:
+    """Digests of the blocks of a file."""
+    blocks = block_ranges(nbytes, BLOCK_BYTES)
+    return FileDigests(
+        nbytes, tuple(digest(memoryview(place.get_ranges(name, starts=[i], ends=[j])[0])) for i, j in blocks)
+    )
+
+
+def identity_now(store: ShardStore) -> str:
+    """Text that differs if files of a source were replaced: of its digests, or of sizes and versions. Links do not change it."""
+    promised = load_digests(store.transport)
+    if promised is not None:
+        return digest(promised.to_bytes())
+    found = each(store.transport, store.transport.stat, store.recorded_files())
+    return f"versions:{digest(json.dumps(found).encode())}"
+
+
+def damaged(store: ShardStore, name: str, start: int, end: int) -> CorruptShardError:
+    """The error for a block of the source that differs from its digest."""
+    return CorruptShardError(
+        f"bytes {start}:{end} of the source differ from its digests.json",
+        where=f"{store.url}/{name}",
+        remedy="Run `saev-store validate --deep` on the source; repair it first.",
+    )
+
+
+def link(source: Transport, target: Transport, name: str) -> bool:
+    """Let two folders of one disk share a file by a hard link; False if that is not possible."""
+    if source.local_path is None or target.local_path is None:
+        return False
+    old, new = os.path.realpath(os.path.join(source.local_path, name)), os.path.join(target.local_path, name)
+    with os_errors(new, "create"):
+        make_folders(target.local_path)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samefile(old, new):
+                return True
+            os.unlink(new)  # of an earlier attempt
+        try:
+            os.link(old, new)
+        except OSError:  # not on this file system, not across file systems, not files of this owner: it is copied
+            return False
+        fsync_folder(target.local_path)
+    return True

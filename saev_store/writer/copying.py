@@ -5,28 +5,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self, get_args
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace as replaced
+from typing import TYPE_CHECKING, Self, get_args
 
+from saev_store._runtime.cluster import map_shards
+from saev_store._runtime.progress import Progress
+from saev_store._runtime.threads import n_cores
 from saev_store.core.arguments import check_choice, check_flag, check_number
-from saev_store.core.dtypes import StoredDtype
+from saev_store.core.dtypes import ITEMSIZES, StoredDtype
 from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Tokens, row_space
-from saev_store.documents import Metadata
-from saev_store.errors import ArgumentError, brief
+from saev_store.documents import WRITABLE_VERSIONS, Metadata
+from saev_store.errors import (
+    ArgumentError,
+    IncompleteStoreError,
+    SaevStoreError,
+    StoreExistsError,
+    TransportError,
+    brief,
+)
+from saev_store.names import METADATA_NAME
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
-from saev_store.writer.copies import Rate, make_copy
+from saev_store.writer.copies import Copy, Rate, identity_now
 from saev_store.writer.copy_metadata import in_dtype, in_protocol, part_of
-from saev_store.writer.copy_part import PartCopy
-from saev_store.writer.copy_whole import WholeCopy
+from saev_store.writer.create import differing
+from saev_store.writer.digests import load_digests
 from saev_store.writer.inputs import OverflowPolicy
-from saev_store.writer.rounding import RoundingReport, unchanged
+from saev_store.writer.publish import publish
+from saev_store.writer.rounding import RoundingReport
+from saev_store.writer.work import create, names, read
 
 if TYPE_CHECKING:
     from distributed import Client
 
 Url = str | os.PathLike[str]
+#: In the work folder: of which recording a copy is.
+_ORIGIN = "origin.json"
 
 
 class Copied(str):
@@ -70,16 +88,16 @@ def copy_store(
     """Copy a store below `dst`, and return the address of the complete, checked copy.
 
     Without `layers`, `tokens` and `dtype` the copy has the same folder name, documents and vectors, byte for byte. Every block is
-    digested while it is read, compared with the source's digests.json if there is one, read back from the copy and compared. The
-    copy always has a digests.json. Zeros that pad the last shard are a hole on this machine, and absent in buckets.
+    compared with the source's digests.json, if there is one, while it is read; what a service has copied by itself is read, and
+    compared too. The copy always has a digests.json. Zeros that pad the last shard are a hole on this machine, and absent in buckets.
 
     With `layers` or `tokens` the copy is a new store that holds only these layers, in the order of the source, and only these
     tokens, with a hash of its own and a `provenance.json` that names its origin. If the source has a digests.json, the blocks that
     they are in are compared. The protocol has no store without content, so `tokens="special"` includes the first content token.
 
     With `protocol` the documents are written as those of that protocol version, so the folder has another name. Keys that the
-    version does not know are left out. On one disk the shards are clones of the source's files or, if the file system has no
-    clones, hard links, and are not read.
+    version does not know are left out. On one disk the shards are hard links of the source's files, and are not read if it has
+    digests.
 
     With `dtype` a new store of that dtype is written: as protocol 2.0 if that can say everything, else as 3.0. Numbers are rounded
     to nearest even. `rounding` of the result, which is also `conversion` in the copy's `provenance.json`, has what that changed;
@@ -100,8 +118,9 @@ def copy_store(
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
-        replace: Delete a copy that is damaged, or of an earlier recording with the same metadata, and copy again; False refuses.
-        max_mb_per_s: Limit of megabytes (10**6 bytes) per second that a copy of all vectors moves, read and written together.
+        replace: Delete a store of that name that is not this copy, or is damaged, and copy again; False refuses. One without
+            digests.json, which every copy has, is never deleted.
+        max_mb_per_s: Limit of megabytes (10**6 bytes) per second that are read and written together.
         max_requests_per_s: Limit of its requests per second, to both places together.
         client: A `distributed.Client` or the address of a scheduler: its workers copy the shards, one for each task. Without
             limits; both addresses must mean the same to all workers.
@@ -110,7 +129,7 @@ def copy_store(
     Raises:
         NotFoundError, DocumentError, CorruptShardError: the source is not a whole store, or does not match its digests.
         LayerNotFoundError, SelectionError: it does not hold one of `layers`, or has no such tokens.
-        StoreExistsError: another store, a copy of another recording (unless `replace`), or with `resume=False` this one is there.
+        StoreExistsError: another store (unless `replace`), or with `resume=False` this one is there.
         IncompleteStoreError: `resume` is False and there is an unfinished copy; or an unfinished store of something else.
         WriterConflictError: another process is copying to there.
         ArgumentError: a limit is not positive, or there is a client and a limit; the source's metadata cannot be written in that
@@ -121,23 +140,136 @@ def copy_store(
     resume, replace = check_flag(resume, name="resume"), check_flag(replace, name="replace")
     progress = check_flag(progress, name="progress", other=None)
     check_choice(on_overflow, get_args(OverflowPolicy), name="on_overflow")
+    if not isinstance(dst, (str, os.PathLike)) or not os.fspath(dst):
+        raise ArgumentError(f"dst is {brief(dst)}; it must be a path or a URL", where="dst")
     rate = _rate(max_mb_per_s, max_requests_per_s, client)
     with ShardStore.open(src, storage_options) as store:
         store.validate().raise_if_bad()  # the sizes of a remote store have not been looked at by opening it
-        target = target_of(store, dst, layers, tokens, protocol, dtype)
-        root, rounding = open_transport(target.root, dst_storage_options), None
-        if target.is_whole:
-            copy = WholeCopy(store, root, target.metadata, rate)
-            make_copy(copy, resume=resume, replaces=replace, client=client, progress=progress)
-        else:
-            copy = PartCopy(store, root, target.metadata, rate, target.tokens, on_overflow)
-            copy.check_token_arrays()
-            make_copy(copy, resume=resume, replaces=replace, client=client, progress=progress)
+        metadata, kept, is_whole = _described(store, layers, tokens, protocol, dtype)
+        name = store.name if metadata is store.metadata else metadata.hash
+        url = os.fspath(dst).rstrip("/") or "/"
+        head, slash, tail = url.rpartition("/")
+        if tail == name:  # the copy itself is named, not the folder above it
+            url = head or slash or "."
+        root, rounding = open_transport(url, dst_storage_options), None
+        copy = Copy(store, root, metadata, rate, kept, on_overflow, is_whole)
+        make_copy(copy, resume=resume, replaces=replace, client=client, progress=progress)
+        if copy.rounds:
             rounding = copy.report()
         if dtype is not None and rounding is None:
-            layout = target.metadata.layout
-            rounding = unchanged(dtype, layout.n_examples * layout.vectors_per_example)
-    return Copied(target.url if root.local_path is None else root.at(target.name).url, rounding)
+            rounding = RoundingReport(dtype, dtype, metadata.layout.n_examples * metadata.layout.vectors_per_example)
+    return Copied(f"{url.rstrip('/')}/{name}" if root.local_path is None else root.at(name).url, rounding)
+
+
+def make_copy(copy: Copy, *, resume: bool, replaces: bool, client: Client | str | None, progress: bool | None) -> None:
+    """Copy all that is missing, and publish the copy.
+
+    Args:
+        copy: The copy.
+        resume: Continue an unfinished copy, and accept a finished one.
+        replaces: Delete what is there instead, finished or not, and copy again.
+        client: A dask cluster whose workers copy the shards; None is threads of this process.
+        progress: As in `create_store`.
+
+    Raises:
+        SaevStoreError: see `copy_store`.
+    """
+    work, was = copy.work, identity_now(copy.store)
+    if work.is_published():
+        if _is_done(copy, resume=resume, replaces=replaces):
+            return
+        resume = True
+    copy.check_token_arrays()
+    _begin(copy, resume=resume, replaces=replaces)
+    layout, receipts = work.layout, work.receipts(range(work.layout.n_shards))
+    there = {shard_idx: receipt for shard_idx, receipt in enumerate(receipts) if receipt is not None}
+    wrong = differing(
+        {shard_idx: receipt.nbytes for shard_idx, receipt in there.items()},
+        lambda shard_idx: copy.is_kept(shard_idx, there[shard_idx]),
+        is_disk=work.is_disk,
+        progress=progress,
+    )
+    for shard_idx in wrong:
+        work.forget(shard_idx)
+    missing = [shard_idx for shard_idx in range(layout.n_shards) if shard_idx not in there or shard_idx in wrong]
+    total = sum(map(layout.used_nbytes, missing))
+    with Progress(total, "copying", shown=progress) as bar, closing(_copied(copy, missing, client)) as done:
+        for nbytes in done:
+            bar.advance(nbytes)
+    if identity_now(copy.store) != was:
+        raise TransportError(
+            "files of the source were replaced while they were copied",
+            where=copy.store.url,
+            remedy="Copy again once no process writes there.",
+        )
+    publish(work, copy.documents)
+    copy.root.close()  # a map of a shorter file must not answer for the finished one
+
+
+def _copied(copy: Copy, shards: Sequence[int], client: Client | str | None) -> Generator[int]:
+    """Copy shards, in threads or by a cluster; their lengths, in order. No thread works any more when it has ended."""
+    if client is not None:
+        yield from map_shards(replaced(copy, store=copy.store.unmapped()).copy_shard, shards, client)
+        return
+    with ThreadPoolExecutor(2 * n_cores(), "saev-store-copy") as pool:
+        try:
+            for future in [pool.submit(copy.copy_shard, shard_idx) for shard_idx in shards]:
+                yield future.result()
+        except BaseException:
+            copy.stopped.set()  # the others end at their next block
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _begin(copy: Copy, *, resume: bool, replaces: bool) -> None:
+    """Begin the copy, or continue what was begun."""
+    work, origins = copy.work, copy.origins()
+    is_new = work.begin()
+    if not is_new and not resume:
+        raise IncompleteStoreError(
+            "an unfinished copy is there", where=work.url, remedy="Continue it with resume=True."
+        )
+    raw = read(work.work, _ORIGIN)
+    there = None if raw is None else raw.decode(errors="replace")
+    is_other = bool(names(work.work, "receipts")) if there is None else there not in origins
+    if is_other and (there is None or not replaces):
+        raise IncompleteStoreError(
+            "an unfinished store of something else is there: of another recording, or with another on_overflow",
+            where=work.url,
+            remedy="Finish it, or throw it away with `discard_unfinished`, or copy elsewhere.",
+        )
+    for shard_idx in range(work.layout.n_shards) if is_other else ():
+        work.forget(shard_idx)
+    if there is None:
+        create(work.work, _ORIGIN, origins[0].encode())
+    else:
+        work.work.put(_ORIGIN, origins[0].encode())
+
+
+def _is_done(copy: Copy, *, resume: bool, replaces: bool) -> bool:
+    """Return True if the finished store there is this copy; else it is deleted with `replaces`, or an error."""
+    work, theirs = copy.work, load_digests(copy.work.store)
+    fault = "a store without digests.json, which every copy has, is there"
+    if theirs is not None:
+        fault = "" if copy.is_made(theirs) else "a store of the same metadata that is not a copy of this one is there"
+        try:
+            with ShardStore.open(work.store) as there:
+                there.validate().raise_if_bad()
+        except SaevStoreError as error:
+            fault = fault or f"the copy is finished, but was damaged since: {error.message}"
+    if not fault and resume:
+        work.remove()
+        return True
+    if theirs is None or not (fault and replaces):
+        raise StoreExistsError(
+            fault or "the copy is there already",
+            where=work.url,
+            remedy="Open it, or copy elsewhere; replace=True deletes it, and copies again.",
+        )
+    work.claim()  # first: what a kill leaves is an unfinished copy
+    work.store.delete(METADATA_NAME)
+    copy.root.delete(work.name)
+    return False
 
 
 def _rate(max_mb_per_s: object, max_requests_per_s: object, client: object) -> Rate | None:
@@ -157,57 +289,29 @@ def _rate(max_mb_per_s: object, max_requests_per_s: object, client: object) -> R
     )
 
 
-class Target(NamedTuple):
-    """The place and the content of a copy.
-
-    Attributes:
-        root: The folder in which its folder is made.
-        name: That folder.
-        metadata: Its document.
-        tokens: Its tokens, by position.
-        is_whole: True if it has all vectors, in files as those of the source.
-    """
-
-    root: str
-    name: str
-    metadata: Metadata
-    tokens: slice
-    is_whole: bool
-
-    @property
-    def url(self) -> str:
-        """The copy's address."""
-        return f"{self.root.rstrip('/')}/{self.name}"
-
-
-def target_of(
-    store: ShardStore,
-    dst: Url,
-    layers: Sequence[LayerKey] | None,
-    tokens: Tokens,
-    protocol: str | None = None,
-    dtype: str | None = None,
-) -> Target:
-    """The place and the content of the copy that `copy_store` makes when it is called like this.
+def _described(
+    store: ShardStore, layers: Sequence[LayerKey] | None, tokens: Tokens, protocol: str | None, dtype: str | None
+) -> tuple[Metadata, slice, bool]:
+    """The metadata of a copy, the positions of its tokens, and True if it has all vectors, in files as those of the source.
 
     Raises:
         ArgumentError, LayerNotFoundError, SelectionError: see `copy_store`.
     """
-    if not isinstance(dst, (str, os.PathLike)) or not os.fspath(dst):
-        raise ArgumentError(f"dst is {brief(dst)}; it must be a path or a URL", where="dst")
-    if protocol is not None and not isinstance(protocol, str):
-        raise ArgumentError(f"protocol is {brief(protocol)}; it must be a version such as '2.0'", where="protocol")
+    if protocol is not None:
+        check_choice(protocol, tuple(WRITABLE_VERSIONS), name="protocol")
+    if dtype is not None:
+        check_choice(dtype, tuple(ITEMSIZES), name="dtype")
     layout = store.layout
     kept = row_space(layout, tokens=tokens).tokens
     n_kept = kept.count + (tokens == "special")  # the protocol has no store without content
     chosen = tuple(range(layout.n_layers))
     if layers is not None:
-        if not isinstance(layers, Sequence) or isinstance(layers, str):
-            raise ArgumentError(f"layers is {brief(layers)}; it must be a list of layers", where="layers")
-        chosen = tuple(sorted({layout.layer_index(layer) for layer in layers}))
-        if not chosen:
+        if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
             remedy = f"Choose some of {list(layout.layer_keys)}."
-            raise ArgumentError("no layer is left to copy", where="layers", remedy=remedy)
+            raise ArgumentError(
+                f"layers is {brief(layers)}; it must be a list of layers", where="layers", remedy=remedy
+            )
+        chosen = tuple(sorted({layout.layer_index(layer) for layer in layers}))
     is_whole = len(chosen) == layout.n_layers and n_kept == layout.tokens_per_example
     metadata = store.metadata if is_whole else part_of(store.metadata, chosen, kept.start, n_kept)
     if dtype is not None and dtype != metadata.dtype:
@@ -215,9 +319,4 @@ def target_of(
         metadata, is_whole = in_dtype(metadata, dtype, protocol=protocol, token_arrays=arrays), False
     elif protocol is not None:
         metadata = in_protocol(metadata, protocol)
-    name = store.name if metadata is store.metadata else metadata.hash
-    root = os.fspath(dst).rstrip("/") or "/"
-    head, slash, tail = root.rpartition("/")
-    if tail == name:  # the copy itself is named, not the folder above it
-        root = head or slash or "."
-    return Target(root, name, metadata, slice(kept.start, kept.start + n_kept), is_whole)
+    return metadata, slice(kept.start, kept.start + n_kept), is_whole

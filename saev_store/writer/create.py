@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
@@ -29,7 +29,7 @@ from saev_store.writer.digests import FileDigests, block_ranges, digest
 from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy
 from saev_store.writer.publish import publish
 from saev_store.writer.shard_writer import ShardWriter
-from saev_store.writer.work import Receipt, Work, is_disk, part_shards, stat
+from saev_store.writer.work import Receipt, Work, part_shards, stat
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -78,53 +78,55 @@ def create_store(
     shards = part_shards(metadata.layout.n_shards, *check_part(part))
     try:
         if not work.is_published():
-            is_new = work.begin()
-            found = zip(shards, work.receipts(shards), strict=True)
-            there = {shard_idx: receipt for shard_idx, receipt in found if receipt is not None}
-            if not (is_new or resume or (part is not None and not there)):
-                raise _unfinished(work, there)
-            damaged = _damaged(work, there, progress)
+            kept = _kept(work, shards, resume=resume, is_part=part is not None, progress=progress)
             if not work.is_published():  # else its publisher has deleted what was looked for
-                _forget(work, damaged)
-                kept = {shard_idx: there[shard_idx] for shard_idx in there if shard_idx not in damaged}
-                return _writer(work, shards, kept, part, on_nonfinite, on_overflow, progress)
+                return ShardWriter(
+                    work,
+                    [shard_idx for shard_idx in shards if shard_idx not in kept],
+                    partial(publish, work) if part is None else bool,
+                    has_tokens=next((bool(receipt.tokens) for receipt in kept.values()), None),
+                    on_nonfinite=on_nonfinite,
+                    on_overflow=on_overflow,
+                    progress=progress,
+                )
     except SaevStoreError:
         if not work.is_published():
             raise
-    return _nothing_left(work, exist_ok=exist_ok)
-
-
-def _nothing_left(work: Work, *, exist_ok: bool) -> ShardWriter:
-    """A writer of a complete store, or the error that it is complete."""
     work.remove()  # what a publisher that was killed has left, or what was made above since another one was done
     if not exist_ok:
         raise StoreExistsError(
             "the store is complete", where=work.url, remedy="Open it. With exist_ok=True the call has nothing to do."
         )
-    writer = ShardWriter(work, [], partial(bool, True))
+    writer = ShardWriter(work, [], bool)
     writer.close()
     return writer
 
 
-def _writer(
-    work: Work,
-    shards: range,
-    kept: Mapping[int, Receipt],
-    part: tuple[int, int] | None,
-    on_nonfinite: NonfinitePolicy,
-    on_overflow: OverflowPolicy,
-    progress: bool | None,
-) -> ShardWriter:
-    """A writer of the shards that are not kept; without parts it publishes."""
-    return ShardWriter(
-        work,
-        [shard_idx for shard_idx in shards if shard_idx not in kept],
-        partial(publish, work) if part is None else partial(bool, True),
-        has_tokens=next((bool(receipt.tokens) for receipt in kept.values()), None),
-        on_nonfinite=on_nonfinite,
-        on_overflow=on_overflow,
-        progress=progress,
-    )
+def _kept(work: Work, shards: range, *, resume: bool, is_part: bool, progress: bool | None) -> dict[int, Receipt]:
+    """Begin a store, or continue it: its durable shards that are what was written. Receipts of others are deleted, with a warning."""
+    is_new = work.begin()
+    found = zip(shards, work.receipts(shards), strict=True)
+    there = {shard_idx: receipt for shard_idx, receipt in found if receipt is not None}
+    if not (is_new or resume or (is_part and not there)):
+        n = sum(map(work.layout.examples_in, there))
+        raise IncompleteStoreError(
+            f"there is an unfinished store, with {n} of {work.layout.n_examples} examples",
+            where=work.url,
+            remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
+        )
+    nbytes = {shard_idx: receipt.nbytes for shard_idx, receipt in there.items()}
+    damaged = differing(nbytes, lambda i: is_whole(work, i, there[i]), is_disk=work.is_disk, progress=progress)
+    if damaged and not work.is_published():
+        for shard_idx in damaged:
+            work.forget(shard_idx)
+        names = ", ".join(shard_name(shard_idx) for shard_idx in sorted(damaged)[:5])
+        warnings.warn(
+            f"{work.url}: {len(damaged)} shards ({names}) are not what was written, or what was recorded of their tokens is not; "
+            "their examples have to be appended again.",
+            SaevStoreWarning,
+            stacklevel=outside(),
+        )
+    return {shard_idx: there[shard_idx] for shard_idx in there if shard_idx not in damaged}
 
 
 def check_part(part: object) -> tuple[int, int]:
@@ -142,43 +144,24 @@ def check_part(part: object) -> tuple[int, int]:
             raise ArgumentError(f"part is {brief(part)}; it must be (rank, world) with 0 <= rank < world", where="part")
 
 
-def _unfinished(work: Work, there: Collection[int]) -> IncompleteStoreError:
-    n = sum(map(work.layout.examples_in, there))
-    return IncompleteStoreError(
-        f"there is an unfinished store, with {n} of {work.layout.n_examples} examples",
-        where=work.url,
-        remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
-    )
+def differing(
+    shards: Mapping[int, int], is_right: Callable[[int], bool], *, is_disk: bool, progress: bool | None
+) -> set[int]:
+    """The shards that are not right; many are read at once.
 
-
-# -- what is kept ------------------------------------------------------------------------------------------------------
-
-
-def _damaged(work: Work, there: dict[int, Receipt], progress: bool | None) -> set[int]:
-    """The shards that differ from their receipts."""
-    damaged: set[int] = set()
-    total = sum(receipt.nbytes for receipt in there.values())
-    with Progress(total, "verifying", shown=progress if total else False) as bar:
-        found = ahead(lambda item: is_whole(work, *item), list(there.items()), n_cores() if work.is_disk else 16)
-        for (shard_idx, receipt), is_right in zip(there.items(), found, strict=True):
-            bar.advance(receipt.nbytes)
-            if not is_right:
-                damaged.add(shard_idx)
-    return damaged
-
-
-def _forget(work: Work, damaged: set[int]) -> None:
-    """Delete the receipts of damaged shards, with a warning."""
-    for shard_idx in damaged:
-        work.forget(shard_idx)
-    if damaged:
-        names = ", ".join(shard_name(shard_idx) for shard_idx in sorted(damaged)[:5])
-        warnings.warn(
-            f"{work.url}: {len(damaged)} shards ({names}) are not what was written, or what was recorded of their tokens is not; "
-            "their examples have to be appended again.",
-            SaevStoreWarning,
-            stacklevel=outside(),
-        )
+    Args:
+        shards: How many bytes are read of each.
+        is_right: Reads one.
+        is_disk: Whether they are on this machine.
+        progress: As in `create_store`.
+    """
+    with Progress(sum(shards.values()), "verifying", shown=progress if shards else False) as bar:
+        found, wrong = ahead(is_right, list(shards), n_cores() if is_disk else 16), set[int]()
+        for (shard_idx, nbytes), is_same in zip(shards.items(), found, strict=True):
+            bar.advance(nbytes)
+            if not is_same:
+                wrong.add(shard_idx)
+    return wrong
 
 
 def is_whole(work: Work, shard_idx: int, receipt: Receipt) -> bool:
@@ -203,7 +186,7 @@ def is_as_written(store: Transport, name: str, written: FileDigests, block_bytes
     except (CorruptShardError, NotFoundError):
         return False
     except TransportError as error:
-        if isinstance(error, DeadlineError) or not is_disk(store):
+        if isinstance(error, DeadlineError) or store.local_path is None:
             raise
         return False
     return True

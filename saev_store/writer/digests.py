@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import xxhash
 
 from saev_store.errors import DocumentError, NotFoundError
 from saev_store.names import DIGESTS_NAME
-from saev_store.problems import Problem
 from saev_store.transport import Buffer, Transport
 
 #: Documents of this package are never longer: a replaced one cannot make us load more.
@@ -59,10 +58,9 @@ class BlockDigester:
 
     Args:
         block_bytes: Length of a block.
-        done: Digests of whole blocks that were fed before, by an earlier process.
 
     Attributes:
-        nbytes: How many bytes the digests stand for.
+        nbytes: How many bytes were fed.
 
     >>> digester = BlockDigester(4)
     >>> digester.update(b"abcde")
@@ -70,28 +68,23 @@ class BlockDigester:
     (5, True)
     """
 
-    def __init__(self, block_bytes: int, done: Iterable[str] = ()) -> None:
-        self.block_bytes = block_bytes
-        self._done = list(done)
-        self._state = xxhash.xxh3_128()
-        self._fill = 0
-        self.nbytes = len(self._done) * block_bytes
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes, self._done = block_bytes, list[str]()
+        self._state, self._fill = xxhash.xxh3_128(), 0
+        self.nbytes = 0
 
     def update(self, data: Buffer) -> None:
         """Feed the next bytes."""
         view = memoryview(data)
         self.nbytes += len(view)
         while len(view) > 0:
-            piece = view[: self.block_bytes - self._fill]
-            if self._fill == 0 and len(piece) == self.block_bytes:
-                self._done.append(digest(piece))
-            else:
-                self._state.update(piece)
-                self._fill += len(piece)
-                if self._fill == self.block_bytes:
-                    self._done.append(self._state.hexdigest())
-                    self._state.reset()
-                    self._fill = 0
+            piece = view[: self._block_bytes - self._fill]
+            self._state.update(piece)
+            self._fill += len(piece)
+            if self._fill == self._block_bytes:
+                self._done.append(self._state.hexdigest())
+                self._state.reset()
+                self._fill = 0
             view = view[len(piece) :]
 
     def digests(self) -> list[str]:
@@ -130,62 +123,36 @@ class Digests:
             "version": VERSION,
             "algorithm": ALGORITHM,
             "block_bytes": self.block_bytes,
-            "files": {
-                name: {"nbytes": self.files[name].nbytes, "digests": list(self.files[name].digests)}
-                for name in sorted(self.files)
-            },
+            "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
         }
         return (json.dumps(document, separators=(",", ":")) + "\n").encode()
 
 
 def parse_digests(raw: bytes, *, where: str) -> Digests:
-    """Read digests.json, or another document of that form; `DocumentError` lists all rules that it breaks."""
-    problems: list[Problem] = []
-
-    def bad(message: str, *loc: str | int) -> None:
-        problems.append(Problem("digests", message, where=DIGESTS_NAME, loc=loc))
-
+    """Read digests.json; `DocumentError` if it breaks a rule."""
     try:
-        document = cast("object", json.loads(raw))
-    except (ValueError, RecursionError) as error:
+        document = cast("dict[str, Any]", json.loads(raw))
+        for key, known in (("version", VERSION), ("algorithm", ALGORITHM)):
+            if document[key] != known:
+                raise ValueError(f"{key} is {document[key]!r}; this package knows {known!r}")
+        block_bytes, files = document["block_bytes"], dict[str, FileDigests]()
+        if not _is_count(block_bytes) or not 0 < block_bytes <= _MAX_BLOCK_BYTES:  # a block is held in memory
+            raise ValueError(f"block_bytes is {block_bytes!r}; it must be an integer from 1 to {_MAX_BLOCK_BYTES}")
+        for name, entry in document["files"].items():
+            nbytes, digests = entry["nbytes"], cast("tuple[object, ...]", tuple(entry["digests"]))
+            n = n_blocks(nbytes, block_bytes) if _is_count(nbytes) else -1
+            if len(digests) != n or not all(map(is_digest, digests)):
+                raise ValueError(
+                    f"{name} has {nbytes!r} bytes, and other digests than {n} strings of {DIGEST_DIGITS} hexadecimal digits"
+                )
+            files[name] = FileDigests(nbytes, cast("tuple[str, ...]", digests))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DocumentError(
-            f"no JSON: {error}", where=where, remedy="Delete it: the store stays readable, only unchecked."
-        ) from error
-    top = cast("dict[str, object]", document) if isinstance(document, dict) else {}
-    files: dict[str, FileDigests] = {}
-    block_bytes = top.get("block_bytes")
-    if top.get("version") != VERSION:
-        bad(f"version is {top.get('version')!r}; this package knows {VERSION}", "version")
-    elif top.get("algorithm") != ALGORITHM:
-        bad(f"algorithm is {top.get('algorithm')!r}; this package knows {ALGORITHM!r}", "algorithm")
-    elif (
-        not _is_count(block_bytes) or not 0 < cast("int", block_bytes) <= _MAX_BLOCK_BYTES
-    ):  # a block is held in memory
-        bad(f"block_bytes is {block_bytes!r}; it must be an integer from 1 to {_MAX_BLOCK_BYTES}", "block_bytes")
-    elif not isinstance(top.get("files"), dict):
-        bad("files must be an object", "files")
-    else:
-        for name, entry in cast("dict[str, object]", top["files"]).items():
-            fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
-            nbytes, digests = fields.get("nbytes"), fields.get("digests")
-            if not _is_count(nbytes):
-                bad(f"nbytes is {nbytes!r}; it must be an integer of 0 or more", "files", name, "nbytes")
-            elif not isinstance(digests, list) or not all(is_digest(item) for item in cast("list[object]", digests)):
-                bad(f"digests must be a list of strings of {DIGEST_DIGITS} hexadecimal digits", "files", name)
-            elif len(found := cast("list[str]", digests)) != (
-                expected := n_blocks(cast("int", nbytes), cast("int", block_bytes))
-            ):
-                bad(f"{len(found)} digests for {nbytes} bytes; there must be {expected}", "files", name)
-            else:
-                files[name] = FileDigests(cast("int", nbytes), tuple(found))
-    if problems:
-        raise DocumentError(
-            "; ".join(str(problem) for problem in problems[:5]),
+            f"it is not what digests.json must be: {error!r}",
             where=where,
             remedy="Delete it: the store stays readable, only unchecked.",
-            problems=problems,
-        )
-    return Digests(cast("int", block_bytes), files)
+        ) from error
+    return Digests(block_bytes, files)
 
 
 def _is_count(value: object) -> bool:

@@ -46,6 +46,66 @@ class Block(NamedTuple):
     token_arrays: Mapping[str, npt.NDArray[np.generic]]
 
 
+class Slices:
+    """An array of any of these libraries, read in slices along one axis; nothing is imported, and a lazy one is computed here.
+
+    Args:
+        array: The array.
+        where: What it is called in messages.
+
+    Attributes:
+        shape: Its shape in Python's integers.
+        dtype: Of its numbers.
+
+    Raises:
+        ArgumentError: it is not such an array, or dask does not know a length.
+    """
+
+    def __init__(self, array: object, *, where: str) -> None:
+        self.array, self._where = cast("Any", array), where
+        try:
+            is_other = isinstance(array, (str, bytes, Mapping)) or not hasattr(array, "dtype")
+            self.shape = () if is_other else tuple(map(operator.index, self.array.shape))
+        except (TypeError, AttributeError, RuntimeError):
+            self.shape = ()
+        if not self.shape:
+            raise ArgumentError(
+                f"{kind_of(cast('object', array))}; it must be an array of NumPy, zarr, h5py, xarray, dask or torch, of known shape",
+                where=where,
+                remedy='Open files first: numpy.load(path, mmap_mode="r"), zarr.open_array(path), h5py.File(path)[name]. Of dask '
+                "call compute_chunk_sizes().",
+            )
+        try:
+            self.dtype = np.dtype(self.array.dtype)
+        except TypeError:  # of torch
+            self.dtype = self._computed(0, 0, 0).dtype
+
+    def sliced(self, start: int, end: int, axis: int = 0) -> object:
+        """A slice as it is, perhaps not computed."""
+        return self.array[(*(slice(None),) * axis, slice(start, end))]
+
+    def _computed(self, start: int, end: int, axis: int) -> npt.NDArray[np.generic]:
+        try:
+            value = self.sliced(start, end, axis)
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # a sparse tensor
+            raise ArgumentError(f"{kind_of(self.array)} that cannot be sliced: {error}", where=self._where) from error
+        compute = getattr(value, "compute", None)  # of dask and xarray
+        return as_array(compute(scheduler="threads") if callable(compute) else value, where=self._where)
+
+    def read(self, start: int, end: int, axis: int = 0) -> npt.NDArray[np.generic]:
+        """A slice as a NumPy array; what is lazy is computed by threads of this process."""
+        found, expected = self._computed(start, end, axis), list(self.shape)
+        expected[axis] = end - start
+        if list(found.shape) != expected or found.dtype.name != self.dtype.name:
+            raise ArgumentError(
+                f"examples {start} to {end - 1} come as {found.dtype.name} {found.shape}; they must be {self.dtype.name} {expected}, "
+                "as the array says",
+                where=self._where,
+                remedy="Pass a dense array.",
+            )
+        return found
+
+
 class ArrayExamples:
     """An array and token arrays under the axes of a store, as a source of examples.
 
@@ -71,49 +131,28 @@ class ArrayExamples:
     def __init__(
         self, array: object, dims: Sequence[str] | None, token_arrays: Mapping[str, object], *, first: int = 0
     ) -> None:
-        sizes = _sizes(array, where="array")
-        self._array, self._first = cast("Any", array), first
+        self._array, self._first = Slices(array, where="array"), first
+        sizes, self.dtype = self._array.shape, self._array.dtype
         self.dims = _dims_of(array, dims, len(sizes))
         by_name = dict(zip(self.dims, sizes, strict=True))
         self.shape = tuple(by_name.get(axis, 1) for axis in AXES)
         if min(self.shape) < 1:
             raise ArgumentError(f"the array has shape {sizes}; no axis of a store is empty", where="array")
-        self.dtype = _dtype_of(array, where="array")
         self._axis = self.dims.index("example")
-        self._tokens = {name: _in_order(values) for name, values in token_arrays.items()}
+        self._tokens = {name: Slices(_in_order(values), where=name) for name, values in token_arrays.items()}
         self.token_dtypes = {name: _token_dtype(values, name, self.shape[0]) for name, values in self._tokens.items()}
 
     @property
     def is_lazy(self) -> bool:
         """True for an array of dask, or of xarray with one of dask inside."""
-        graph = getattr(self._array, "__dask_graph__", None)
+        graph = getattr(self._array.array, "__dask_graph__", None)
         return callable(graph) and graph() is not None
 
     def read(self, start: int, end: int) -> npt.NDArray[np.generic]:
         """Some examples, (end - start, layers, tokens, d_model)."""
-        found = _computed(self._sliced(start, end), where="array")
-        expected = tuple(end - start if axis == "example" else self.shape[AXES.index(axis)] for axis in self.dims)
-        if found.shape != expected or found.dtype.name != self.dtype.name:
-            raise ArgumentError(
-                f"examples {start} to {end - 1} of the array come as {found.dtype.name} {found.shape}; "
-                f"they must be {self.dtype.name} {expected}, as the array says",
-                where="array",
-            )
         order = [self.dims.index(axis) for axis in AXES if axis in self.dims]
         missing = tuple(position for position, axis in enumerate(AXES) if axis not in self.dims)
-        return np.expand_dims(found.transpose(order), missing)
-
-    def _sliced(self, start: int, end: int) -> object:
-        return self._array[
-            tuple(slice(start, end) if axis == self._axis else slice(None) for axis in range(len(self.dims)))
-        ]
-
-    def _rows(self, name: str, start: int, end: int) -> npt.NDArray[np.generic]:
-        """Some rows of a token array."""
-        found = _computed(cast("Any", self._tokens[name])[start:end,], where=name)
-        if found.ndim != 2 or len(found) != end - start or found.dtype.kind == "O":  # a sparse matrix of scipy
-            raise ArgumentError(f"{name} does not give rows of numbers", where=name, remedy="Pass a dense array.")
-        return found
+        return np.expand_dims(self._array.read(start, end, self._axis).transpose(order), missing)
 
     def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
         """The examples from `first` to `end`, in blocks of at most so many bytes or of one example; chunks are not cut if they fit."""
@@ -122,31 +161,28 @@ class ArrayExamples:
         while start < stop:
             until = min(start + most, stop)
             if until < stop:
-                cut = _last_cut(getattr(self._array, "chunks", None), self._axis, until)
+                cut = _last_cut(getattr(self._array.array, "chunks", None), self._axis, until)
                 until = cut if cut > start else until
-            rows = {name: self._rows(name, start, until) for name in self._tokens}
+            rows = {name: values.read(start, until) for name, values in self._tokens.items()}
             yield Block(start + self._first, self.read(start, until), rows)
             start = until
 
     def part(self, first: int, end: int, prepared: Callable[[object], object]) -> ArrayExamples:
         """Some examples, to be sent to another process: their token arrays, and the prepared array, which is not read."""
-        arrays = {name: self._rows(name, first, end) for name in self._tokens}
-        found = ArrayExamples(prepared(self._sliced(first, end)), self.dims, arrays, first=first)
+        arrays = {name: values.read(first, end) for name, values in self._tokens.items()}
+        found = ArrayExamples(prepared(self._array.sliced(first, end, self._axis)), self.dims, arrays, first=first)
         found.metadata = self.metadata
         return found
 
     def identity(self) -> dict[str, object]:
         """The description of the source for `data["imported"]`: its address, axes and dtype, and digests."""
         is_small = math.prod(self.shape) * self.dtype.itemsize <= _FULL_NBYTES
-        url, n = _address(self._array), self.shape[0]
+        url, n = _address(self._array.array), self.shape[0]
         found: dict[str, object] = {
             "format": "array", **({} if url is None else {"url": url}), "dims": list(self.dims), "shape": list(self.shape),
             "dtype": self.dtype.name, "digest": _digest(self.read, n, is_small=is_small),
         }  # fmt: skip
-        tokens = {
-            name: _digest(lambda start, end, name=name: self._rows(name, start, end), n, is_small=is_small)
-            for name in self._tokens
-        }
+        tokens = {name: _digest(values.read, n, is_small=is_small) for name, values in self._tokens.items()}
         return {**found, "token_arrays": tokens} if tokens else found
 
 
@@ -178,43 +214,6 @@ def stored_dtype(found: np.dtype[np.generic], asked: StoredDtype | None) -> Stor
     return asked or cast("StoredDtype", found.name)
 
 
-# -- what an array says of itself ---------------------------------------------------------------------------------------
-
-
-def _computed(value: object, *, where: str) -> npt.NDArray[np.generic]:
-    """A slice as a NumPy array; what is lazy is computed by threads of this process."""
-    compute = getattr(value, "compute", None)  # of dask and xarray
-    return as_array(compute(scheduler="threads") if callable(compute) else value, where=where)
-
-
-def _sizes(array: object, *, where: str) -> tuple[int, ...]:
-    """Its shape in Python's integers; `ArgumentError` if it is not an array, or dask does not know a length."""
-    try:
-        sizes = () if isinstance(array, (str, bytes, Mapping)) else tuple(map(operator.index, cast("Any", array).shape))
-    except (TypeError, AttributeError, RuntimeError):
-        sizes = ()
-    given = cast("object", array)
-    if not sizes or not hasattr(given, "dtype"):
-        raise ArgumentError(
-            f"{kind_of(given)}; it must be an array of NumPy, zarr, h5py, xarray, dask or torch, of known shape",
-            where=where,
-            remedy='Open files first: numpy.load(path, mmap_mode="r"), zarr.open_array(path), h5py.File(path)[name]. Of dask call '
-            "compute_chunk_sizes().",
-        )
-    return sizes
-
-
-def _dtype_of(array: object, *, where: str) -> np.dtype[np.generic]:
-    """Its dtype; that of torch is found by an empty slice."""
-    try:
-        return np.dtype(cast("Any", array).dtype)
-    except TypeError:
-        try:
-            return as_array(cast("Any", array)[slice(0, 0),], where=where).dtype
-        except (RuntimeError, NotImplementedError, TypeError) as error:  # a sparse tensor
-            raise ArgumentError(f"{kind_of(array)} that cannot be sliced: {error}", where=where) from error
-
-
 def _dims_of(array: object, dims: Sequence[str] | None, n_axes: int) -> tuple[str, ...]:
     named = getattr(array, "dims", None)  # of xarray; h5py has another kind of object there
     if dims is None:
@@ -236,11 +235,11 @@ def _in_order(values: object) -> object:
     return cast("Any", values).transpose("example", "token") if set(named) == {"example", "token"} else values
 
 
-def _token_dtype(values: object, name: str, n_examples: int) -> str:
+def _token_dtype(values: Slices, name: str, n_examples: int) -> str:
     """The dtype under which a token array is declared; `ArgumentError` for one that none may have, or another shape."""
-    shape, found = _sizes(values, where=name), _dtype_of(values, where=name)
-    if len(shape) != 2 or shape[0] != n_examples:
-        raise ArgumentError(f"{name} has shape {shape}; it must be ({n_examples}, content tokens)", where=name)
+    found = values.dtype
+    if len(values.shape) != 2 or values.shape[0] != n_examples:
+        raise ArgumentError(f"{name} has shape {values.shape}; it must be ({n_examples}, content tokens)", where=name)
     declared = MEANINGS.get(name) or found.name
     if declared not in DTYPES or (found.kind not in "biuf" and found.name != "bfloat16"):
         raise ArgumentError(f"{name} has dtype {found}; it must be one of {', '.join(DTYPES)}", where=name)

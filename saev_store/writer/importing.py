@@ -23,12 +23,15 @@ from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.documents import Metadata, new_metadata
 from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError, StoreExistsError, brief
 from saev_store.store.store import ShardStore
-from saev_store.transport import Transport, open_transport
+from saev_store.transport import Sink, Transport, open_transport
+from saev_store.transport.base import Counters
 from saev_store.writer.create import create_store
-from saev_store.writer.digests import BLOCK_BYTES, BlockDigester, FileDigests, load_digests
+from saev_store.writer.digests import FileDigests, digest, load_digests
 from saev_store.writer.import_arrays import ArrayExamples, Block, stored_dtype
-from saev_store.writer.inputs import NonfinitePolicy, OverflowPolicy, check_overflow, rows_as_bytes, token_rows
+from saev_store.writer.inputs import NonfinitePolicy, OverflowPolicy, check_overflow
 from saev_store.writer.publish import finalize_store
+from saev_store.writer.shard_file import Target
+from saev_store.writer.shard_writer import ShardWriter
 from saev_store.writer.work import Work, part_shards
 
 if TYPE_CHECKING:
@@ -73,27 +76,22 @@ class ImportOptions(NamedTuple):
         check_flag(self.resume, name="resume")
 
 
-def from_array(
+def import_array(
     array: object,
     root: str | os.PathLike[str],
-    *,
-    family: str,
-    ckpt: str,
-    layers: Sequence[int] | IntArray | None = None,
-    cls_token: bool = False,
-    dims: Sequence[str] | None = None,
-    dtype: StoredDtype | None = None,
-    token_arrays: Mapping[str, object] | None = None,
-    hook_points: Sequence[str] | None = None,
-    text: Mapping[str, object] | None = None,
-    data: Mapping[str, object] | None = None,
-    dataset: str | os.PathLike[str] | None = None,
-    max_tokens_per_shard: int | None = None,
     options: ImportOptions,
-    client: Client | str | None = None,
-    storage_options: Mapping[str, object] | None = None,
+    *,
+    layers: Sequence[int] | IntArray | None,
+    dims: Sequence[str] | None,
+    dtype: StoredDtype | None,
+    token_arrays: Mapping[str, object] | None,
+    data: Mapping[str, object] | None,
+    cls_token: bool,
+    client: Client | str | None,
+    storage_options: Mapping[str, object] | None,
+    **described: Any,
 ) -> ShardStore:
-    """Write an array as a store, block by block; see `ShardStore.from_array`."""
+    """Write an array as a store, block by block; see `ShardStore.from_array`. `described` is of `new_metadata`."""
     options.check()
     if token_arrays is not None and not isinstance(token_arrays, Mapping):
         raise ArgumentError(f"token_arrays is {brief(token_arrays)}; it must map names to arrays", where="token_arrays")
@@ -103,13 +101,11 @@ def from_array(
         raise ArgumentError(f"data is {brief(data)}; it must be a mapping, to which `imported` is added", where="data")
     store_dtype = stored_dtype(examples.dtype, dtype)
     # Labels alone need no protocol 3.0: stores of all versions may have them.
-    is_new = store_dtype != "float32" or hook_points is not None or text is not None or set(dtypes) - {"labels"}
+    is_new = store_dtype != "float32" or described["hook_points"] or described["text"] or set(dtypes) - {"labels"}
     metadata = examples.metadata = new_metadata(
-        family=family, ckpt=ckpt, layers=_labels(array, layers, n_layers), cls_token=cls_token, d_model=d_model,
-        content_tokens_per_example=n_tokens - bool(cls_token), n_examples=n_examples, hook_points=hook_points,
-        max_tokens_per_shard=max_tokens_per_shard, dataset=dataset, dtype=store_dtype, text=text,
-        data={**(data or {"__class__": "Import"}), "imported": examples.identity()},
-        token_arrays=dtypes if is_new else None,
+        **described, layers=_labels(array, layers, n_layers), cls_token=cls_token, d_model=d_model,
+        content_tokens_per_example=n_tokens - bool(cls_token), n_examples=n_examples, dtype=store_dtype,
+        data={**(data or {"__class__": "Import"}), "imported": examples.identity()}, token_arrays=dtypes if is_new else None,
     )  # fmt: skip
     root_transport = open_transport(root, storage_options)
     if client is None:
@@ -121,32 +117,19 @@ def from_array(
 
 def _labels(array: object, layers: object, n_layers: int) -> Sequence[int] | IntArray:
     """The labels of the layers, given or those of an xarray array."""
-    coordinates, named = getattr(array, "coords", None), None
-    if isinstance(coordinates, Mapping) and "layer" in coordinates:
-        named = cast("list[int]", cast("Any", coordinates["layer"]).to_numpy().reshape(-1).tolist())
-    labels = cast("object", named if layers is None else layers)
-    if labels is None:
-        raise ArgumentError(
-            "the labels of the layers are not known",
-            where="layers",
-            remedy="Pass one for each entry of that axis: layers=[…].",
-        )
+    coordinates = getattr(array, "coords", None)
+    if layers is None and isinstance(coordinates, Mapping) and "layer" in coordinates:
+        layers = cast("Any", coordinates["layer"]).to_numpy().reshape(-1)
     if (
-        isinstance(labels, str)
-        or not isinstance(labels, (Sequence, np.ndarray))
-        or len(cast("Sequence[int]", labels)) != n_layers
+        isinstance(layers, str)
+        or not isinstance(layers, (Sequence, np.ndarray))
+        or len(cast("Sequence[int]", layers)) != n_layers
     ):
         raise ArgumentError(
-            f"layers is {brief(cast('object', labels))}; it must be a list of {n_layers} labels", where="layers"
-        )
-    found = [int(label) for label in cast("Sequence[int]", labels)] if named is not None else []
-    if named is not None and found != named and set(found) == set(named):
-        raise ArgumentError(
-            f"the layers are given as {found}; by the array's coordinate they are {named}",
+            f"layers is {brief(cast('object', layers))}; it must be a list of {n_layers} labels, one for each entry of that axis",
             where="layers",
-            remedy="Give them in that order, or not at all.",
         )
-    return cast("Sequence[int]", labels)
+    return cast("Sequence[int]", layers)
 
 
 def import_examples(
@@ -172,16 +155,21 @@ def import_examples(
     )  # fmt: skip
     with writer:
         if options.verify:
-            missing = {
-                first // layout.examples_per_shard
-                for some in writer.missing
-                for first in some[:: layout.examples_per_shard]
-            }
-            shards = part_shards(layout.n_shards, *(part or (0, 1)))
-            _compare(examples, Work(root, metadata), [shard for shard in shards if shard not in missing], options)
-        for some in writer.missing:
-            for block in examples.blocks(some.start, some.stop, options.max_block_bytes):
-                writer.append(_as_accepted(block, layout, options.on_overflow), **block.token_arrays)
+            per_shard = layout.examples_per_shard
+            missing = {first // per_shard for some in writer.missing for first in some[::per_shard]}
+            there = sorted({*part_shards(layout.n_shards, *(part or (0, 1)))} - missing)
+            target, policy = _Comparison(Work(root, metadata)), options.on_overflow
+            with ShardWriter(
+                target, there, bool, on_nonfinite="allow", on_overflow=policy, progress=False
+            ) as comparing:
+                _append_missing(examples, comparing, options)
+        _append_missing(examples, writer, options)
+
+
+def _append_missing(examples: Examples, writer: ShardWriter, options: ImportOptions) -> None:
+    for some in writer.missing:
+        for block in examples.blocks(some.start, some.stop, options.max_block_bytes):
+            writer.append(_as_accepted(block, writer.layout, options.on_overflow), **block.token_arrays)
 
 
 def _as_accepted(block: Block, layout: Layout, on_overflow: OverflowPolicy) -> npt.NDArray[np.generic]:
@@ -196,71 +184,53 @@ def _as_accepted(block: Block, layout: Layout, on_overflow: OverflowPolicy) -> n
 # -- what is there already ---------------------------------------------------------------------------------------------
 
 
-def _compare(examples: Examples, work: Work, shards: Sequence[int], options: ImportOptions) -> None:
-    """Compare shards that are there with the source.
+class _Comparison(Target):
+    """Shards that are there, for a writer that writes nothing: what it is given has to be what they hold."""
 
-    Raises:
-        ResumeError, StoreExistsError: they hold something else.
-    """
-    is_published = work.is_published()
-    digests = load_digests(work.store) if is_published else None
-    # Of a published store the token arrays are whole files, of an unfinished one a piece for each shard.
-    streams: dict[str, BlockDigester] = {}
-    for shard_idx in shards:
-        if not is_published:
-            streams = {}
-        found = _digested(examples, shard_idx, options, streams, BLOCK_BYTES if is_published else 1 << 62)
-        if is_published:
-            is_same = digests is not None and digests.files.get(shard_name(shard_idx)) == found
-        else:
-            receipt, tokens = work.receipt(shard_idx), {name: stream.digests()[0] for name, stream in streams.items()}
-            is_same = receipt is not None and (receipt.file, receipt.tokens) == (found, tokens)
-        if not is_same:
-            raise _other(work, shard_idx, is_published=is_published)
-    for array in work.metadata.recordable if digests is not None else ():
-        if (stream := streams.get(array.name)) is not None:
-            whole = FileDigests(stream.nbytes, tuple(stream.digests()))
-            if digests is not None and digests.files.get(array.file_name) != whole:
-                raise _other(work, 0, is_published=True)
+    def __init__(self, work: Work) -> None:
+        super().__init__(work.store, work.metadata, work.block_bytes)
+        self._work = work
 
+    def open_shard(self, shard_idx: int) -> Sink:
+        """A file that nothing is written to."""
+        used = self.layout.used_nbytes(shard_idx)
+        return _Nowhere(self.url, Counters(), used_nbytes=used, file_nbytes=used)
 
-def _digested(
-    examples: Examples, shard_idx: int, options: ImportOptions, streams: dict[str, BlockDigester], block_bytes: int
-) -> FileDigests:
-    """The digests of a shard as the source has it; its token arrays go into `streams`."""
-    metadata, layout, digester = examples.metadata, examples.metadata.layout, BlockDigester(BLOCK_BYTES)
-    step = max(1, BLOCK_BYTES // layout.example_nbytes)
-    for block in examples.blocks(*layout.example_range(shard_idx), options.max_block_bytes):
-        acts = _as_accepted(block, layout, options.on_overflow)
-        if options.on_overflow == "saturate":
-            acts = check_overflow(acts, block.first, layout, "saturate")
-        for at in range(0, len(acts), step):
-            digester.update(rows_as_bytes(acts[at : at + step], layout).data)
-        for array in metadata.recordable:
-            if array.name in block.token_arrays:
-                given = {array.name: block.token_arrays[array.name]}
-                rows = cast("npt.NDArray[np.uint8]", token_rows(given, (array,), len(acts), layout, required=True))
-                streams.setdefault(array.name, BlockDigester(block_bytes)).update(
-                    np.ascontiguousarray(rows).reshape(-1).data
+    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
+        """Compare a shard; `ResumeError` or `StoreExistsError` if it holds something else."""
+        sink.commit()
+        found = FileDigests(self.layout.used_nbytes(shard_idx), tuple(digests))
+        first, end = self.layout.example_range(shard_idx)
+        if not self._work.is_published():
+            receipt, of_tokens = self._work.receipt(shard_idx), {name: digest(rows) for name, rows in tokens.items()}
+            if receipt is None or (receipt.file, receipt.tokens) != (found, of_tokens):
+                raise ResumeError(
+                    f"examples {first} to {end - 1} of the source are not what an earlier attempt has imported: it has changed",
+                    where=self.url,
+                    remedy="Throw the unfinished store away with `discard_unfinished` or `saev-store clean --older-than 0` of its "
+                    "folder, then import again.",
                 )
-    return FileDigests(digester.nbytes, tuple(digester.digests()))
+            return
+        there = load_digests(self.store)
+        is_same = there is not None and there.files.get(shard_name(shard_idx)) == found
+        for array in self.metadata.recordable if is_same else ():
+            if array.name in tokens:
+                width = array.example_nbytes(self.layout)
+                read = self.store.get_ranges
+                is_same &= read(array.file_name, starts=[first * width], ends=[end * width])[0] == tokens[array.name]
+        if not is_same:
+            raise StoreExistsError(
+                f"a finished store of that name is there, whose examples {first} to {end - 1} are not those of the source, or it "
+                "has no digests",
+                where=self.url,
+                remedy="Import to another folder, or with another `data`; verify=False opens the finished store.",
+            )
 
 
-def _other(work: Work, shard_idx: int, *, is_published: bool) -> StoreExistsError | ResumeError:
-    """The error for a shard that differs from the source."""
-    first, end = work.layout.example_range(shard_idx)
-    if is_published:
-        return StoreExistsError(
-            f"a finished store of that name is there, whose examples {first} to {end - 1} are not those of the source, or it has "
-            "no digests",
-            where=work.url,
-            remedy="Import to another folder, or with another `data`; verify=False opens the finished store.",
-        )
-    return ResumeError(
-        f"examples {first} to {end - 1} of the source are not what an earlier attempt has imported: the source has changed",
-        where=work.url,
-        remedy="Throw the unfinished store away with `discard_unfinished` or `saev-store clean --older-than 0` of its folder, then import again.",
-    )
+class _Nowhere(Sink):
+    def _append(self, views: list[memoryview]) -> None: ...
+    def _finish(self) -> None: ...
+    def _release(self) -> None: ...
 
 
 # -- by a cluster ------------------------------------------------------------------------------------------------------
@@ -293,41 +263,33 @@ def _import_on_cluster(
         raise IncompleteStoreError(
             "there is an unfinished store", where=work.url, remedy="Continue it with resume=True, or discard it."
         )
-    world = min(layout.n_shards, MAX_PARTS)
-    tasks = list[tuple[ArrayExamples, tuple[int, int]]]()
-    n_examples = list[int]()
+    world, tasks = min(layout.n_shards, MAX_PARTS), list[tuple[ArrayExamples, tuple[int, int]]]()
     for rank in range(world):
         shards = part_shards(layout.n_shards, rank, world)
         first, end = layout.example_range(shards[0])[0], layout.example_range(shards[-1])[1]
         tasks.append((examples.part(first, end, _culled), (rank, world)))
-        n_examples.append(end - first)
     # A task that is run again, because its worker was lost, goes on with its part.
-    write = partial(
-        _write_part,
-        root=root.url,
-        storage_options=storage_options,
-        options=options._replace(resume=True, progress=False),
-    )
-    each = layout.example_nbytes
+    again = options._replace(resume=True, progress=False)
+    write, each = partial(_write_part, root.url, storage_options, again), layout.example_nbytes
     with (
         Progress(layout.nbytes, "importing", shown=options.progress, unit="examples", unit_nbytes=each) as bar,
         closing(map_shards(write, tasks, client)) as written,
     ):
-        for n, _ in zip(n_examples, written, strict=True):
+        for n in written:
             bar.advance(n * each)
     finalize_store(root, metadata)
 
 
 def _write_part(
-    task: tuple[ArrayExamples, tuple[int, int]],
-    *,
     root: str,
     storage_options: Mapping[str, object] | None,
     options: ImportOptions,
-) -> None:
-    """Write a part: its examples, and which part it is."""
+    task: tuple[ArrayExamples, tuple[int, int]],
+) -> int:
+    """Write a part: its examples, and which part it is; how many examples it has."""
     examples, part = task
     import_examples(examples, open_transport(root, storage_options), options, part=part)
+    return examples.shape[0]
 
 
 def _culled(array: object) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -137,7 +137,7 @@ def check_overflow(
 ) -> npt.NDArray[np.generic]:
     """The examples after the policy for finite numbers that become infinite in the store's dtype; most often unchanged.
 
-    With "saturate" they come back in the store's dtype where there is such a number.
+    With "saturate" they come back in the store's dtype where there may be such a number.
     """
     # Only float64 has numbers that float32 has not.
     fits = layout.dtype == "float32" and array.dtype.name != "float64"
@@ -147,28 +147,17 @@ def check_overflow(
     with np.errstate(invalid="ignore"):  # NumPy warns of NaN in bfloat16
         if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
             return array
-    for i, example in enumerate(array):
+    if policy == "saturate":
+        return _saturated(array, layout)
+
+    def find(example: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
         with np.errstate(invalid="ignore"):  # raised by signalling NaNs
             wide = example.astype(np.float64)
-        bad = np.isfinite(wide) & (np.abs(wide) >= too_large)
-        if not bad.any():
-            continue
-        if policy == "saturate":
-            return _saturated(array, layout)
-        layer, token, dim = (int(axis) for axis in np.argwhere(bad)[0])
-        message = (
-            f"example {first_example + i} holds {int(bad.sum())} numbers that {layout.dtype} cannot hold; the first is "
-            f"{example[layer, token, dim]} at [layer position {layer}, token {token}, d_model {dim}]"
-        )
-        if policy == "raise":
-            raise ArgumentError(
-                message,
-                where="acts",
-                remedy=f'Nothing of this batch was written. on_overflow="saturate" stores ±{largest:g} instead; '
-                f"{_WIDER[layout.dtype]}.",
-            )
-        warnings.warn(f"{message}; recorded as infinity.", SaevStoreWarning, stacklevel=outside())
-        break
+        return np.isfinite(wide) & (np.abs(wide) >= too_large)
+
+    what = f"numbers that {layout.dtype} cannot hold"
+    remedy = f'on_overflow="saturate" stores ±{largest:g} instead; {_WIDER[layout.dtype]}.'
+    _apply(policy, array, first_example, find, what, remedy, then="recorded as infinity")
     return array
 
 
@@ -202,21 +191,31 @@ def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str
     """
     if policy == "allow" or array.size == 0 or _look_finite(array):
         return
+    what, remedy = "values that are not finite", 'on_nonfinite="allow" records such values as they are.'
+    _apply(policy, array, first_example, lambda example: ~_is_finite(example), what, remedy, then="recorded as it is")
+
+
+def _apply(
+    policy: str,
+    array: npt.NDArray[np.generic],
+    first_example: int,
+    find: Callable[[npt.NDArray[np.generic]], npt.NDArray[np.bool_]],
+    what: str,
+    remedy: str,
+    *,
+    then: str,
+) -> None:
+    """Refuse, or warn of, the first example in which `find` finds a number."""
     for i, example in enumerate(array):
-        bad = ~_is_finite(example)
-        n_bad = int(bad.sum())
-        if not n_bad:
+        bad = find(example)
+        if not bad.any():
             continue
         layer, token, dim = (int(axis) for axis in np.argwhere(bad)[0])
         message = (
-            f"example {first_example + i} holds {n_bad} values that are not finite; the first is "
+            f"example {first_example + i} holds {int(bad.sum())} {what}; the first is "
             f"{example[layer, token, dim]} at [layer position {layer}, token {token}, d_model {dim}]"
         )
         if policy == "raise":
-            raise ArgumentError(
-                message,
-                where="acts",
-                remedy='Nothing of this batch was written. on_nonfinite="allow" records such values as they are.',
-            )
-        warnings.warn(f"{message}; recorded as it is.", SaevStoreWarning, stacklevel=outside())
+            raise ArgumentError(message, where="acts", remedy=f"Nothing of this batch was written. {remedy}")
+        warnings.warn(f"{message}; {then}.", SaevStoreWarning, stacklevel=outside())
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import shard_name
@@ -19,35 +19,19 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.names import DIGESTS_NAME, METADATA_NAME, SHARDS_NAME
-from saev_store.transport import Transport
 from saev_store.transport.obstore import part_bytes
 from saev_store.writer.digests import BlockDigester, Digests, FileDigests
-from saev_store.writer.work import Receipt, Work, create, each, open_sink, read, stat, tokens_path
+from saev_store.writer.work import Receipt, Work, create, each, stat, tokens_path
 
 if TYPE_CHECKING:
     from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
+    from saev_store.transport import Transport
 
 #: metadata.json in the work folder, shards.json, digests.json and metadata.json.
 _N_DOCUMENTS = 4
 #: Seconds between two looks whether another publisher is done.
 _LOOK_S = 0.05
-
-
-class More(NamedTuple):
-    """Files of a store other than shards.
-
-    Attributes:
-        files: Digests of the files that were written, by name.
-        documents: Small files that are still to be written, by name; they may replace shards.json.
-    """
-
-    files: Mapping[str, FileDigests]
-    documents: Mapping[str, bytes]
-
-
-#: Writes all else than shards, under the lock of publishers.
-Others = Callable[[Work, Sequence[Receipt]], More]
 
 
 def finalize_store(root_transport: Transport, metadata: Metadata) -> bool:
@@ -63,15 +47,18 @@ def finalize_store(root_transport: Transport, metadata: Metadata) -> bool:
     return publish(Work(root_transport, metadata))
 
 
-def publish(work: Work, others: Others | None = None) -> bool:
-    """Publish a store of which all shards have receipts, with what `others` writes; see `finalize_store`."""
+def publish(work: Work, documents: Callable[[], Mapping[str, bytes]] = dict) -> bool:
+    """Publish a store of which all shards have receipts; see `finalize_store`.
+
+    Args:
+        work: The store.
+        documents: Called under the lock of publishers for further small files, by name; they may replace shards.json.
+    """
     try:
-        if work.is_published():
+        if work.is_disk and not _is_begun(work):  # where nothing was begun no lock is made
             return False
-        _check_begun(work)
         with _alone(work):
-            _check_begun(work)  # it may have been discarded in the meantime
-            is_ours = not work.is_published() and _publish(work, others or join_all)
+            is_ours = _is_begun(work) and _publish(work, documents)
     except SaevStoreError:
         # Another publisher was faster, and has deleted the work folder: whatever failed here, the store is there.
         if not work.is_published():
@@ -81,11 +68,14 @@ def publish(work: Work, others: Others | None = None) -> bool:
     return is_ours
 
 
-def _check_begun(work: Work) -> None:
-    if read(work.work, METADATA_NAME) is None:
+def _is_begun(work: Work) -> bool:
+    """Return False if the store is published; `IncompleteStoreError` if nothing was begun, or it was discarded."""
+    is_published, document = each(work.store, lambda look: look(), (work.is_published, work.document))
+    if not is_published and document is None:
         raise IncompleteStoreError(
             "nothing has been written there by this package", where=work.url, remedy="Create the store first."
         )
+    return not is_published
 
 
 def _alone(work: Work) -> AbstractContextManager[object]:
@@ -100,23 +90,20 @@ def _alone(work: Work) -> AbstractContextManager[object]:
             return held
 
 
-def _publish(work: Work, others: Others) -> bool:
+def _publish(work: Work, documents: Callable[[], Mapping[str, bytes]]) -> bool:
     """Write all that is still missing of the store, its document last; False if another publisher was faster."""
     layout, metadata = work.layout, work.metadata
     receipts = _receipts(work)
     work.store.close()  # what is remembered of earlier files
     _check_files(work, receipts)
     files = {shard_name(shard_idx): receipt.file for shard_idx, receipt in enumerate(receipts)}
-    more = others(work, receipts)
-    documents = {
-        SHARDS_NAME: shards_bytes(layout, metadata.count_key),
-        **more.documents,
-        DIGESTS_NAME: Digests(work.block_bytes, {**files, **more.files}).to_bytes(),
-    }
+    for array in metadata.recordable if receipts[0].tokens else ():
+        files[array.file_name] = _join(work, array, receipts)
+    small = {SHARDS_NAME: shards_bytes(layout, metadata.count_key), **documents()}
+    small[DIGESTS_NAME] = Digests(work.block_bytes, files).to_bytes()
     if work.is_published():
         return False
-    for name, data in documents.items():
-        work.store.put(name, data)
+    each(work.store, lambda item: work.store.put(*item), list(small.items()))
     return create(work.store, METADATA_NAME, metadata.raw)
 
 
@@ -160,16 +147,10 @@ def _not_as_written(message: str, work: Work) -> CorruptShardError:
     return CorruptShardError(message, where=work.url, remedy="Create the writer again with resume=True, then publish.")
 
 
-def join_all(work: Work, receipts: Sequence[Receipt]) -> More:
-    """The token arrays, from what was recorded with the shards."""
-    arrays = work.metadata.recordable if receipts[0].tokens else ()
-    return More({array.file_name: _join(work, array, receipts) for array in arrays}, {})
-
-
 def _join(work: Work, array: TokenArray, receipts: Sequence[Receipt]) -> FileDigests:
     """Write the file of a token array from what was recorded with each shard."""
     nbytes, digester = array.nbytes(work.layout), BlockDigester(work.block_bytes)
-    sink = open_sink(work.store, array.file_name, used_nbytes=nbytes, file_nbytes=nbytes)
+    sink = work.store.open_sink(array.file_name, used_nbytes=nbytes, file_nbytes=nbytes, replace=True)
     try:
         shards = list(enumerate(receipts))
         n_ahead = 1 if work.is_disk else 8
@@ -184,9 +165,8 @@ def _join(work: Work, array: TokenArray, receipts: Sequence[Receipt]) -> FileDig
         if work.is_published():
             raise StoreExistsError("it is there", where=work.url)
         sink.commit()
-    except BaseException:
+    finally:
         sink.abort()
-        raise
     return FileDigests(digester.nbytes, tuple(digester.digests()))
 
 

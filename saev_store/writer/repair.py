@@ -7,14 +7,15 @@ kill between the two leaves a shard that digests.json does not know: damaged as 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, get_args
+from functools import partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import ahead, n_cores
+import numpy as np
+
 from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.layout import shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
@@ -28,15 +29,19 @@ from saev_store.errors import (
 )
 from saev_store.names import DIGESTS_NAME, METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
-from saev_store.writer.create import is_as_written
-from saev_store.writer.digests import BLOCK_BYTES, BlockDigester, Digests, FileDigests, load_digests
-from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy
-from saev_store.writer.repair_arrays import State, array_state, compare_rows, rows_in_pieces
+from saev_store.writer.arrays import as_array
+from saev_store.writer.create import differing, is_as_written
+from saev_store.writer.digests import BLOCK_BYTES, BlockDigester, Digests, FileDigests, block_ranges, load_digests
+from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy, token_rows
+from saev_store.writer.shard_file import Target
 from saev_store.writer.shard_writer import Rows, ShardWriter
-from saev_store.writer.work import at, is_disk, open_sink, read
+from saev_store.writer.work import read
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
+
+#: Of a token array. `"absent"`: it was never recorded, as far as is known.
+State = Literal["whole", "absent", "lost"]
 
 
 @dataclass(frozen=True)
@@ -88,48 +93,37 @@ def open_repair(
     deep, exact = check_flag(deep, name="deep"), check_flag(exact, name="exact")
     check_choice(on_nonfinite, NONFINITE_POLICIES, name="on_nonfinite")
     check_choice(on_overflow, get_args(OverflowPolicy), name="on_overflow")
-    repair = Repair(store_transport, metadata, exact=exact)
-    repair.begin()
-    try:
+    with ExitStack() as held:
+        held.enter_context(store_transport.lock(f"{WORK_FOLDER}/locks/repair.lock"))
+        repair = Repair(store_transport, metadata, exact=exact)
+        held.callback(repair.forget)
         repair.look()
-        writer = RepairWriter(
-            repair,
-            repair.damaged_shards(lost, deep=deep, progress=progress),
-            lambda: None,
-            on_nonfinite=on_nonfinite,
-            on_overflow=on_overflow,
-            progress=progress,
-        )
-    except BaseException:
-        repair.end()
-        raise
+        shards = repair.damaged_shards(lost, deep=deep, progress=progress)
+        policies: dict[str, str] = {"on_nonfinite": on_nonfinite, "on_overflow": on_overflow}
+        writer = RepairWriter(repair, shards, bool, **policies, progress=progress)  # pyright: ignore[reportArgumentType]
+        repair.held = held.pop_all()
     if not writer.missing and not writer.lost_arrays and not (writer.absent_arrays and repair.digests is None):
         writer.close()  # there is nothing to do
     return writer
 
 
-class Repair:
+class Repair(Target):
     """The repair of one store, as its shards see it (a `Target`).
 
     Attributes:
+        held: What keeps other repairs out; closed at the end.
         digests: Content of digests.json; None if there is none.
         arrays: The state of each token array.
         repaired: The files that are whole again.
     """
 
     def __init__(self, store: Transport, metadata: Metadata, *, exact: bool) -> None:
-        self.store = at(store, "")
-        self.metadata, self.layout, self.url = metadata, metadata.layout, store.url
-        self.is_disk, self.block_bytes = is_disk(store), BLOCK_BYTES
+        super().__init__(store.at(""), metadata, BLOCK_BYTES)
+        self._opened, self.held = store, ExitStack()
         self.digests: Digests | None = None
         self.arrays: dict[str, State] = {}
         self.repaired: list[RepairedFile] = []
-        self._opened, self._exact = store, exact
-        self._held, self._mutex = ExitStack(), threading.Lock()
-
-    def begin(self) -> None:
-        """Keep other repairs out; `WriterConflictError` if there is one."""
-        self._held.enter_context(self.store.lock(f"{WORK_FOLDER}/locks/repair.lock"))
+        self._exact, self._mutex = exact, threading.Lock()
 
     def look(self) -> None:
         """Look at digests.json and the token arrays."""
@@ -142,12 +136,25 @@ class Repair:
         self.digests = load_digests(self.store)
         if self.digests is not None:
             self.block_bytes = self.digests.block_bytes
-        for array in self.metadata.recordable:
-            self.arrays[array.name] = array_state(self.store, self.metadata, array, self.digests)
+        self.arrays = {array.name: self._state(array) for array in self.metadata.recordable}
 
-    def end(self) -> None:
-        """Delete what only a repair under way needs, and let others in."""
-        with self._held, suppress(SaevStoreError):
+    def _state(self, array: TokenArray) -> State:
+        """Look at the file of a token array: its size, and its digests or, without these, the values of a bool."""
+        name, nbytes = array.file_name, array.nbytes(self.layout)
+        size, promised = self._size(name), self._promised(name, nbytes)
+        if not size:
+            is_known = self.metadata.declares_token_arrays or (self.digests is not None and name in self.digests.files)
+            return "lost" if is_known else "absent"
+        if size != nbytes or (promised and not is_as_written(self.store, name, promised, self.block_bytes, nbytes)):
+            return "lost"
+        for start, end in () if promised or array.dtype != "bool" else block_ranges(nbytes, BLOCK_BYTES):
+            if not array.is_valid(bytes(self.store.get_ranges(name, starts=[start], ends=[end])[0])):
+                return "lost"
+        return "whole"
+
+    def forget(self) -> None:
+        """Delete what only a repair under way needs."""
+        with suppress(SaevStoreError):
             self.store.delete(WORK_FOLDER)
             self._opened.close()  # what it remembers of files that were replaced
 
@@ -159,24 +166,22 @@ class Repair:
                 raise ArgumentError(
                     f"the range {start}:{end} is not within the {layout.n_examples} examples of the store", where="lost"
                 )
-            found.update(
-                range(start // layout.examples_per_shard, -(-end // layout.examples_per_shard)) if start < end else ()
-            )
-        whole: list[tuple[str, FileDigests]] = []
+            if start < end:
+                found.update(range(start // layout.examples_per_shard, -(-end // layout.examples_per_shard)))
+        promised = dict[int, FileDigests]()
         for shard_idx in range(layout.n_shards):
-            promised = self._promised(shard_name(shard_idx), layout.used_nbytes(shard_idx))
-            if self._size(shard_name(shard_idx)) < layout.used_nbytes(shard_idx):
+            name, used = shard_name(shard_idx), layout.used_nbytes(shard_idx)
+            if self._size(name) < used:
                 found.add(shard_idx)
-            elif deep and promised is not None and shard_idx not in found:
-                whole.append((shard_name(shard_idx), promised))
-        total = sum(promised.nbytes for _, promised in whole)
-        with Progress(total, "checking", shown=progress if total else False) as bar:
-            answers = ahead(lambda item: self._is_as_written(*item), whole, n_cores() if self.is_disk else 16)
-            for (name, promised), is_right in zip(whole, answers, strict=True):
-                bar.advance(promised.nbytes)
-                if not is_right:
-                    found.add(int(name[4:-4]))
-        return sorted(found)
+            elif deep and shard_idx not in found and (file := self._promised(name, used)):
+                promised[shard_idx] = file
+
+        def is_right(shard_idx: int) -> bool:
+            name = shard_name(shard_idx)
+            return is_as_written(self.store, name, promised[shard_idx], self.block_bytes, self._size(name))
+
+        nbytes = {shard_idx: file.nbytes for shard_idx, file in promised.items()}
+        return sorted(found | differing(nbytes, is_right, is_disk=self.is_disk, progress=progress))
 
     def _size(self, name: str) -> int:
         try:
@@ -184,22 +189,10 @@ class Repair:
         except (AccessError, NotFoundError):  # also a link to where one may not look
             return 0
 
-    def _is_as_written(self, name: str, promised: FileDigests) -> bool:
-        return is_as_written(self.store, name, promised, self.block_bytes, self._size(name))
-
     def _promised(self, name: str, nbytes: int) -> FileDigests | None:
         """The entry of a file in digests.json, if it is of that length."""
         found = None if self.digests is None else self.digests.files.get(name)
         return found if found is not None and found.nbytes == nbytes else None
-
-    # -- a shard, as `ShardFile` writes it -----------------------------------------------------------------------------
-
-    def lock(self, what: str) -> AbstractContextManager[object]:  # noqa: ARG002  # as `Target` has it
-        """Nothing: the whole repair holds a lock."""
-        return nullcontext()
-
-    def check(self, shard_idx: int) -> None:
-        """Nothing: no other process repairs."""
 
     def open_shard(self, shard_idx: int) -> Sink:
         """The new file of a shard, as long as the old one was; a lost one as this place would have it."""
@@ -210,12 +203,13 @@ class Repair:
 
     def open_file(self, name: str, used_nbytes: int, file_nbytes: int) -> Sink:
         """The new version of a file; on a disk next to the old one, in a bucket it appears when it is committed."""
-        return open_sink(self.store, self._building(name), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        path = self._building(name)
+        return self.store.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, replace=True)
 
     def _building(self, name: str) -> str:
         return f"{WORK_FOLDER}/repair/{name}" if self.is_disk else name
 
-    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:  # noqa: ARG002  # likewise
+    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:  # noqa: ARG002  # as `Target` has it
         """Put the new file of a shard in its place."""
         written = FileDigests(self.layout.used_nbytes(shard_idx), tuple(digests))
         self.replace(shard_name(shard_idx), sink, written, (self.layout.example_range(shard_idx),))
@@ -285,47 +279,62 @@ class RepairWriter(ShardWriter):
             ResumeError: with `exact`: the file would not be what was first written. It stays as it is.
         """
         self._check_usable()
-        target, array = self._target, self._array(name)
+        target, array, n_examples, at = self._target, self._array(name), self.layout.n_examples, 0
         state = target.arrays[name]
         if state == "whole" or (state == "absent" and target.digests is not None):
             raise ArgumentError(
                 f"{array.file_name} is {state}", where=name, remedy="Repair writes what is lost, and nothing else."
             )
-        pieces, nbytes = rows_in_pieces(array, values, self.layout), array.nbytes(self.layout)
-        first, digester = (
-            next(pieces),
-            BlockDigester(target.block_bytes),
-        )  # nothing is begun with values that are refused
+        digester, nbytes = BlockDigester(target.block_bytes), array.nbytes(self.layout)
         sink = target.open_file(array.file_name, nbytes, nbytes)
         try:
-            for data in chain([first], pieces):
+            pieces = cast("Iterator[object]", values if isinstance(values, Iterator) else iter([values]))
+            for some in map(partial(as_array, where=name), pieces):
+                n = min(len(some), n_examples - at)
+                rows = token_rows({name: some}, (array,), n, self.layout, required=True)
+                data, at = np.ascontiguousarray(rows).reshape(-1).data, at + n
                 sink.write(digester.nbytes, [data])
                 digester.update(data)
+            if at < n_examples:
+                raise ArgumentError(f"{name} was given for {at} of {n_examples} examples; give it for all", where=name)
             target.replace(array.file_name, sink, FileDigests(nbytes, tuple(digester.digests())), ())
-        except BaseException:
+        finally:
             sink.abort()
-            raise
         target.arrays[name] = "whole"
 
     def close(self) -> None:
         """Wait for the shards that are whole, and let go of the store; the others stay as damaged as they were."""
-        try:
+        with self._target.held:
             super().close()
-        finally:
-            self._target.end()
 
     def _token_rows(self, given: dict[str, object], n: int, first_example: int) -> Rows:
         """Nothing is recorded; what is given has to be what the store has."""
-        examples, left = list[range](), n
-        for some in self.missing:
-            if left and some.stop > first_example:
-                start = max(some.start, first_example)
-                examples.append(range(start, min(some.stop, start + left)))
-                left -= len(examples[-1])
+        missing = chain.from_iterable(self.missing)
+        examples = list(islice((example for example in missing if example >= first_example), n))
         for name, values in given.items():
-            if values is not None:
-                array = self._array(name)
-                compare_rows(self._target.store, self.layout, array, values, examples, self._target.arrays[name])
+            if values is None:
+                continue
+            array, state = self._array(name), self._target.arrays[name]
+            if state != "whole":
+                raise ArgumentError(
+                    f"{array.file_name} is {state}: there is nothing to compare these with",
+                    where=name,
+                    remedy="Leave them out." if state == "absent" else "Give all of them to `restore_array`.",
+                )
+            rows, width = (
+                token_rows({name: values}, (array,), n, self.layout, required=True),
+                array.example_nbytes(self.layout),
+            )
+            starts = [example * width for example in examples]
+            found = self._target.store.get_ranges(
+                array.file_name, starts=starts, ends=[start + width for start in starts]
+            )
+            if b"".join(found) != np.ascontiguousarray(rows).tobytes():
+                raise ArgumentError(
+                    f"the {name} of examples {examples[0]} to {examples[-1]} are others than the store's",
+                    where=name,
+                    remedy="These are most likely other examples than the missing ones.",
+                )
 
     def _array(self, name: str) -> TokenArray:
         """The token array of a name; `ArgumentError` if the store has none of that name."""

@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 from saev_store.errors import SaevStoreError, TransportError
-from saev_store.transport import Sink
+from saev_store.transport import Sink, Transport
 from saev_store.writer.digests import digest
 
 if TYPE_CHECKING:
-    from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
 
 
-class Target(Protocol):
-    """Purpose of written shards: a new store, or the repair of one.
+class Target(ABC):
+    """Purpose of written shards: a new store, the repair of one, a comparison with one.
+
+    Args:
+        store: The folder of the store.
+        metadata: Its document.
+        block_bytes: Length of a block, which has one digest.
 
     Attributes:
         url: The address of the store.
-        metadata: Its document.
         layout: Its geometry.
-        block_bytes: Length of a block, which has one digest.
-        is_disk: Whether a lock keeps others out from the first byte on; in a bucket a file appears when it is complete.
+        is_disk: Whether there are locks and renames, as on this machine; in a bucket a file appears when it is complete.
     """
 
-    url: str
-    metadata: Metadata
-    layout: Layout
-    block_bytes: int
-    is_disk: bool
+    def __init__(self, store: Transport, metadata: Metadata, block_bytes: int) -> None:
+        self.store, self.metadata, self.block_bytes = store, metadata, block_bytes
+        self.url, self.layout, self.is_disk = store.url, metadata.layout, store.local_path is not None
 
-    def lock(self, what: str) -> AbstractContextManager[object]:
+    def lock(self, what: str) -> AbstractContextManager[object]:  # noqa: ARG002  # for targets that others may write
         """Hold a lock; `WriterConflictError` if another process does."""
-        ...
+        return nullcontext()
 
-    def check(self, shard_idx: int) -> None:
+    def check(self, shard_idx: int) -> None:  # noqa: B027  # likewise
         """Look, under the lock of a shard, whether it still has to be written; `WriterConflictError` if not."""
-        ...
 
+    @abstractmethod
     def open_shard(self, shard_idx: int) -> Sink:
         """The file of a shard."""
-        ...
 
+    @abstractmethod
     def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
         """Commit the file of a shard, and record it with what belongs to its tokens."""
-        ...
 
 
 class ShardFile:

@@ -104,7 +104,9 @@ class ShardWriter:
         self._held: dict[int, tuple[npt.NDArray[np.generic], Rows]] = {}
         # The blocks of the shard that is filled, and those that are free; each is made when it is first needed.
         n_blocks, n_threads = (_N_BLOCKS, _N_THREADS) if target.is_disk else (_N_FAR_BLOCKS, _N_FAR_THREADS)
-        self._n_unmade, self._free = n_blocks, SimpleQueue[npt.NDArray[np.uint8]]()
+        self._free = SimpleQueue[npt.NDArray[np.uint8] | None]()
+        for _ in range(n_blocks):
+            self._free.put(None)
         self._block: npt.NDArray[np.uint8] | None = None
         self._fill = self._taken = 0
         self._rows: list[npt.NDArray[np.uint8]] = []
@@ -369,10 +371,8 @@ class ShardWriter:
     def _borrow(self) -> npt.NDArray[np.uint8]:
         """A block that is free; waits for one."""
         self._check_pending()
-        if self._n_unmade:
-            self._n_unmade -= 1
-            return np.empty(min(self._target.block_bytes, self.layout.shard_nbytes), np.uint8)
-        return self._free.get()
+        block = self._free.get()
+        return np.empty(min(self._target.block_bytes, self.layout.shard_nbytes), np.uint8) if block is None else block
 
     def _hand_over(self, file: ShardFile, block: npt.NDArray[np.uint8], tokens: dict[str, bytes] | None) -> None:
         """Let a thread write a block, behind the one before it; behind the last one the shard is made durable."""

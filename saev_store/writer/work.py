@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import shard_name
@@ -33,7 +33,9 @@ from saev_store.errors import (
 )
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
+from saev_store.transport.durable import TEMP_PREFIX
 from saev_store.writer.digests import BLOCK_BYTES, FileDigests, digest, is_digest, n_blocks
+from saev_store.writer.shard_file import Target
 
 if TYPE_CHECKING:
     from saev_store.core.token_arrays import TokenArray
@@ -44,28 +46,16 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 VERSION = 1
-#: Files that a killed process left half-written begin with this.
-TEMPORARY = ".saev_store.tmp-"
 #: Small requests to a service that are made at once.
 N_AHEAD = 32
 _MAX_DOCUMENT_BYTES = 256 << 20
 _N_TRIES = 20
 
 
-def at(place: Transport, path: str) -> Transport:
-    """The folder `path` below another one."""
-    return place.at(path)
-
-
-def is_disk(place: Transport) -> bool:
-    """Return True for a folder of this machine, with locks and renames; a bucket has neither."""
-    return place.local_path is not None
-
-
 def stat(place: Transport, path: str) -> tuple[int, str]:
     """The size of a file, and its version in a bucket ("" where the service does not name one, and on a disk)."""
     nbytes, version = place.stat(path)
-    return nbytes, "" if is_disk(place) else version
+    return nbytes, "" if place.local_path is not None else version
 
 
 def read(place: Transport, path: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes | None:
@@ -96,30 +86,17 @@ def create(place: Transport, path: str, data: bytes) -> bool:
     return True
 
 
-def open_sink(place: Transport, path: str, *, used_nbytes: int, file_nbytes: int) -> Sink:
-    """A large file from scratch. On a disk an old one is deleted; in a bucket it stays until the new one is committed.
-
-    Nothing is deleted in a bucket: without locks the old file may be that of a store that was just published.
-    """
-    return place.open_sink(path, used_nbytes=used_nbytes, file_nbytes=file_nbytes, replace=True)
-
-
-def each(place: Transport, ask: Callable[[S], T], items: Sequence[S], n: int = N_AHEAD) -> list[T]:
+def each(place: Transport, ask: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """The answers about many items, in order: several at once from a service, one by one from a disk."""
-    return list(map(ask, items) if is_disk(place) else ahead(ask, items, n))
+    return list(ahead(ask, items, 1 if place.local_path is not None else N_AHEAD))
 
 
 def delete_work(root: Transport, name: str) -> None:
-    """Delete the work folder of a store, and the folder of all work folders if it is empty.
-
-    The document goes first: without it, what a kill leaves is not an unfinished store.
-    """
-    place = root
-    place.delete(f"{WORK_FOLDER}/{name}/{METADATA_NAME}")
-    place.delete(f"{WORK_FOLDER}/{name}")
-    if place.local_path is not None:
+    """Delete the work folder of a store that is published or gone, and the folder of all work folders if it is empty."""
+    root.delete(f"{WORK_FOLDER}/{name}")
+    if root.local_path is not None:
         with suppress(OSError):  # other stores are written
-            os.rmdir(f"{place.local_path}/{WORK_FOLDER}")
+            os.rmdir(f"{root.local_path}/{WORK_FOLDER}")
 
 
 def part_shards(n_shards: int, rank: int, world: int) -> range:
@@ -159,31 +136,7 @@ class Receipt:
         return json.dumps({"format": VERSION, **asdict(self)}).encode()
 
 
-def parse_receipt(
-    raw: bytes, used_nbytes: int, shard_nbytes: int, arrays: Sequence[TokenArray], block_bytes: int = BLOCK_BYTES
-) -> Receipt | None:
-    """The receipt in a document; None if it is not that of a shard of this geometry."""
-    names = {array.name for array in arrays}
-    try:
-        found = cast("dict[str, object]", json.loads(raw))
-        digests, tokens = cast("list[object]", found["digests"]), cast("dict[str, object]", found["tokens"])
-        if (
-            found["format"] == VERSION
-            and found["nbytes"] == used_nbytes
-            and found["file_nbytes"] in (used_nbytes, shard_nbytes)
-            and len(digests) == n_blocks(used_nbytes, block_bytes)
-            and tokens.keys() in (set[str](), names)
-            and all(map(is_digest, (*digests, *tokens.values())))
-            and isinstance(found["version"], str)
-        ):
-            file_nbytes, strings = cast("int", found["file_nbytes"]), cast("dict[str, str]", tokens)
-            return Receipt(used_nbytes, file_nbytes, tuple(cast("list[str]", digests)), strings, found["version"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    return None
-
-
-class Work:
+class Work(Target):
     """An unfinished store.
 
     Args:
@@ -194,13 +147,8 @@ class Work:
         block_bytes: Length of a block, which has one digest.
 
     Attributes:
-        store: The folder that will be the store.
         work: The work folder.
         name: The folder of the store.
-        url: The address of the store.
-        layout: Its geometry.
-        block_bytes: Length of a block, which has one digest.
-        is_disk: Whether there are locks, and renames.
     """
 
     def __init__(
@@ -212,12 +160,10 @@ class Work:
         name: str = "",
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self.metadata, self.layout, self.name = metadata, metadata.layout, name or metadata.hash
-        self.store, self.work = at(root, self.name), at(root, f"{WORK_FOLDER}/{self.name}")
-        self.url = self.store.url
-        self.pads = is_disk(root) if pad is None else pad
-        self.block_bytes, self.is_disk = block_bytes, is_disk(root)
-        self._root = root
+        self.name = name or metadata.hash
+        super().__init__(root.at(self.name), metadata, block_bytes)
+        self.work = root.at(f"{WORK_FOLDER}/{self.name}")
+        self._pads, self._root = self.is_disk if pad is None else pad, root
 
     def lock(self, what: str) -> AbstractContextManager[object]:
         """Hold a lock; `WriterConflictError` if another process does. Nothing in a bucket."""
@@ -238,6 +184,10 @@ class Work:
             )
         return there is not None
 
+    def document(self) -> bytes | None:
+        """The document in the work folder; None if nothing was begun, or it was discarded."""
+        return read(self.work, METADATA_NAME)
+
     def begin(self) -> bool:
         """Begin the store; False if it was begun before.
 
@@ -245,17 +195,17 @@ class Work:
             IncompleteStoreError: its folder holds files of another program, or of an older version of this one.
             ResumeError: it was begun with other metadata of the same hash.
         """
-        foreign = [name for name in names(self.store) if not name.startswith(TEMPORARY)]
+        foreign = [name for name in names(self.store) if not name.startswith(TEMP_PREFIX)]
         if foreign and names(self.work):  # begun before; the document may be gone, of a killed `discard_unfinished`
             foreign = []
-        is_new = self._begin()
+        is_new = self.claim()
         if is_new and foreign:
             self.remove()
             raise refused(self.url, foreign)
         return is_new
 
-    def _begin(self) -> bool:
-        """Create the document of the work folder; False if it was there."""
+    def claim(self) -> bool:
+        """Create the document of the work folder; False if it was there. `ResumeError` if it is another one."""
         left = _N_TRIES
         while True:
             left -= 1
@@ -279,11 +229,23 @@ class Work:
     # -- shards --------------------------------------------------------------------------------------------------------
 
     def receipt(self, shard_idx: int) -> Receipt | None:
-        """The receipt of a shard; None if it has to be written."""
-        raw = read(self.work, _receipt_path(shard_idx))
-        used = self.layout.used_nbytes(shard_idx)
-        full, arrays = self.layout.shard_nbytes, self.metadata.recordable
-        return None if raw is None else parse_receipt(raw, used, full, arrays, self.block_bytes)
+        """The receipt of a shard; None if it has to be written: there is none, or it is not one of a shard of this geometry."""
+        used, full = self.layout.used_nbytes(shard_idx), self.layout.shard_nbytes
+        try:
+            found = cast("dict[str, Any]", json.loads(read(self.work, _receipt_path(shard_idx)) or b""))
+            digests, tokens = tuple(found["digests"]), found["tokens"]
+            is_right = (
+                found["format"] == VERSION
+                and found["nbytes"] == used
+                and found["file_nbytes"] in (used, full)
+                and len(digests) == n_blocks(used, self.block_bytes)
+                and tokens.keys() in (set[str](), {array.name for array in self.metadata.recordable})
+                and all(map(is_digest, (*digests, *tokens.values())))
+                and isinstance(found["version"], str)
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        return Receipt(used, found["file_nbytes"], digests, tokens, found["version"]) if is_right else None
 
     def receipts(self, shards: Sequence[int]) -> list[Receipt | None]:
         """The receipts of some shards, in order."""
@@ -301,16 +263,16 @@ class Work:
         if self.is_published():
             self.remove()  # the lock that was just made
             raise conflict("the store was published", self.url, "Open it.")
-        if self.is_disk and read(self.work, METADATA_NAME) != self.metadata.raw:
+        if self.is_disk and self.document() != self.metadata.raw:
             raise conflict("the unfinished store was discarded", self.url, "Create it again.")
         if self.is_disk and self.receipt(shard_idx) is not None:
             raise conflict(f"shard {shard_idx} was written", self.url, "Create the writer again with resume=True.")
 
     def open_shard(self, shard_idx: int) -> Sink:
-        """The file of a shard."""
+        """The file of a shard. In a bucket an old one stays until it is committed: it may be that of a store just published."""
         used = self.layout.used_nbytes(shard_idx)
-        file_nbytes = self.layout.shard_nbytes if self.pads else used
-        return open_sink(self.store, shard_name(shard_idx), used_nbytes=used, file_nbytes=file_nbytes)
+        file_nbytes = self.layout.shard_nbytes if self._pads else used
+        return self.store.open_sink(shard_name(shard_idx), used_nbytes=used, file_nbytes=file_nbytes, replace=True)
 
     def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
         """Make a shard durable, then record it."""

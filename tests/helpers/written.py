@@ -12,8 +12,8 @@ from kill_harness_oracle import Case, case
 
 from saev_store.transport import Transport, open_transport
 from saev_store.writer import RepairWriter, ShardWriter, create_store, finalize_store, open_repair
-from saev_store.writer.copies import make_copy
-from saev_store.writer.copy_whole import WholeCopy
+from saev_store.writer.copies import Copy
+from saev_store.writer.copying import make_copy
 
 __all__ = [
     "Case",
@@ -73,7 +73,8 @@ def append_missing(writer: ShardWriter, this: Case, batch: int = 2, most: int | 
 
 def copy_whole(store, root, metadata=None, *, resume=True, replace=False, client=None) -> None:
     """Copy to a transport, which may be one of a test."""
-    copy = WholeCopy(store, root, metadata or store.metadata, None)
+    tokens = slice(0, store.layout.tokens_per_example)
+    copy = Copy(store, root, metadata or store.metadata, None, tokens, "raise", True)
     make_copy(copy, resume=resume, replaces=replace, client=client, progress=False)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 from api import MemoryTransport
 from dense_stores import plain_store
@@ -70,24 +69,6 @@ def test_what_a_method_is_given_is_handed_on(method, library, module, name, give
     assert asked.arguments[0] is about or (method, asked.arguments[0].url) == ("validate", about.url)
     assert asked.arguments[-len(first) :] == first or not first
     assert {name: value for name, value in asked.options.items() if name in given} == given
-
-
-def test_all_arguments_of_an_import_are_handed_on(monkeypatch):
-    """Each value is another one than its default."""
-    asked = Asked()
-    monkeypatch.setattr("saev_store.writer.importing.from_array", asked)
-    array = np.zeros((1, 1, 1, 1), np.float32)
-    given = {
-        "family": "f", "ckpt": "c", "layers": [3], "cls_token": True, "dims": ("example", "d_model"), "dtype": "float16",
-        "token_arrays": {"labels": 1}, "hook_points": ["mlp_out"], "text": {"layout": "stream"}, "data": {"a": 1},
-        "dataset": "d", "max_tokens_per_shard": 5, "max_block_bytes": 6, "resume": True, "verify": False,
-        "client": "tcp://a", "storage_options": OPTIONS, "pad": True, "on_nonfinite": "allow",
-        "on_overflow": "saturate", "progress": False,
-    }  # fmt: skip
-    assert ShardStore.from_array(array, "root", **given) is asked
-    assert asked.arguments == (array, "root")
-    options = asked.options.pop("options")._asdict()
-    assert {**asked.options, **options} == given
 
 
 def test_all_arguments_of_a_new_store_are_handed_on(monkeypatch):

@@ -22,7 +22,7 @@ from saev_store.sources.llmbatch import write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, split_documents
 from saev_store.sources.provenance import source_of
 from saev_store.stats import store_stats
-from saev_store.writer import clean_leftovers, copy_store, create_store
+from saev_store.writer import clean, copy_store, create_store
 
 SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
 METADATA: dict[str, object] = {
@@ -266,7 +266,7 @@ BOOLEANS_BY_NAME: dict[str, Callable[[Path], object]] = {
     "write_batch_file": lambda folder: write_batch_file(folder / "x", np.zeros((4, 5), np.uint32), 2, overwrite="no"),
     "IndexedDatasetBuilder": lambda folder: IndexedDatasetBuilder(folder / "x", overwrite="no"),
     "batches": lambda folder: next(steps(7, 3, drop_last="no")),
-    "clean": lambda folder: clean_leftovers(folder, dry_run="no"),
+    "clean": lambda folder: clean(folder, dry_run="no"),
 }
 
 

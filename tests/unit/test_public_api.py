@@ -81,9 +81,9 @@ PUBLIC = {
         View
     """,
     "saev_store.writer": """
-        Cleaned Copied Digests FileDigests Leftover Progress RepairWriter RepairedFile RoundingReport ShardWriter Unfinished
-        clean_leftovers copy_store create_store discard_unfinished finalize_store load_digests old_claim open_repair
-        unfinished writing_requests
+        Cleaned Copied Digests FileDigests Leftover RepairWriter RepairedFile RoundingReport ShardWriter
+        clean copy_store create_store discard_unfinished finalize_store load_digests old_claim open_repair
+        writing_requests
     """,
     "saev_store.xarray": """
         SaevBackend concat dataset_of open_store

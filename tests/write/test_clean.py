@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 from sim_disk import Disk
 from written import LOCAL, a_case, append_missing, content, create, cut, finish, holding, repair
 
+from saev_store import ShardStore
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -18,7 +18,7 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.transport import UnfinishedUpload, open_transport
-from saev_store.writer import clean_leftovers, discard_unfinished, finalize_store, unfinished
+from saev_store.writer import clean, discard_unfinished, finalize_store
 
 
 def leave(root, this, n=4) -> None:
@@ -39,7 +39,7 @@ def leave_old(root, this) -> None:
 
 def found(root, **options) -> dict[str, tuple[str, bool]]:
     """Kind of each leftover, and whether it goes."""
-    cleaned = clean_leftovers(root, **{"older_than_s": 0, **options})
+    cleaned = clean(root, **{"older_than_s": 0, **options})
     return {left.path: (left.kind, not left.kept_because) for left in cleaned.leftovers}
 
 
@@ -48,26 +48,19 @@ def found(root, **options) -> dict[str, tuple[str, bool]]:
 
 def test_unfinished_stores_are_listed_whatever_version_began_them(tmp_path):
     done, left, old, broken = (a_case(seed=seed) for seed in range(4))
-    root = open_transport(tmp_path)
-    assert unfinished(root) == ()
     finish(tmp_path, done)
     leave(tmp_path, left)
     leave_old(tmp_path, old)
     leave_old(tmp_path, broken)
-    for raw, text in [(b"{", ""), (b'{"metadata": 3}', ""), (b"[" * 100_000, "")]:
+    for raw in (b"{", b'{"metadata": 3}', b"[" * 100_000):
         (tmp_path / broken.name / ".saev_store/claim.json").write_bytes(raw)
-        expected = {
-            left.name: (left.metadata.raw.decode(), False),
-            old.name: (old.metadata.raw.decode(), True),
-            broken.name: (text, True),
+        listed = {entry.name: (entry.state, entry.metadata) for entry in ShardStore.list(tmp_path)}
+        assert listed == {
+            done.name: ("complete", done.metadata),
+            left.name: ("unfinished", left.metadata),
+            old.name: ("unfinished", old.metadata),
+            broken.name: ("unfinished", None),
         }
-        assert {some.name: (some.metadata, some.is_old) for some in unfinished(root)} == expected
-    assert unfinished(open_transport(tmp_path / "nowhere")) == ()
-    # One whose publisher was killed before it had deleted the work folder is finished.
-    shutil.copytree(tmp_path / ".saev_store", tmp_path / "kept")
-    finish(tmp_path, left)
-    shutil.copytree(tmp_path / "kept", tmp_path / ".saev_store")
-    assert left.name not in {some.name for some in unfinished(root)}
 
 
 def test_discard_deletes_what_is_unfinished_and_nothing_else(tmp_path):
@@ -169,7 +162,7 @@ def test_clean_removes_unfinished_stores_and_hidden_files(tmp_path):
     assert {name: data for name, data in content(tmp_path).items() if "/locks/" not in name} == {
         name: data for name, data in before.items() if "/locks/" not in name
     }
-    cleaned = clean_leftovers(str(tmp_path), older_than_s=0)
+    cleaned = clean(str(tmp_path), older_than_s=0)
     assert cleaned.uploads_listed
     assert {left.path: left.nbytes for left in cleaned.leftovers}[".saev_store.tmp-2-b"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([done.name, repaired.name, "notes"])
@@ -218,26 +211,11 @@ def test_clean_keeps_what_is_not_ours(tmp_path):
     assert content(tmp_path) == before
 
 
-def test_clean_keeps_the_mark_of_a_staged_copy_and_folders_of_others(tmp_path):
-    this = a_case()
-    finish(tmp_path, this)
-    (tmp_path / f".saev_store.tmp-staged-{this.name}").write_text("of that recording")
-    (tmp_path / ".saev_store.tmp-staged-gone").write_text("of another one")
-    for name in (".saev_store.tmp-aside-1", ".saev_store.tmp-conversion"):
-        (tmp_path / name).mkdir()
-    (tmp_path / ".saev_store.tmp-aside-1/acts000000.bin").write_bytes(b"1")
-    assert found(tmp_path) == {
-        f".saev_store.tmp-staged-{this.name}": ("temporary file", False),
-        ".saev_store.tmp-staged-gone": ("temporary file", True),
-        ".saev_store.tmp-aside-1": ("temporary file", True),
-    }
-
-
 def test_clean_of_nothing_is_refused(tmp_path):
     with pytest.raises(NotFoundError):
-        clean_leftovers(tmp_path / "nowhere")
+        clean(tmp_path / "nowhere")
     with pytest.raises(ArgumentError):
-        clean_leftovers(tmp_path, dry_run="no")
+        clean(tmp_path, dry_run="no")
 
 
 class Bucket(Disk):
@@ -270,16 +248,12 @@ def test_clean_aborts_uploads_of_stores_only():
     assert found(disk, dry_run=True) == dict.fromkeys(ours, ("upload", True))
     assert len(disk.uploads) == 7
     disk.uploads.append(UnfinishedUpload(ours[0], "no age", None))
-    kept = [left.kept_because != "" for left in clean_leftovers(disk, older_than_s=1).leftovers]
+    kept = [left.kept_because != "" for left in clean(disk, older_than_s=1).leftovers]
     assert kept == [False, False, False, True]
     assert sorted(upload.path for upload in disk.uploads) == sorted([*others, ours[0]])
-    disk.state.files["old/.saev_store/claim.json"] = disk.state.files[f"{this.name}/metadata.json"]
-    _uploading(disk, ["old/acts000000.bin", "old/video.mp4"])
-    found(disk)
-    assert [upload.path for upload in disk.uploads] == ["old/video.mp4"]
     for disk.uploads, disk.refuses in ((None, False), ([], True)):
-        assert not clean_leftovers(disk).uploads_listed
-    assert not clean_leftovers(Disk(disk.state)).uploads_listed
+        assert not clean(disk).uploads_listed
+    assert not clean(Disk(disk.state)).uploads_listed
 
 
 def _uploading(disk: Bucket, paths: list[str]) -> Bucket:
@@ -294,7 +268,7 @@ def test_clean_of_an_empty_place_in_a_bucket_still_aborts_uploads(monkeypatch):
     monkeypatch.setattr(Bucket, "list", nothing)
     disk = Bucket(posix=False)
     with pytest.raises(NotFoundError):
-        clean_leftovers(disk)
+        clean(disk)
     assert found(_uploading(disk, [f"{'0' * 64}/labels.bin"])) == {f"{'0' * 64}/labels.bin": ("upload", True)}
     assert not disk.uploads
 

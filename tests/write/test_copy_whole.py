@@ -209,13 +209,16 @@ def test_copy_of_another_recording_is_refused_or_replaced(tmp_path):
 def test_copy_onto_itself_changes_nothing(tmp_path):
     this = a_case()
     finish(tmp_path, this)
-    for digests in (True, False):
-        before = content(tmp_path)
-        for options in ({}, {"replace": True}):
+    before = content(tmp_path)
+    for options in ({}, {"replace": True}):
+        copied(tmp_path / this.name, tmp_path, **options)
+    assert content(tmp_path) == before
+    (tmp_path / this.name / "digests.json").unlink()
+    before = content(tmp_path)
+    for options in ({}, {"replace": True}):
+        with pytest.raises(StoreExistsError):
             copied(tmp_path / this.name, tmp_path, **options)
-        assert content(tmp_path) == before
-        if digests:
-            (tmp_path / this.name / "digests.json").unlink()
+    assert content(tmp_path) == before
 
 
 def test_copy_of_files_that_are_replaced_meanwhile_is_not_published(tmp_path, monkeypatch):
@@ -242,7 +245,7 @@ def test_copy_at_a_limited_rate_waits(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", waited.append)
     copy_store(tmp_path / "a" / this.name, tmp_path / "b", max_mb_per_s=1e-3, progress=False)
     n = sum(len(this.acts[i : i + 3].tobytes()) for i in range(0, 11, 3))
-    assert 0.8 * 3 * n / 1000 < max(waited) <= 3 * n / 1000  # all threads together read, write, and read back
+    assert 0.8 * 2 * n / 1000 < max(waited) <= 2 * n / 1000  # all threads together read and write
     this.check(content(tmp_path / "b" / this.name))
 
 

@@ -119,20 +119,70 @@ def test_append_of_labels_is_for_all_or_none(tmp_path):
     this.check(content(tmp_path / this.name))
 
 
-def test_overflow_is_refused_warned_about_or_saturated(tmp_path):
+def test_append_needs_the_declared_token_arrays_and_takes_no_others(tmp_path):
     metadata = new_metadata(
-        family="clip", ckpt="x", layers=[0], content_tokens_per_example=1, cls_token=False, d_model=2, n_examples=1,
+        family="gpt2", ckpt="x", layers=[0], content_tokens_per_example=2, cls_token=True, d_model=4, n_examples=2,
+        token_arrays={"token_ids": "int32", "labels": "uint8", "mask": "bool", "score": "float32"},
+    )  # fmt: skip
+    acts, ids = np.zeros((1, 1, 3, 4), np.float32), np.zeros((1, 2), np.int64)
+    whole = {"token_ids": ids, "labels": ids, "mask": ids, "score": ids.astype(np.float64).astype(np.float32)}
+    writer = ShardStore.create(tmp_path, metadata, progress=False)
+    for where, value in [
+        ("token_ids", None), ("document_ids", ids), ("token_ids", ids + 2**31), ("mask", ids + 2), ("labels", ids - 1),
+        ("token_ids", ids.astype(float)), ("score", ids), ("labels", np.zeros((1, 3), int)),
+    ]:  # fmt: skip
+        with pytest.raises(ArgumentError) as found:
+            writer.append(acts, **{**whole, where: value})
+        assert (found.value.where, writer.next_example) == (where, 0)
+    for _ in range(2):
+        writer.append(acts[0], **{name: values[0] for name, values in whole.items()})
+    writer.close()
+    assert writer.complete
+
+
+def test_overflow_is_refused_warned_about_or_saturated_and_all_else_rounded_to_nearest_even(tmp_path):
+    metadata = new_metadata(
+        family="clip", ckpt="x", layers=[0], content_tokens_per_example=1, cls_token=False, d_model=6, n_examples=2,
         dtype="float16",
     )  # fmt: skip
-    acts = np.array([[[[1.0, 1e6]]]], np.float32)
+    acts = np.zeros((2, 1, 1, 6), np.float32)
+    acts[0, 0, 0] = [1 + 2**-11, 1 + 3 * 2**-11, 65519.99, -65519.99, 0, 0]
+    acts[1, 0, 0, :2] = [65520.0, -1e6]
     this = replace(a_case(), metadata=metadata)
-    with create(tmp_path / "saturate", this, on_overflow="saturate") as writer:
-        writer.append(acts)
-    assert ShardStore.open(tmp_path / "saturate" / this.name)[0, 0, 0].tolist() == [1.0, 65504.0]
-    with create(tmp_path / "warn", this, on_overflow="warn") as writer, pytest.warns(SaevStoreWarning):
-        writer.append(acts)
-    with pytest.raises(IncompleteStoreError), create(tmp_path / "raise", this) as writer, pytest.raises(ArgumentError):
-        writer.append(acts)
+    for policy, largest in (("raise", None), ("warn", np.inf), ("saturate", 65504.0)):
+        writer = create(tmp_path / policy, this, on_overflow=policy)
+        if policy == "raise":
+            with pytest.raises(ArgumentError):
+                writer.append(acts)
+            writer.close()
+            continue
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            writer.append(acts)
+        writer.close()
+        assert [some.category for some in caught] == [SaevStoreWarning] * (policy == "warn")
+        found = ShardStore.open(tmp_path / policy / this.name)
+        assert found[0, 0, 0].tolist() == [1.0, 1 + 2**-9, 65504.0, -65504.0, 0, 0]
+        assert found[1, 0, 0, :2].tolist() == [largest, -largest]
+
+
+def test_tensors_of_the_stored_dtype_are_written_bit_for_bit(tmp_path):
+    torch = pytest.importorskip("torch")
+    for dtype in ("bfloat16", "float16"):
+        this = a_case(labelled=False)
+        metadata = new_metadata(
+            family="clip", ckpt="x", layers=[0, 3], content_tokens_per_example=4, cls_token=True, d_model=8, n_examples=7,
+            dtype=dtype,
+        )  # fmt: skip
+        bits = torch.randint(-(2**15), 2**15, (7, 2, 5, 8), dtype=torch.int16)
+        acts = (
+            bits.view(getattr(torch, dtype)).permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)
+        )  # strides of its own
+        with create(tmp_path, replace(this, metadata=metadata)) as writer:
+            writer.append(acts[:5])
+            writer.append(acts[5:].requires_grad_())
+        stored = ShardStore.open(tmp_path / metadata.hash).read(dtype="stored")
+        assert np.array_equal(stored.view(np.int16), bits.numpy())
 
 
 # -- write -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from written import a_case, append_missing, content, copy_whole, create, cut, fi
 from saev_store import ShardStore
 from saev_store.errors import IncompleteStoreError
 from saev_store.transport import open_transport
-from saev_store.writer import clean_leftovers
+from saev_store.writer import clean
 
 ENGINES = ("obstore", "fsspec")
 N_RACES = int(os.environ.get("SAEV_STORE_RACES", "3"))
@@ -47,7 +47,7 @@ def test_parts_races_repair_and_copies_in_a_bucket_are_right(s3_bucket: Bucket, 
     this.check(files(root(f"{name}-copy"), this.name))
     assert this.matches(ShardStore.open(tmp_path / this.name))
     assert sorted(content(tmp_path)) == sorted(f"{this.name}/{name}" for name in this.files())
-    assert clean_leftovers(root(name), older_than_s=0).leftovers == ()
+    assert clean(root(name), older_than_s=0).leftovers == ()
 
 
 KILLED = """

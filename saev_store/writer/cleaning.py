@@ -1,0 +1,267 @@
+"""Leftovers of killed writers: unfinished stores, hidden files, uploads. Finds and removes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from saev_store.core.arguments import check_flag
+from saev_store.errors import AccessError, NotFoundError, StoreExistsError, WriterConflictError
+from saev_store.names import METADATA_NAME, WORK_FOLDER, folder_name
+from saev_store.transport import Entry, Transport, UnfinishedUpload, open_transport
+from saev_store.transport.durable import TEMP_PREFIX
+from saev_store.writer.work import Work, delete_work, names, read, refused
+
+if TYPE_CHECKING:
+    from saev_store.documents import Metadata
+
+#: What is younger may belong to a writer that is alive, or be wanted for a resume.
+OLDER_THAN_S = 86_400.0
+#: Files of a store: shards, token arrays, documents.
+_OURS = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin|(metadata|shards|digests|provenance|stats)\.json|\.saev_store.*")
+_STORE = re.compile(r"[0-9a-f]{8}|[0-9a-f]{64}")
+_CLAIM, _MAX_CLAIM_BYTES = f"{WORK_FOLDER}/claim.json", 32 << 20
+
+
+def old_claim(store: Transport) -> str | None:
+    """The metadata in the claim of an older version's writer; None where there is none, "" if it cannot be understood."""
+    try:
+        document = cast("dict[str, object]", json.loads(store.read(_CLAIM, max_bytes=_MAX_CLAIM_BYTES)))
+        metadata = document["metadata"]
+        return metadata if isinstance(metadata, str) else ""
+    except NotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
+    """Delete what was written of a store that is not published. Fine if there is nothing.
+
+    Raises:
+        StoreExistsError: it is published.
+        IncompleteStoreError: the folder holds files that this package has not begun.
+        WriterConflictError: a process is writing it.
+    """
+    work = Work(root_transport, metadata)
+    there = names(work.store)
+    if work.is_published():
+        raise StoreExistsError(
+            "the store is complete; only unfinished ones are discarded",
+            where=work.url,
+            remedy="Delete the folder yourself if that is what you want.",
+        )
+    is_ours = names(work.work) or old_claim(work.store) is not None
+    foreign = [name for name in there if not name.startswith(TEMP_PREFIX)]
+    if foreign and not is_ours:
+        raise refused(work.url, foreign)
+    if is_ours:
+        _discard(root_transport, metadata.hash)
+
+
+def _discard(root: Transport, name: str) -> None:
+    """Delete an unfinished store.
+
+    Without its document no shard is begun, and nothing is published: what holds a lock then has held it before.
+
+    Raises:
+        WriterConflictError: a process is writing it.
+        StoreExistsError: it has been published in the meantime.
+    """
+    path = f"{WORK_FOLDER}/{name}/{METADATA_NAME}"
+    document = read(root, path)
+    root.delete(path)
+    try:
+        _check_unlocked(root, f"{WORK_FOLDER}/{name}", f"{name}/{WORK_FOLDER}")
+    except WriterConflictError:
+        if document is not None:
+            root.put(path, document)
+        raise
+    if read(root, f"{name}/{METADATA_NAME}") is not None:
+        delete_work(root, name)
+        raise StoreExistsError("it was published", where=f"{root.url}/{name}", remedy="Open it.")
+    root.delete(name)
+    delete_work(root, name)
+
+
+def _check_unlocked(root: Transport, *folders: str) -> None:
+    """Refuse if one of the locks of some work folders is held."""
+    for folder in folders:
+        for name in names(root, f"{folder}/locks"):
+            with root.lock(f"{folder}/locks/{name}"):
+                pass
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that a writer left.
+
+    Attributes:
+        path: Relative to the folder that was cleaned.
+        kind: `"unfinished store"`, `"hidden files"` (of a published store), `"temporary file"` or `"upload"`.
+        nbytes: Its size; None where that is not known.
+        age_s: Seconds since it was last written; None where that is not known.
+        kept_because: Why it is not removed; "" if it is.
+    """
+
+    path: str
+    kind: str
+    nbytes: int | None
+    age_s: float | None
+    kept_because: str = ""
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """Result of `clean`.
+
+    Attributes:
+        leftovers: In the order of their paths, uploads last.
+        uploads_listed: False where this client cannot list unfinished uploads, which may be there all the same.
+    """
+
+    leftovers: tuple[Leftover, ...]
+    uploads_listed: bool
+
+
+def clean(
+    root: str | os.PathLike[str] | Transport, *, dry_run: bool = False, older_than_s: float = OLDER_THAN_S
+) -> Cleaned:
+    """Remove what killed writers, copies and publishers left in a folder of stores, or in one store's folder.
+
+    Removed are unfinished stores of this package, the hidden files of published stores, temporary files, and unfinished
+    multipart uploads of shards. Never removed: files of a published store, files that this package did not write, and what a
+    live process holds a lock on.
+
+    Args:
+        root: The folder: a path, any fsspec URL, or a transport.
+        dry_run: Remove nothing.
+        older_than_s: Keep what was written later than this many seconds ago. In a bucket only this protects live writers.
+
+    Raises:
+        NotFoundError: there is no such folder.
+
+    >>> import tempfile
+    >>> clean(tempfile.mkdtemp(), dry_run=True)
+    Cleaned(leftovers=(), uploads_listed=True)
+    """
+    dry_run = check_flag(dry_run, name="dry_run")
+    place = open_transport(root) if isinstance(root, (str, os.PathLike)) else root
+    uploads = _uploads(place)
+    try:
+        entries = place.list()
+    except NotFoundError:  # of a bucket: a folder is what it has objects of
+        if not uploads:
+            raise
+        entries = ()
+    found = list(_left_in(place, "", entries))
+    for entry in entries:
+        if entry.is_dir and entry.name != WORK_FOLDER:
+            found += _left_in(place, entry.name, place.list(entry.name))
+    if not any(entry.name == METADATA_NAME for entry in entries):  # else it is a store, with hidden files of its own
+        found += [_work_left(place, name) for name in names(place, WORK_FOLDER) if _STORE.fullmatch(name)]
+    found.sort(key=lambda left: left.path)
+    done = [_cleaned(place, left, older_than_s, dry_run=dry_run) for left in found]
+    for upload in uploads or ():
+        age_s = None if upload.begun_s is None else time.time() - upload.begun_s
+        left = Leftover(upload.path, "upload", None, age_s)
+        done.append(_cleaned(place, left, older_than_s, dry_run=dry_run, upload=upload))
+    return Cleaned(tuple(done), uploads_listed=uploads is not None)
+
+
+def _left_in(root: Transport, folder: str, entries: Sequence[Entry]) -> Iterator[Leftover]:
+    """What was left in one folder: temporary files, the hidden files of a published store, an older version's unfinished store."""
+    there = {entry.name for entry in entries}
+    for entry in entries:
+        if entry.name.startswith(TEMP_PREFIX) and not entry.is_dir:
+            yield _left(entry.path, "temporary file", [entry])
+    if WORK_FOLDER in there and METADATA_NAME in there:
+        path = f"{folder}/{WORK_FOLDER}".lstrip("/")
+        yield _left(path, "hidden files", _tree(root, path))
+    elif WORK_FOLDER in there and folder:
+        because = _foreign(there) if old_claim(root.at(folder)) is not None else "another program may be writing here"
+        yield _left(folder, "unfinished store", _tree(root, folder), because)
+
+
+def _work_left(root: Transport, name: str) -> Leftover:
+    """What the work folder of a store is: that of an unfinished store, or what a killed publisher has left."""
+    files, there = list(_tree(root, f"{WORK_FOLDER}/{name}")), names(root, name)
+    if METADATA_NAME in there:
+        return _left(f"{WORK_FOLDER}/{name}", "hidden files", files)
+    return _left(name, "unfinished store", [*files, *_tree(root, name)], _foreign(there))
+
+
+def _foreign(there: Iterable[str]) -> str:
+    foreign = sorted(name for name in there if not _OURS.fullmatch(name))
+    return f"the folder also holds {foreign[0]}, which is not ours" if foreign else ""
+
+
+def _left(path: str, kind: str, files: Iterable[Entry], because: str = "") -> Leftover:
+    files, now_s = list(files), time.time()
+    # To look at a lock is to change its file.
+    times = [entry.modified_s for entry in files if "/locks/" not in entry.path]
+    known = [found for found in times if found is not None]
+    age_s = max(0.0, now_s - max(known)) if known and len(known) == len(times) else None if times else now_s
+    return Leftover(path, kind, sum(entry.size or 0 for entry in files), age_s, because)
+
+
+def _cleaned(
+    root: Transport, left: Leftover, older_than_s: float, *, dry_run: bool, upload: UnfinishedUpload | None = None
+) -> Leftover:
+    """Remove a leftover, unless there is a reason to keep it."""
+    path, because = left.path, left.kept_because
+    if older_than_s > 0 and not because and (left.age_s is None or left.age_s < older_than_s):
+        because = "its age is not known" if left.age_s is None else f"written {left.age_s:,.0f} s ago"
+    if because:
+        return replace(left, kept_because=because)
+    try:
+        if upload is None:
+            _check_unlocked(root, path, f"{path}/{WORK_FOLDER}", f"{WORK_FOLDER}/{path}")
+        if dry_run:
+            return left
+        if upload is not None:
+            root.abort_upload(upload)
+        elif left.kind == "unfinished store":
+            _discard(root, path)
+        elif path.startswith(f"{WORK_FOLDER}/"):
+            delete_work(root, path.removeprefix(f"{WORK_FOLDER}/"))
+        else:
+            root.delete(path)
+    except (WriterConflictError, StoreExistsError) as error:
+        return replace(left, kept_because=error.message)
+    return left
+
+
+def _tree(root: Transport, path: str) -> Iterator[Entry]:
+    """All files below a folder."""
+    try:
+        entries = root.list(path)
+    except NotFoundError:
+        return
+    for entry in entries:
+        if entry.is_dir:
+            yield from _tree(root, entry.path)
+        else:
+            yield entry
+
+
+def _uploads(place: Transport) -> Sequence[UnfinishedUpload] | None:
+    """The unfinished uploads of the files of stores; None where they cannot be listed."""
+    if place.is_local:
+        return ()
+    try:
+        listed = place.list_uploads()
+    except AccessError:
+        return None
+    return None if listed is None else [upload for upload in listed if _is_of_a_store(place, upload.path)]
+
+
+def _is_of_a_store(place: Transport, path: str) -> bool:
+    """Return True for a shard or a token array in a folder that is named like a store."""
+    folder, _, name = path.rpartition("/")
+    return bool(_OURS.fullmatch(name)) and bool(_STORE.fullmatch(folder or folder_name(place.url)))
