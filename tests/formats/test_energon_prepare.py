@@ -29,8 +29,8 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.sources.energon import EnergonDataset
-from saev_store.sources.energon.prepare import find_tars, prepare
-from saev_store.sources.energon.split import SplitPlan, collapse, deal, escape, expand, parse_ratio
+from saev_store.sources.energon.prepare import prepare
+from saev_store.sources.energon.split import collapse, deal, expand, match_patterns, parse_patterns, parse_ratio
 from saev_store.transport import open_transport
 
 DATA = Path(__file__).parents[1] / "data/energon"
@@ -199,7 +199,6 @@ def test_arguments_that_fit_nothing_are_refused(tmp_path):
     (tmp_path / "empty/x.tgz").write_bytes(b"")
     for call in (
         lambda: prepare(tmp_path / "empty", split="1,0,0"), lambda: prepare(tmp_path, split="1,0,0", exclude="a"),
-        lambda: find_tars(open_transport(str(tmp_path / "empty"))),
     ):  # fmt: skip
         assert type(refused(call)) is NotFoundError
     (tmp_path / "a\\b.tar").write_bytes(b"")
@@ -229,19 +228,6 @@ def test_damaged_tars_and_repeated_keys_change_nothing(tmp_path):
     check(EnergonDataset(tmp_path), truth)
 
 
-def test_tar_that_changes_while_it_is_indexed_is_refused(tmp_path, monkeypatch):
-    write_dataset(tmp_path, n_shards=2, odd=False)
-    real = sqlite3.connect
-
-    def connect(*arguments, **options):  # the index is written while tars are scanned
-        (tmp_path / "shards/shard_001.tar").write_bytes(tar_bytes(sample_files(700, 4), format="gnu"))
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(sqlite3, "connect", connect)
-    assert type(refused(lambda: prepare(tmp_path, split="1,0,0", progress=False))) is CorruptShardError
-    assert not (tmp_path / ".nv-meta/.info.json").exists()
-
-
 def test_index_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     tars(tmp_path, "a.tar")
     real = sqlite3.connect
@@ -259,23 +245,18 @@ def test_index_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def test_processes_that_die_or_cannot_start_cost_nothing(tmp_path, monkeypatch):
+def test_processes_that_die_cost_nothing(tmp_path, monkeypatch):
     truth = write_dataset(tmp_path / "d", n_shards=6, odd=False)
-    real, faults = subprocess.run, iter(("refused", "killed", "cut", "none"))
+    real, n_runs = subprocess.run, itertools.count()
 
     def run(command, **options):
-        fault = next(faults, "none")
-        if fault == "refused":
-            raise BlockingIOError
-        if fault == "killed":
-            command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-        done = real(command, **options)
-        return subprocess.CompletedProcess(command, 0, done.stdout[:-20]) if fault == "cut" else done
+        return real(
+            [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"] if next(n_runs) % 2 else command, **options
+        )
 
     monkeypatch.setattr(subprocess, "run", run)
-    for _ in range(3):
-        prepare(tmp_path / "d", split="1,0,0", num_workers=2, overwrite=True, progress=False)
-        check(EnergonDataset(tmp_path / "d"), truth)
+    prepare(tmp_path / "d", split="1,0,0", num_workers=2, progress=False)
+    check(EnergonDataset(tmp_path / "d"), truth)
 
 
 def test_prepare_that_is_killed_leaves_a_whole_dataset_or_none(tmp_path):
@@ -324,9 +305,8 @@ def test_patterns_assign_shards_whose_path_begins_so(tmp_path):
     assert (tmp_path / ".nv-meta/split.yaml").read_text() == (
         "split_parts:\n  train:\n  - train/{00..01}.tar\n  - val/00.tar\n  val:\n  - val/00.tar\n  none: []\nexclude: []\n"
     )
-    assert SplitPlan(None, ["train:train_.*"]).assign({"old/train_1.tar": 1})[0] == {"train": ()}
-    plan = SplitPlan(None, [r"odd:\d{2}\.tar"])
-    assert plan.assign({"07.tar": 1})[0] == {"odd": ("07.tar",)}
+    assert match_patterns(["old/train_1.tar"], parse_patterns(["train:train_.*"]))[0] == {"train": []}
+    assert match_patterns(["07.tar"], parse_patterns([r"odd:\d{2}\.tar"]))[0] == {"odd": ["07.tar"]}
 
 
 def test_braces_mean_what_a_shell_means():
@@ -354,7 +334,6 @@ def test_collapsed_names_expand_to_themselves(text, first, n, width):
         "1" + "0" * 18,
     ]
     assert [name for pattern in collapse(names) for name in expand(pattern, where="x")] == names
-    assert expand(escape(text), where="x") == [text]
     try:
         assert expand(text, where="x")
     except DocumentError as error:

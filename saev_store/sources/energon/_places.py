@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,10 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.layout import IntArray
 from saev_store.errors import CorruptShardError, DocumentError, NotFoundError, SelectionError, brief
 from saev_store.sources._files import chunks
-from saev_store.sources.address import full_url
 from saev_store.sources.energon.documents import Documents
-from saev_store.sources.energon.index_sqlite import MAGIC, SqliteIndex
+from saev_store.sources.energon.index_sqlite import SqliteIndex
 from saev_store.sources.energon.keys import INDEX_SQLITE
-from saev_store.sources.energon.tars import BLOCK, Part, Sample, disagreement, parse_sample, read_tar_idx
+from saev_store.sources.energon.tars import BLOCK, Part, Sample, is_header_of, parse_sample, read_tar_idx
 from saev_store.transport import Transport
 from saev_store.transport.checks import os_errors
 
@@ -69,18 +67,14 @@ class Places:
 
     Attributes:
         index: Its database; None for a data set without one.
-        index_nbytes: The size of the database.
     """
 
     def __init__(self, transport: Transport, documents: Documents) -> None:
         self.transport, self.documents = transport, documents
         self.index: SqliteIndex | None = None
-        self.index_nbytes = 0
         with contextlib.suppress(NotFoundError):
-            self.index_nbytes = transport.size(INDEX_SQLITE)
-            self.index = open_index(transport, self.index_nbytes)
+            self.index = _open_index(transport)
         self._offsets: dict[int, IntArray] = {}
-        self._lock = threading.Lock()
 
     # -- places --------------------------------------------------------------------------------------------------------
 
@@ -94,22 +88,18 @@ class Places:
             return index.samples(shard, first, end)
         offsets = self.offsets(shard)[first : end + 1].tolist()
         name, where = self.documents.shards[shard], self.where(shard)
-        found: list[Sample] = []
-        for i, data in enumerate(self.transport.get_ranges(name, starts=offsets[:-1], ends=offsets[1:])):
-            samples = parse_sample(memoryview(data), where=where)
-            if len(samples) != 1:
-                raise self.stale(shard, f"sample {first + i} is not where its .tar.idx says")
-            parts = [Part(part.name, offsets[i] + part.offset, part.nbytes) for part in samples[0].parts]
-            found.append(Sample(samples[0].key, offsets[i], offsets[i + 1] - offsets[i], parts))
-        return found
+        ranges = self.transport.get_ranges(name, starts=offsets[:-1], ends=offsets[1:])
+        found = [parse_sample(data, offset=offset, where=where) for data, offset in zip(ranges, offsets, strict=False)]
+        if any(len(samples) != 1 for samples in found):
+            raise self.stale(shard, f"a sample of {first} to {end - 1} is not where its .tar.idx says")
+        return [sample for (sample,) in found]
 
     def offsets(self, shard: int) -> IntArray:
         """The content of a shard's `.tar.idx`, read once."""
-        with self._lock:
-            if shard not in self._offsets:
-                n_samples = int(self.documents.counts[shard])
-                self._offsets[shard] = read_tar_idx(self.transport, self.documents.shards[shard], n_samples)
-            return self._offsets[shard]
+        if shard not in self._offsets:
+            n_samples = int(self.documents.counts[shard])
+            self._offsets[shard] = read_tar_idx(self.transport, self.documents.shards[shard], n_samples)
+        return self._offsets[shard]
 
     def find(self, key: str) -> list[tuple[int, int]]:
         """(shard, sample_index) of all samples that have a key.
@@ -126,16 +116,13 @@ class Places:
             )
         found = self.index.find(key)
         for shard, sample_index in found:
-            self._check_exists(shard, sample_index, key)
+            if shard >= len(self.documents.shards) or sample_index >= self.documents.counts[shard]:
+                raise CorruptShardError(
+                    f"the index has {brief(key)} in shard {shard}, sample {sample_index}, which does not exist",
+                    where=self.index.where,
+                    remedy="The index belongs to other tars: prepare the data set again.",
+                )
         return found
-
-    def _check_exists(self, shard: int, sample_index: int, key: str) -> None:
-        if shard >= len(self.documents.shards) or sample_index >= self.documents.counts[shard]:
-            raise CorruptShardError(
-                f"the index has {brief(key)} in shard {shard}, sample {sample_index}, which does not exist",
-                where=INDEX_SQLITE if self.index is None else self.index.where,
-                remedy="The index belongs to other tars: prepare the data set again.",
-            )
 
     def find_one(self, key: str) -> tuple[int, int]:
         """(shard, sample_index) of the only sample that has a key; raises as `find`.
@@ -152,22 +139,6 @@ class Places:
         raise SelectionError(
             f"{len(found)} samples have the key {brief(key)}, in {shards}", where="key", remedy="Take them by position."
         )
-
-    def place(self, key: str) -> tuple[int, int, Sample]:
-        """(shard, sample_index, sample) of the only sample that has a key; raises as `find_one`.
-
-        Raises:
-            CorruptShardError: the tar has another sample there.
-        """
-        found = self.index.sample(key) if self.index is not None else None
-        if found is not None:
-            self._check_exists(*found[:2], key)
-            return found
-        shard, sample_index = self.find_one(key)
-        (sample,) = self.samples(shard, sample_index, sample_index + 1)
-        if sample.key != key:
-            raise self.stale(shard, f"the index has {brief(key)} there, the tar {brief(sample.key)}")
-        return shard, sample_index, sample
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -213,23 +184,22 @@ class Places:
         """Bytes `start` to `end` of a part, as a slice takes them; the headers before the part are fetched and compared."""
         first, last, _ = slice(start, end).indices(part.nbytes)
         before = [each.offset + -(-each.nbytes // BLOCK) * BLOCK for each in sample.parts if each.offset < part.offset]
-        headers = max([sample.offset, *before])
-        begin, stop = part.offset + first, part.offset + max(first, last)
-        # One range where the bytes follow their headers.
-        starts, ends = ([headers, begin], [part.offset, stop]) if first else ([headers], [stop])
-        pieces = self.transport.get_ranges(self.documents.shards[shard], starts=starts, ends=ends)
-        data = memoryview(pieces[0])
-        self._check_headers(shard, sample.key, part, data[: part.offset - headers])
-        return bytes(pieces[1] if first else data[part.offset - headers :])
+        starts = [max([sample.offset, *before]), part.offset + first]
+        ends = [part.offset, part.offset + max(first, last)]
+        headers, data = self.transport.get_ranges(self.documents.shards[shard], starts=starts, ends=ends)
+        self._check_headers(shard, sample.key, part, memoryview(headers))
+        return bytes(data)
 
     def _check_headers(self, shard: int, key: str, part: Part, headers: memoryview) -> None:
-        difference = disagreement(headers, name=f"{key}.{part.name}", nbytes=part.nbytes)
-        if difference is not None:
-            raise self.stale(shard, f"the index has {brief(f'{key}.{part.name}')} at {part.offset:,}, but {difference}")
+        name = f"{key}.{part.name}"
+        if not is_header_of(headers, name=name, nbytes=part.nbytes):
+            raise self.stale(
+                shard, f"the index has {brief(name)} of {part.nbytes:,} bytes at {part.offset:,}, the tar does not"
+            )
 
     def where(self, shard: int) -> str:
         """A shard's address, safe to show."""
-        return full_url(self.transport, self.documents.shards[shard])
+        return self.transport.where(self.documents.shards[shard])
 
     def stale(self, shard: int, message: str) -> CorruptShardError:
         """The error for a tar that is not the one that was indexed."""
@@ -251,16 +221,14 @@ def _runs(ascending: list[int]) -> Iterator[tuple[int, int]]:
         yield numbers[0], numbers[-1] + 1
 
 
-def open_index(transport: Transport, nbytes: int) -> SqliteIndex:
+def _open_index(transport: Transport) -> SqliteIndex:
     """Open the database of a data set; a remote one is fetched whole, to a temporary file.
 
     Raises:
+        NotFoundError: there is none.
         DocumentError: it is not a database, or too large to be fetched.
     """
-    where = full_url(transport, INDEX_SQLITE)
-    (head,) = transport.get_ranges(INDEX_SQLITE, starts=[0], ends=[min(nbytes, len(MAGIC))])
-    if bytes(head) != MAGIC:
-        raise DocumentError(f"it begins with {bytes(head)!r}: it is not an SQLite database", where=where)
+    where, nbytes = transport.where(INDEX_SQLITE), transport.size(INDEX_SQLITE)
     if transport.local_path is not None:
         return SqliteIndex(f"{transport.local_path}/{INDEX_SQLITE}", where=where)
     if nbytes > _MAX_INDEX_NBYTES:
@@ -275,11 +243,10 @@ def open_index(transport: Transport, nbytes: int) -> SqliteIndex:
     except BaseException:
         os.unlink(path)
         raise
-    weakref.finalize(index, _remove, path, os.getpid())
+    weakref.finalize(index, _remove, path)
     return index
 
 
-def _remove(path: str, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child must not delete its parent's file
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

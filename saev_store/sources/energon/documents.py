@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from saev_store.core.layout import IntArray
 from saev_store.documents import parse_json
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, UnsafeContentError, brief
 from saev_store.problems import Problem
-from saev_store.sources.address import full_url
 from saev_store.sources.energon.field_map import FieldPath
 from saev_store.sources.energon.keys import (
     DATASET_YAML,
@@ -42,9 +42,36 @@ _FORMAT_VERSION = "7.4.1"
 #: Modules of sample types that Energon does not export with the others.
 _MODULES = {"VQAOCRSample": f"{MODULE}.flavors.vqa_and_ocr"}
 _MAX_DEPTH = 32
-#: Limit of the samples in one shard, and in all.
-_MAX_COUNT, _MAX_TOTAL = 2**40, 2**50
-_BASE = cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_YAML = cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+class Document(BaseModel):
+    """An untrusted document of Energon; other keys are ignored."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
+
+
+class _Info(Document):
+    #: No tar has 2**36 samples, and numbers of as many shards as a document has room for add up to an int64.
+    shard_counts: dict[str, Annotated[int, Field(ge=0, lt=2**36)]]
+
+
+class _Split(Document):
+    split_parts: dict[str, list[str] | None]
+    exclude: list[str] | None = None
+
+
+class _Definition(Document):
+    sample_type: object = None
+    field_map: dict[str, str] | None = None
+    module: object = Field(None, alias="__module__")
+    name: object = Field(None, alias="__class__")
+    sample_loader: object = None
+    part_filter: object = None
+    decoder: object = None
+
+
+DocumentT = TypeVar("DocumentT", bound=Document)
 
 
 @dataclass(frozen=True)
@@ -54,7 +81,6 @@ class Documents:
     Attributes:
         shards: Paths of the tars below the data set's folder, in the order of `tar_file_id`.
         counts: Number of samples in each, int64.
-        version: The release of Energon that prepared it; None before 7.4.
         splits: Shards of each split, braces expanded, without excluded shards.
         exclude: Excluded samples, as (shard, key).
         sample_type: One of `SAMPLE_TYPES`; `"CrudeWebdataset"` for parts as they are; None for other types.
@@ -64,7 +90,6 @@ class Documents:
 
     shards: tuple[str, ...]
     counts: IntArray
-    version: str | None
     splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     exclude: frozenset[tuple[str, str]] = frozenset()
     sample_type: str | None = None
@@ -80,49 +105,26 @@ def read_documents(transport: Transport) -> Documents:
         DocumentError: a document breaks a rule.
         UnsafeContentError: a document names files outside the folder, or has tags that create objects.
     """
-    info = _load(transport, INFO_JSON, INFO_YAML)
-    if info is None:
+    found = _load(_Info, transport, INFO_JSON, INFO_YAML)
+    if found is None:
         raise NotFoundError(
             f"there is no {INFO_JSON}: this is not an Energon data set, or it was not prepared",
             where=transport.url,
             remedy="Run `saev-store prepare` on a folder of tars.",
         )
-    shards, counts = _counts(*info)
-    version = info[0].get("energon_version")
-    splits, exclude, problems = read_splits(transport, shards)
-    definition = _load(transport, DATASET_YAML)
-    sample_type, field_map = None, dict[str, FieldPath]()
-    if definition is None:
-        message = f"there is no {DATASET_YAML}: parts are returned as they are"
-        problems.append(Problem("no_definition", message, DATASET_YAML, severity="info"))
-    else:
-        sample_type, field_map = _definition(*definition, problems)
+    info, where = found
+    check_shard_names(info.shard_counts, where=where)
+    splits, exclude, problems = read_splits(transport, list(info.shard_counts))
+    sample_type, field_map, others = _read_definition(transport)
     return Documents(
-        shards,
-        np.array(counts, np.int64),
-        version if isinstance(version, str) else None,
+        tuple(info.shard_counts),
+        np.array(list(info.shard_counts.values()), np.int64),
         splits,
         exclude,
         sample_type,
         field_map,
-        tuple(problems),
+        (*problems, *others),
     )
-
-
-def _counts(document: Mapping[object, object], where: str) -> tuple[tuple[str, ...], list[int]]:
-    """The shards and the numbers of samples of an info document."""
-    found = document.get("shard_counts")
-    if not is_mapping(found):
-        raise _error("it has no mapping 'shard_counts' from shards to numbers of samples", where)
-    counts: list[int] = []
-    for name, count in found.items():
-        if type(count) is not int or not 0 <= count < _MAX_COUNT:
-            raise _error(f"{brief(name)}: {brief(count)} is not a number of samples", where)
-        counts.append(count)
-    if sum(counts) >= _MAX_TOTAL:
-        raise _error("its numbers of samples add up to more than any disk holds", where)
-    check_shard_names(found, where=where)
-    return tuple(found), counts
 
 
 def read_splits(
@@ -134,30 +136,22 @@ def read_splits(
         DocumentError: it breaks a rule, or names shards that are not among `shards`.
         UnsafeContentError: a shard is outside the data set.
     """
-    loaded = _load(transport, SPLIT_YAML, SPLIT_JSON)
-    if loaded is None:
-        message = f"there is no {SPLIT_YAML}: the data set has no splits"
-        return {}, frozenset(), [Problem("no_splits", message, SPLIT_YAML, severity="info")]
-    document, where = loaded
-    parts = document.get("split_parts")
-    if not is_mapping(parts):
-        raise _error("it has no mapping 'split_parts' from names of splits to lists of shards", where)
+    found = _load(_Split, transport, SPLIT_YAML, SPLIT_JSON)
+    if found is None:
+        return {}, frozenset(), []
+    document, where = found
     problems: list[Problem] = []
     left, known = MAX_EXPANDED_CHARACTERS, set(shards)
 
-    def names(patterns: object, what: str) -> Iterator[str]:
+    def names(patterns: list[str] | None) -> Iterator[str]:
         nonlocal left
-        if not isinstance(patterns, list | None):
-            raise _error(f"{what} is {brief(patterns)}; it must be a list of names", where)
-        for pattern in cast("list[object]", patterns or []):
-            if not isinstance(pattern, str):
-                raise _error(f"{what} holds {brief(pattern)}, which is not a text; put quotes around it", where)
-            found = expand(pattern, where=where, max_characters=left)
-            left -= sum(map(len, found)) + 64 * len(found)
-            yield from found
+        for pattern in patterns or ():
+            made = expand(pattern, where=where, max_characters=left)
+            left -= sum(map(len, made)) + 64 * len(made)
+            yield from made
 
     excluded_shards, excluded = set[str](), set[tuple[str, str]]()
-    for entry in names(document.get("exclude"), "exclude"):
+    for entry in names(document.exclude):
         # A key may have slashes, so each beginning of the entry may be the shard.
         slashes = [i for i, character in enumerate(entry) if character == "/"]
         shard = next((entry[:i] for i in reversed(slashes) if entry[:i] in known), None)
@@ -169,51 +163,49 @@ def read_splits(
             message = f"exclude names {brief(entry)}, which is neither a shard nor a sample of one: it is ignored"
             problems.append(Problem("unknown_exclude", message, where, severity="info"))
     splits: dict[str, tuple[str, ...]] = {}
-    for name, patterns in parts.items():
-        listed = list(names(patterns, f"split_parts[{name!r}]"))
+    for name, patterns in document.split_parts.items():
+        listed = list(names(patterns))
         check_shard_names(listed, where=where)
         unknown = next((shard for shard in listed if shard not in known), None)
         if unknown is not None:
             raise _error(f"it names {brief(unknown)}, a shard that the index does not have", where)
-        kept = tuple(shard for shard in listed if shard not in excluded_shards)
-        if len(set(kept)) < len(kept):
+        splits[name] = tuple(shard for shard in listed if shard not in excluded_shards)
+        if len(set(splits[name])) < len(splits[name]):
             message = f"split {name!r} lists a shard twice: its samples come twice"
             problems.append(Problem("repeated_shard", message, where, severity="warning"))
-        splits[name] = kept
     return splits, frozenset(excluded), problems
 
 
-def _definition(
-    document: Mapping[object, object], where: str, problems: list[Problem]
-) -> tuple[str | None, dict[str, FieldPath]]:
-    """The sample type and field map of a `dataset.yaml`; warnings are added to `problems`."""
-    nested = document.get("sample_type")
-    types = nested if is_mapping(nested) else document
-    module, name = types.get("__module__"), types.get("__class__")
-    if types is document and isinstance(name, str) and name != CRUDE and name.endswith("Webdataset"):
+def _read_definition(transport: Transport) -> tuple[str | None, dict[str, FieldPath], list[Problem]]:
+    """The sample type and field map of `dataset.yaml`, and warnings about it."""
+    found = _load(_Definition, transport, DATASET_YAML)
+    if found is None:
+        return None, {}, []
+    document, where = found
+    module, name = document.module, document.name
+    if isinstance(types := document.sample_type, dict):
+        types = cast("dict[object, object]", types)
+        module, name = types.get("__module__"), types.get("__class__")
+    elif isinstance(name, str) and name != CRUDE and name.endswith("Webdataset"):
         name = name.removesuffix("Webdataset") + "Sample"  # the classes that older releases name
+    problems: list[Problem] = []
     sample_type = name if isinstance(name, str) and (name in SAMPLE_TYPES or name == CRUDE) else None
     if sample_type is None or not isinstance(module, str) or not f"{module}.".startswith(f"{MODULE}."):
         message = f"the sample type is {brief(module)}, {brief(name)}: not one of Energon's, so parts are returned as they are"
         problems.append(Problem("unknown_sample_type", message, where, severity="warning"))
         sample_type = None
-    found, field_map = document.get("field_map"), dict[str, FieldPath]()
-    if found is not None and not is_mapping(found):
-        raise _error(f"field_map is {brief(found)}; it must map fields to parts", where)
-    for name, path in (found or {}).items():
-        if not isinstance(path, str):
-            raise _error(f"field_map has {brief(path)}; it must map fields to parts", where)
-        try:
-            field_map[name] = FieldPath.parse(path, where=where)
-        except ArgumentError as error:
-            raise _error(error.message, where) from None
+    try:
+        field_map = {name: FieldPath.parse(path, where=where) for name, path in (document.field_map or {}).items()}
+    except ArgumentError as error:
+        raise _error(error.message, where) from None
     if sample_type in SAMPLE_TYPES and field_map:
         SAMPLE_TYPES[sample_type].check_fields(field_map, where=where)
     for name in ("sample_loader", "part_filter", "decoder"):
-        if document.get(name) is not None:
-            message = f"{name} is code ({brief(document[name])}); it is not run, parts are returned as they are"
+        code: object = getattr(document, name)
+        if code is not None:
+            message = f"{name} is code ({brief(code)}); it is not run, parts are returned as they are"
             problems.append(Problem("code_not_run", message, where, severity="warning"))
-    return (None if document.get("sample_loader") is not None else sample_type), field_map
+    return (None if document.sample_loader is not None else sample_type), field_map, problems
 
 
 def info_bytes(shards: Mapping[str, int]) -> bytes:
@@ -239,17 +231,7 @@ def _dump(value: object) -> bytes:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=2**20).encode()
 
 
-# -- untrusted YAML ----------------------------------------------------------------------------------------------------
-
-
-class _Loader(_BASE):
-    """The safe loader; a repeated key in a mapping is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        made = super().construct_mapping(node, deep=deep)
-        if len(made) < len(node.value):
-            raise yaml.constructor.ConstructorError(None, None, "a key is repeated", node.start_mark)
-        return made
+# -- untrusted documents -----------------------------------------------------------------------------------------------
 
 
 def load_yaml(raw: bytes, *, where: str) -> object:
@@ -257,11 +239,11 @@ def load_yaml(raw: bytes, *, where: str) -> object:
 
     Raises:
         UnsafeContentError: the document has tags, which create objects.
-        DocumentError: it is not YAML, is nested deeper than such a document is, repeats a key, or has references.
+        DocumentError: it is not YAML, is nested deeper than such a document is, or has references.
     """
     try:
         text, depth = raw.decode("utf-8-sig"), 0
-        for event in cast("Iterator[Any]", yaml.parse(text, Loader=_BASE)):  # pyright: ignore[reportUnknownMemberType]  # the stubs
+        for event in cast("Iterator[Any]", yaml.parse(text, Loader=_YAML)):  # pyright: ignore[reportUnknownMemberType]  # the stubs
             if getattr(event, "tag", None) is not None:
                 raise UnsafeContentError(
                     f"line {event.start_mark.line + 1} has the tag {brief(event.tag)}; the document must be plain data",
@@ -271,28 +253,35 @@ def load_yaml(raw: bytes, *, where: str) -> object:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
                 raise _error(f"it has references, or is nested more than {_MAX_DEPTH} levels deep", where)
-        return cast("object", yaml.load(text, Loader=_Loader))  # noqa: S506 - a safe loader
+        return cast("object", yaml.load(text, Loader=_YAML))  # noqa: S506 - a safe loader
     except SaevStoreError:  # some of ours are ValueErrors
         raise
     except (yaml.YAMLError, ValueError, LookupError, OverflowError, TypeError) as error:
         raise _error(f"it is not YAML that can be read: {' '.join(str(error).split())}", where) from None
 
 
-def is_mapping(value: object) -> TypeGuard[Mapping[str, object]]:
-    """Return True for a mapping with keys that are text."""
-    return isinstance(value, dict) and all(isinstance(key, str) for key in cast("dict[object, object]", value))
+def check_document(model: type[DocumentT], found: object, *, where: str) -> DocumentT:
+    """The fields of a document.
+
+    Raises:
+        DocumentError: one is missing, or of another type.
+    """
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = "".join(f"[{part!r}]" for part in first["loc"])
+        raise _error(f"{place or 'it'} is {brief(first['input'])}: {first['msg']}", where) from None
 
 
-def _load(transport: Transport, *paths: str) -> tuple[Mapping[object, object], str] | None:
-    """The first of some documents that exists, a mapping, and its address."""
+def _load(model: type[DocumentT], transport: Transport, *paths: str) -> tuple[DocumentT, str] | None:
+    """The first of some documents that exists, and its address."""
     for path in paths:
-        is_json, where = path.endswith(".json"), full_url(transport, path)
+        is_json, where = path.endswith(".json"), transport.where(path)
         with contextlib.suppress(NotFoundError):
             raw = transport.read(path, max_bytes=MAX_JSON_NBYTES if is_json else MAX_YAML_NBYTES)
             found = parse_json(raw, where=where, max_nbytes=MAX_JSON_NBYTES) if is_json else load_yaml(raw, where=where)
-            if not isinstance(found, dict):
-                raise _error("it is not a mapping", where)
-            return cast("dict[object, object]", found), where
+            return check_document(model, found, where=where), where
     return None
 
 

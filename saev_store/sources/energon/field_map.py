@@ -22,7 +22,6 @@ from saev_store.sources.pixels import FORMATS, opened
 Images = Literal["rgb8", "torchrgb", "bytes"]
 IMAGES: tuple[Images, ...] = ("rgb8", "torchrgb", "bytes")
 _MAX_JSON_NBYTES = 256 << 20
-_MAX_INTEGER_NBYTES = 256
 _OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _MISSING = object()
 
@@ -102,8 +101,6 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
             case "txt" | "text" | "transcript":
                 return raw.decode()
             case "cls" | "cls2" | "index" | "inx" | "id":
-                if len(raw) > _MAX_INTEGER_NBYTES:  # Python needs quadratic time for long ones
-                    raise ValueError(f"{len(raw):,} bytes are not a number; it may have {_MAX_INTEGER_NBYTES}")
                 return int(raw)
             case "npy":
                 return _npy(raw)

@@ -57,7 +57,7 @@ class EnergonFileSystem(AbstractFileSystem):
         return path.removeprefix("energon://").strip("/")
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """The entries of a folder, its folders first, or the file itself; sorted as UTF-8."""
+        """The entries of a folder, or the file itself; sorted as UTF-8."""
         path = self._strip_protocol(path)
         entry = self.info(path)
         entries = list(self.entries(path)) if entry["type"] == "directory" else [entry]
@@ -66,12 +66,12 @@ class EnergonFileSystem(AbstractFileSystem):
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Name, size and type of a file or folder."""
         path = self._strip_protocol(path)
-        found, index = split_name(path), self.dataset.places.index
+        found = split_name(path)
         if found is not None and self._is_key(found[0]):
             for part in self.dataset.parts(found[0]):
                 if part.name == found[1]:
                     return {"name": path, "size": part.nbytes, "type": "file"}
-        if not path or (index is not None and index.has_folder(path)):
+        if not path or next(self.entries(path), None) is not None:
             return {"name": path, "size": 0, "type": "directory"}
         raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
 
@@ -87,11 +87,15 @@ class EnergonFileSystem(AbstractFileSystem):
                 where=self.dataset.url,
                 remedy="Run `saev-store prepare --overwrite`.",
             )
-        for name in index.folders(folder):
-            yield {"name": name, "size": 0, "type": "directory"}
-        after = ("", 0)
+        start, after = len(folder) + 1 if folder else 0, ("", 0)
         while rows := index.files(folder, after):
             for key, offset, part, nbytes in rows:
+                inner, slash, _ = key[start:].partition("/")
+                if slash:  # continue behind all that this folder has: "0" follows "/"
+                    name = key[: start + len(inner)]
+                    yield {"name": name, "size": 0, "type": "directory"}
+                    after = (f"{name}0", -1)
+                    break
                 yield {"name": f"{key}.{part}", "size": nbytes, "type": "file"}
                 after = (key, offset)
 

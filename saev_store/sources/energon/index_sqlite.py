@@ -2,7 +2,7 @@
 
 The database is opened read-only and immutable. Its schema is checked before its rows are read: views, triggers, virtual tables
 and generated columns are refused. Every statement has a time limit. SQLite columns hold values of any type, so every value is
-checked when it is read.
+checked when it is read. Places are compared with the headers in the tars, by whoever reads there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from saev_store.errors import DeadlineError, DocumentError, TransportError, Unsa
 from saev_store.problems import Problem
 from saev_store.sources.energon.tars import BLOCK, Part, Sample, Shard
 
-MAGIC = b"SQLite format 3\0"
 #: Time limit of a statement.
 TIMEOUT_S = 60.0
-#: Parts of the files of a folder that are read at once.
-PAGE = 10_000
 _COLUMNS = {
     "samples": ("tar_file_id", "sample_key", "sample_index", "byte_offset", "byte_size"),
     "sample_parts": ("tar_file_id", "sample_index", "part_name", "content_byte_offset", "content_byte_size"),
@@ -39,22 +36,19 @@ _MAX_TEXT_NBYTES = 1 << 20
 _MAX_NUMBER = 2**62
 #: Limit of the rows of one statement about `n` samples: this, and 64 for each.
 _MAX_ROWS = 100_000
+#: Parts of a folder that are read at once.
+_PAGE = 1_000
 
 _JOIN = "samples AS s JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index"
 _SAMPLES = (
-    "SELECT s.tar_file_id, s.sample_index, s.sample_key, s.byte_offset, s.byte_size,"  # noqa: S608 - constants
-    " p.part_name, p.content_byte_offset, p.content_byte_size FROM " + _JOIN
+    "SELECT s.sample_index, s.sample_key, s.byte_offset, s.byte_size, p.part_name, p.content_byte_offset,"  # noqa: S608 - constants
+    f" p.content_byte_size FROM {_JOIN} WHERE s.tar_file_id = ? AND s.sample_index >= ? AND s.sample_index < ?"
+    " ORDER BY s.sample_index, p.content_byte_offset LIMIT ?"
 )
 _FILES = (
-    "SELECT s.sample_key, p.content_byte_offset, p.part_name, p.content_byte_size FROM "  # noqa: S608 - constants
-    + _JOIN
-    + " WHERE s.sample_key >= ?"
-    " AND s.sample_key < ? AND instr(substr(s.sample_key, ?), '/') = 0 AND (s.sample_key, p.content_byte_offset) > (?, ?)"
+    f"SELECT s.sample_key, p.content_byte_offset, p.part_name, p.content_byte_size FROM {_JOIN}"  # noqa: S608 - constants
+    " WHERE s.sample_key >= ? AND s.sample_key < ? AND (s.sample_key, p.content_byte_offset) > (?, ?)"
     " ORDER BY s.sample_key, p.content_byte_offset LIMIT ?"
-)
-_FOLDERS = (
-    "SELECT DISTINCT substr(sample_key, 1, instr(substr(sample_key, ?), '/') + ?) FROM samples"
-    " WHERE sample_key > ? AND sample_key < ? AND instr(substr(sample_key, ?), '/') > 0 ORDER BY 1"
 )
 
 
@@ -67,7 +61,6 @@ class SqliteIndex:
 
     Attributes:
         has_parts: True if it lists single parts; those of Energon 6 list samples only.
-        unique_keys: True if its schema ensures that no two samples share a key.
 
     Raises:
         UnsafeContentError: it has views, triggers, virtual tables or computed columns.
@@ -95,62 +88,33 @@ class SqliteIndex:
                 self._refuse(f"table {table!r} has no column {', '.join(missing)}; it has {', '.join(found) or 'none'}")
             if any(row[6] for row in found.values()):
                 self._refuse_unsafe(f"table {table!r} has computed columns")
-        unique = [str(row[1]).replace('"', '""') for row in self._rows("PRAGMA index_list(samples)") if row[2]]
-        keys = [[row[2] for row in self._rows(f'PRAGMA index_info("{name}")')] for name in unique]
-        self.unique_keys = ["sample_key"] in keys
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def samples(self, shard: int, first: int, end: int) -> list[Sample]:
-        """Samples `first` to `end` of a shard with their parts, in order; every number is checked against the others.
+        """Samples `first` to `end` of a shard with their parts, in order.
 
         Raises:
-            DocumentError: one is not there exactly once, has no part, or is not inside its place.
+            DocumentError: one is not there exactly once, or has no part, or one outside its place.
         """
         limit = (end - first) * 64 + _MAX_ROWS
-        condition = "WHERE s.tar_file_id = ? AND s.sample_index >= ? AND s.sample_index < ?"
-        order = "ORDER BY s.sample_index, p.content_byte_offset LIMIT ?"
-        found = self._grouped(f"{_SAMPLES} {condition} {order}", shard, first, end, limit)
+        rows = self._rows(_SAMPLES, shard, first, end, limit)
+        if len(rows) == limit:
+            self._refuse(f"it has more than {limit:,} parts there")
+        self._check(rows, (int, str, int, int, str, int, int))
+        found: list[tuple[int, Sample]] = []
+        for (index, key, offset, nbytes), group in groupby(rows, key=lambda row: row[:4]):
+            parts = [Part(*row[4:]) for row in group]
+            ends = [offset, *(part.offset + part.nbytes for part in parts)]
+            if ends[-1] > offset + nbytes or any(
+                part.offset < end + BLOCK for part, end in zip(parts, ends, strict=False)
+            ):
+                self._refuse(f"a part of {brief(key)} is outside of the sample, or overlaps another one")
+            found.append((index, Sample(key, offset, nbytes, parts)))
         # The end may be a number that a file claims, so the lengths are compared first.
-        if len(found) != end - first or [index for _, index, _ in found] != list(range(first, end)):
+        if len(found) != end - first or [index for index, _ in found] != list(range(first, end)):
             self._refuse(f"samples {first} to {end - 1} of shard {shard} are not there exactly once, with parts")
-        return [sample for _, _, sample in found]
-
-    def sample(self, key: str) -> tuple[int, int, Sample] | None:
-        """Shard, number and place of the only sample with a key; None if there is none, or keys may be repeated."""
-        if not (self.has_parts and self.unique_keys):
-            return None
-        order = "ORDER BY s.tar_file_id, s.sample_index, p.content_byte_offset LIMIT ?"
-        found = self._grouped(f"{_SAMPLES} WHERE s.sample_key = ? {order}", key, _MAX_ROWS)
-        return found[0] if len(found) == 1 else None
-
-    def _grouped(self, statement: str, *values: object) -> list[tuple[int, int, Sample]]:
-        """(shard, sample_index, sample) from rows of one part each."""
-        rows = self._rows(statement, *values)
-        if len(rows) == values[-1]:
-            self._refuse(f"it has more than {len(rows):,} parts there")
-        self._check(rows, (int, int, str, int, int, str, int, int))
-        samples: list[tuple[int, int, Sample]] = []
-        for (shard, index, key, offset, nbytes), parts in groupby(rows, key=lambda row: row[:5]):
-            sample = Sample(key, offset, nbytes, [Part(*row[5:]) for row in parts])
-            self._check_places(sample, f"sample {index} of shard {shard}")
-            samples.append((shard, index, sample))
-        return samples
-
-    def _check_places(self, sample: Sample, what: str) -> None:
-        """Check that a sample has whole blocks, and each part once, with a header in front of it, behind the part before."""
-        before, end = sample.offset, sample.offset + sample.nbytes
-        names: set[str] = set()
-        for part in sample.parts:
-            if part.offset - BLOCK < before or part.offset % BLOCK or part.name in names:
-                break
-            names.add(part.name)
-            before = part.offset + part.nbytes
-        if len(names) < len(sample.parts) or before > end or sample.offset % BLOCK or sample.nbytes % BLOCK:
-            self._refuse(
-                f"{what} is at {sample.offset:,} and has {sample.nbytes:,} bytes and {len(sample.parts)} parts: a part is outside,"
-                " there twice, or overlaps another one, or there is no whole number of blocks"
-            )
+        return [sample for _, sample in found]
 
     def last(self, shard: int) -> tuple[int, int]:
         """Number of samples of a shard, and the end of the last one; (0, 0) without samples."""
@@ -161,16 +125,6 @@ class SqliteIndex:
         self._check(rows, (int, int, int))
         return (rows[0][0] + 1, rows[0][1] + rows[0][2]) if rows else (0, 0)
 
-    def counts(self) -> dict[int, tuple[int, int]]:
-        """Number of samples, and of parts, of each `tar_file_id`; reads every row."""
-        found: dict[int, list[int]] = {}
-        for i, table in enumerate(("samples", "sample_parts")):
-            rows = self._rows(f"SELECT tar_file_id, COUNT(*) FROM {table} GROUP BY 1")  # noqa: S608 - a constant
-            self._check(rows, (int, int))
-            for shard, count in rows:
-                found.setdefault(shard, [0, 0])[i] = count
-        return {shard: (samples, parts) for shard, (samples, parts) in sorted(found.items())}
-
     def find(self, key: str) -> list[tuple[int, int]]:
         """(shard, sample_index) of the samples with a key: none, one, or (Energon 7.0) several."""
         rows = self._rows(
@@ -178,30 +132,16 @@ class SqliteIndex:
         )
         return self._check(rows, (int, int))
 
-    def repeated_keys(self) -> list[str]:
-        """Keys that several samples share, at most 100."""
-        if self.unique_keys:
-            return []
-        rows = self._rows("SELECT sample_key FROM samples GROUP BY sample_key HAVING COUNT(*) > 1 LIMIT 100")
-        return [key for (key,) in self._check(rows, (str,))]
-
-    def folders(self, folder: str) -> list[str]:
-        """The folders directly in a folder of sample keys, in the order of their UTF-8 bytes; `""` is the root."""
-        prefix, end, start = _bounds(folder)
-        return [name for (name,) in self._check(self._rows(_FOLDERS, start, start - 2, prefix, end, start), (str,))]
-
     def files(self, folder: str, after: tuple[str, int]) -> list[tuple[str, int, str, int]]:
-        """Key, offset, name and size of the first parts directly in a folder behind `after`, a key and an offset: a page."""
+        """Key, offset, name and size of the first parts below a folder behind `after`, a key and an offset: a page.
+
+        They are in the order of their keys' UTF-8 bytes; `""` is the root.
+        """
         if not self.has_parts:
             self._refuse("it does not list parts, which Energon 6 did not index")
-        prefix, end, start = _bounds(folder)
-        rows = self._rows(_FILES, max(prefix, after[0]), end, start, *after, PAGE)
-        return self._check(rows, (str, int, str, int))
-
-    def has_folder(self, folder: str) -> bool:
-        """Return True if the key of a sample begins with this folder."""
-        prefix, end, _ = _bounds(folder)
-        return bool(self._rows("SELECT 1 FROM samples WHERE sample_key > ? AND sample_key < ? LIMIT 1", prefix, end))
+        # "0" follows "/"; every text sorts before a blob.
+        first, end = (f"{folder}/", f"{folder}0") if folder else ("", b"")
+        return self._check(self._rows(_FILES, max(first, after[0]), end, *after, _PAGE), (str, int, str, int))
 
     def _check(self, rows: list[Any], kinds: Sequence[type]) -> list[Any]:
         """The rows, once every value is text, or an integer that is neither negative nor huge."""
@@ -241,17 +181,13 @@ class SqliteIndex:
         if self._db is None or self._pid != os.getpid():  # a forked child needs a connection of its own
             # Immutable: no journal is replayed, and nothing is locked.
             uri = f"file:{quote(self._path)}?mode=ro&immutable=1"
-            self._db = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
-            self._finalizer, self._pid, deadline_s = (
-                weakref.finalize(self, self._db.close),
-                os.getpid(),
-                self._deadline_s,
-            )
-            self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_NBYTES)
-            self._db.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+            self._db = db = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
+            self._finalizer, self._pid, deadline_s = weakref.finalize(self, db.close), os.getpid(), self._deadline_s
+            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_NBYTES)
+            db.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
             for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON", "mmap_size = 0"):
-                self._db.execute(f"PRAGMA {pragma}").close()
-            self._db.set_progress_handler(lambda: time.monotonic() > deadline_s[0], 100_000)
+                db.execute(f"PRAGMA {pragma}").close()
+            db.set_progress_handler(lambda: time.monotonic() > deadline_s[0], 100_000)
         return self._db
 
     def close(self) -> None:
@@ -262,39 +198,26 @@ class SqliteIndex:
             self._db = None
 
 
-def _bounds(folder: str) -> tuple[str, str | bytes, int]:
-    """Lower and upper bound of the keys in a folder, and the position of the character behind its name, from 1."""
-    # "0" follows "/"; every text sorts before a blob.
-    return (f"{folder}/", f"{folder}0", len(folder) + 2) if folder else ("", b"", 1)
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 _NAMESPACE = uuid.UUID("d0a3a1d8-8e6a-5b0f-9e6e-3f2f4a4c9b10")
-#: No journal and no syncs: after a failure the file is deleted.
-_BEFORE = (
-    "PRAGMA journal_mode = OFF",
-    "PRAGMA synchronous = OFF",
-    (
-        "CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, sample_index INTEGER NOT NULL,"
-        " byte_offset INTEGER, byte_size INTEGER)"
-    ),
-    (
-        "CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT, content_byte_offset INTEGER,"
-        " content_byte_size INTEGER)"
-    ),
-    "BEGIN",
-)
-_AFTER = (
-    "CREATE INDEX idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index)",
-    "CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset)",
-    (
-        "CREATE INDEX idx_sample_parts_full ON sample_parts"
-        "(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)"
-    ),
-    "COMMIT",
-    "PRAGMA journal_mode = DELETE",
-)
+#: The tables and indices of Energon 7.4. No journal and no syncs: after a failure the file is deleted.
+_BEFORE = """
+PRAGMA journal_mode = OFF;
+PRAGMA synchronous = OFF;
+CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, sample_index INTEGER NOT NULL,
+    byte_offset INTEGER, byte_size INTEGER);
+CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT, content_byte_offset INTEGER,
+    content_byte_size INTEGER);
+BEGIN;
+"""
+_AFTER = """
+CREATE INDEX idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index);
+CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset);
+CREATE INDEX idx_sample_parts_full ON sample_parts
+    (tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size);
+PRAGMA journal_mode = DELETE;
+"""
 
 
 def build_index(path: str, shards: Iterable[Shard], *, where: str) -> str:
@@ -307,36 +230,27 @@ def build_index(path: str, shards: Iterable[Shard], *, where: str) -> str:
     hasher = xxhash.xxh3_128()
     db = sqlite3.connect(path, isolation_level=None)
     try:
-        for statement in _BEFORE:
-            db.execute(statement).close()
+        db.executescript(_BEFORE)
         for shard_id, shard in enumerate(shards):
             hasher.update(json.dumps((shard.name, shard.nbytes, shard.samples)).encode())
-            samples = [(shard_id, key, i, offset, nbytes) for i, (key, offset, nbytes, _) in enumerate(shard.samples)]
+            samples = ((shard_id, key, i, offset, nbytes) for i, (key, offset, nbytes, _) in enumerate(shard.samples))
             n_before = db.total_changes
-            db.executemany("INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?, ?)", samples)
-            if db.total_changes - n_before < len(samples):
-                raise _repeated_key(db, shard_id, shard, where)
+            try:
+                db.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", samples)
+            except sqlite3.IntegrityError:
+                index = db.total_changes - n_before
+                message = f"sample {index} has the key {brief(shard.samples[index].key)}, and so has a sample before it"
+                raise DocumentError(
+                    f"{brief(shard.name)}: {message}",
+                    where=where,
+                    remedy="Give each sample a name of its own; files of one sample must follow each other in the tar.",
+                    problems=[Problem("repeated_key", message, shard.name)],
+                ) from None
             parts = ((shard_id, i, *part) for i, sample in enumerate(shard.samples) for part in sample.parts)
             db.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
-        for statement in _AFTER:
-            db.execute(statement).close()
+        db.executescript(_AFTER)  # which commits first
     except sqlite3.Error as error:
         raise TransportError(f"the database could not be written: {error}", where=path) from error
     finally:
         db.close()
     return str(uuid.uuid5(_NAMESPACE, hasher.hexdigest()))
-
-
-def _repeated_key(db: sqlite3.Connection, shard_id: int, shard: Shard, where: str) -> DocumentError:
-    """The error for the first key of a shard that was left out, because a sample before it has the key."""
-    statement = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
-    kept = ((i, sample.key, db.execute(statement, (sample.key,)).fetchone()) for i, sample in enumerate(shard.samples))
-    index, key, first = next(each for each in kept if each[2] != (shard_id, each[0]))
-    there = f"sample {first[1]} of shard {first[0]}"
-    message = f"sample {index} of {brief(shard.name)} has the key {brief(key)}, and so has {there}"
-    return DocumentError(
-        message,
-        where=where,
-        remedy="Give each sample a name of its own; files of one sample must follow each other in the tar.",
-        problems=[Problem("repeated_key", message, shard.name)],
-    )

@@ -4,40 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, Self, SupportsIndex, cast
+from typing import Self, SupportsIndex, cast
 
 import numpy.typing as npt
 
 from saev_store._runtime.threads import ahead
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError, UnsafeContentError, brief
+from saev_store.names import joined_url
 from saev_store.sources._source import DigestScope, Source
-from saev_store.sources.address import Url, full_url
+from saev_store.sources.address import Url
 from saev_store.sources.energon.field_map import FieldPath, resolve
 from saev_store.sources.energon.keys import is_safe_path
 from saev_store.sources.energon.reader import EnergonDataset, RawSample
 from saev_store.transport import Engine, Transport, open_transport
 from saev_store.validation import Report
 
-#: Limit of the files that one sample may name.
-MAX_NAMES = 10_000
-MAX_FILE_NBYTES = 1 << 40
 _N_THREADS = 16
-
-
-class MediaFiles(Protocol):
-    """Files by name: an `EnergonDataset`, a `FolderFiles`, or another object with these methods."""
-
-    def file(self, name: str) -> bytes:
-        """The content of a file; may be called by several threads at once.
-
-        Raises:
-            SelectionError, NotFoundError: there is no such file.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release maps and connections."""
-        ...
 
 
 class FolderFiles:
@@ -67,7 +49,7 @@ class FolderFiles:
         """
         if not is_safe_path(name):
             raise UnsafeContentError(f"{brief(name)} names a file outside the folder", where=self.transport.url)
-        return self.transport.read(name, max_bytes=MAX_FILE_NBYTES)
+        return self.transport.read(name)
 
     def close(self) -> None:
         """Release maps and connections; later reads open the files again."""
@@ -110,7 +92,11 @@ class JoinedDataset(Source[JoinedSample]):
     format = "energon"
 
     def __init__(
-        self, primary: EnergonDataset, auxiliary: Mapping[str, MediaFiles], *, names: Mapping[str, str]
+        self,
+        primary: EnergonDataset,
+        auxiliary: Mapping[str, EnergonDataset | FolderFiles],
+        *,
+        names: Mapping[str, str],
     ) -> None:
         if set(names) != set(auxiliary):
             raise ArgumentError(
@@ -121,10 +107,6 @@ class JoinedDataset(Source[JoinedSample]):
         self.primary, self.auxiliary = primary, dict(auxiliary)
         self.url, self.problems, self.splits = primary.url, primary.problems, primary.splits
         self._names = dict(names)
-        # Threads shorten round trips, and cost time where there are none.
-        self._is_local = all(
-            isinstance(each, (EnergonDataset, FolderFiles)) and each.transport.is_local for each in auxiliary.values()
-        )
         self._paths = {name: FieldPath.parse(path, where=f"names[{name!r}]") for name, path in names.items()}
 
     def __len__(self) -> int:
@@ -165,7 +147,7 @@ class JoinedDataset(Source[JoinedSample]):
         Raises:
             DocumentError: a name is no text.
         """
-        where = full_url(self.primary.transport, f"{sample.shard}/{sample.key}")
+        where = joined_url(self.url, f"{sample.shard}/{sample.key}")
         try:
             value = resolve(self._paths[auxiliary], sample.parts, where=where, images="bytes")
         except DocumentError as error:
@@ -174,23 +156,20 @@ class JoinedDataset(Source[JoinedSample]):
             return []
         if isinstance(value, str):
             return [value.strip()]
-        if value is None:
-            return []
-        names = cast("list[object]", value) if isinstance(value, list) else list[object]()
-        texts = [item for item in names if isinstance(item, str)]
-        if not isinstance(value, list) or len(texts) != len(names) or len(texts) > MAX_NAMES:
-            raise DocumentError(
-                f"{brief(cast('object', value))} is neither a file name nor a list of up to {MAX_NAMES:,}", where=where
-            )
+        names: object = [] if value is None else value
+        texts = (
+            [item for item in cast("list[object]", names) if isinstance(item, str)] if isinstance(names, list) else []
+        )
+        if texts != names:
+            raise DocumentError(f"{brief(value)} is neither a file name nor a list of them", where=where)
         return texts
 
     def _join(self, samples: list[RawSample]) -> list[JoinedSample]:
         wanted = [{name: self.names(sample, name) for name in self.auxiliary} for sample in samples]
         todo = list(dict.fromkeys((name, file) for each in wanted for name, files in each.items() for file in files))
-        if len(todo) < 2 or self._is_local:
-            contents = {each: self._file(each) for each in todo}
-        else:
-            contents = dict(zip(todo, ahead(self._file, todo, _N_THREADS), strict=True))
+        # Threads shorten round trips, and cost time where there are none.
+        n_threads = 1 if all(each.transport.is_local for each in self.auxiliary.values()) else _N_THREADS
+        contents = dict(zip(todo, ahead(self._file, todo, n_threads), strict=True))
         return [
             JoinedSample(sample, {name: {file: contents[name, file] for file in files} for name, files in each.items()})
             for sample, each in zip(samples, wanted, strict=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+
+from pydantic import Field
 
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
-from saev_store.sources.address import Url, address_below, full_url, locate, split_address
-from saev_store.sources.energon.documents import MAX_YAML_NBYTES, MODULE, is_mapping, load_yaml
-from saev_store.sources.energon.joins import FolderFiles, JoinedDataset, MediaFiles
+from saev_store.names import joined_url
+from saev_store.sources.address import Url, locate, split_address
+from saev_store.sources.energon.documents import MAX_YAML_NBYTES, MODULE, Document, check_document, load_yaml
+from saev_store.sources.energon.joins import FolderFiles, JoinedDataset
 from saev_store.sources.energon.reader import EnergonDataset
 from saev_store.transport import Engine
 
@@ -19,6 +21,19 @@ _CLASS = "MetadatasetV2"
 _FOLDER = re.compile(r"filesystem(?:\+([A-Za-z][A-Za-z0-9+.-]*))?://")
 #: Ways to combine several primary data sets, or to take a part of one.
 _NOT_READ = ("blend", "blend_epochized", "join", "dataset_config", "split_config", "subset")
+
+
+class _Metadataset(Document):
+    module: str = Field(alias="__module__", pattern=f"^{re.escape(MODULE)}")
+    name: str = Field(alias="__class__", pattern=f"^{_CLASS}$")
+    splits: dict[str, dict[str, object]]
+
+
+class _Split(Document):
+    path: str
+    split_part: str | None = None
+    aux: dict[str, str] | None = None
+    subflavors: dict[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,16 +86,47 @@ def read_metadataset(
     ('memory://lab/texts', {'images': 'memory://lab/images'}, {'clips': 'memory://lab/clips'})
     """
     transport, name = locate(url, storage_options, engine=engine, transport=None)
-    where = full_url(transport, name)
-    document = load_yaml(transport.read(name, max_bytes=MAX_YAML_NBYTES), where=where)
-    found: Mapping[str, object] = document if is_mapping(document) else {}
-    module, kind, splits = found.get("__module__"), found.get("__class__"), found.get("splits")
-    if kind != _CLASS or not isinstance(module, str) or not module.startswith(MODULE) or not is_mapping(splits):
-        raise DocumentError(
-            f"it is {brief(module)}, {brief(kind)}; a {_CLASS} of {MODULE} with a mapping 'splits' is read", where=where
-        )
-    full_address = partial(_full_address, folder=split_address(os.fspath(url))[0], where=where, outside_ok=outside_ok)
-    return {split: _reference(split, value, full_address, where) for split, value in splits.items()}
+    where = transport.where(name)
+    document = check_document(
+        _Metadataset, load_yaml(transport.read(name, max_bytes=MAX_YAML_NBYTES), where=where), where=where
+    )
+    folder = split_address(os.fspath(url))[0]
+
+    def full_address(address: str) -> str:
+        """An address of the document, relative to its folder, in full."""
+        absolute = "://" in address or "::" in address or address.startswith("/")
+        if not address or "\0" in address:
+            raise DocumentError(f"{brief(address)} is not a path", where=where)
+        if (absolute or ".." in address.split("/")) and not outside_ok:
+            raise UnsafeContentError(
+                f"{brief(address)} is not below the document's folder",
+                where=where,
+                remedy="Pass outside_ok=True if you trust the document.",
+            )
+        relative = "/".join(part for part in address.split("/") if part not in {"", "."})
+        if absolute or not relative:
+            return address if absolute else folder
+        return joined_url(folder, relative)
+
+    found: dict[str, Reference] = {}
+    for split, value in document.splits.items():
+        if any(name in value for name in _NOT_READ):
+            raise DocumentError(
+                f"splits[{split!r}] is {brief(value)}; one primary data set is read, without {', '.join(_NOT_READ)}",
+                where=where,
+                remedy="Open each of its data sets on its own.",
+            )
+        given = check_document(_Split, value, where=where)
+        auxiliary, folders = dict[str, str](), dict[str, str]()
+        for name, address in (given.aux or {}).items():
+            if (scheme := _FOLDER.match(address)) is None:
+                auxiliary[name] = full_address(address)
+            else:  # the folder's own address: without the word `filesystem`
+                below = address[scheme.end() :]
+                folders[name] = full_address(f"{scheme[1]}://{below}" if scheme[1] else below)
+        part = split if given.split_part is None else given.split_part
+        found[split] = Reference(full_address(given.path), part, auxiliary, folders, given.subflavors or {})
+    return found
 
 
 def open_metadataset(
@@ -119,55 +165,9 @@ def open_metadataset(
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise ArgumentError(f"there is no {brief(unknown[0])}; there are {', '.join(known) or 'none'}", where="names")
-    auxiliary: dict[str, MediaFiles] = {}
+    auxiliary: dict[str, EnergonDataset | FolderFiles] = {}
     for name in names:
         kind = FolderFiles if name in found.folders else EnergonDataset
         auxiliary[name] = kind(known[name], storage_options, engine=engine)
     primary = EnergonDataset(found.primary, storage_options, engine=engine).split(found.split)
     return JoinedDataset(primary, auxiliary, names=names)
-
-
-def _full_address(value: object, what: str, *, folder: str, where: str, outside_ok: bool) -> str:
-    """An address of the document, relative to its folder, in full."""
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise DocumentError(f"{what} is {brief(value)}; it must be a path", where=where)
-    absolute = "://" in value or "::" in value or value.startswith("/")
-    if (absolute or ".." in value.split("/")) and not outside_ok:
-        raise UnsafeContentError(
-            f"{what} is {brief(value)}, which is not below the document's folder",
-            where=where,
-            remedy="Pass outside_ok=True if you trust the document.",
-        )
-    relative = "/".join(part for part in value.split("/") if part not in {"", "."})
-    if absolute or not relative:
-        return value if absolute else folder
-    return address_below(folder, relative)
-
-
-def _reference(split: str, found: object, full_address: Callable[[object, str], str], where: str) -> Reference:
-    what = f"splits[{split!r}]"
-    if not is_mapping(found) or "path" not in found or any(name in found for name in _NOT_READ):
-        raise DocumentError(
-            f"{what} is {brief(found)}; one primary data set with a path is read, without {', '.join(_NOT_READ)}",
-            where=where,
-            remedy="Open each of its data sets on its own.",
-        )
-    nothing = dict[str, object]()
-    given, subflavors, part = (
-        found.get("aux") or nothing,
-        found.get("subflavors") or nothing,
-        found.get("split_part", split),
-    )
-    if not is_mapping(given) or not is_mapping(subflavors) or not isinstance(part, str):
-        raise DocumentError(f"{what} has 'aux', 'subflavors' or a 'split_part' of another type", where=where)
-    auxiliary: dict[str, str] = {}
-    folders: dict[str, str] = {}
-    for name, address in given.items():
-        scheme = _FOLDER.match(address) if isinstance(address, str) else None
-        if not isinstance(address, str) or scheme is None:
-            auxiliary[name] = full_address(address, f"{what}['aux'][{name!r}]")
-        else:  # the folder's own address: without the word `filesystem`
-            below = address[scheme.end() :]
-            own = f"{scheme[1]}://{below}" if scheme[1] else below
-            folders[name] = full_address(own, f"{what}['aux'][{name!r}]")
-    return Reference(full_address(found["path"], f"{what}['path']"), part, auxiliary, folders, subflavors)

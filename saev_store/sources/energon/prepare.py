@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from saev_store._runtime.progress import Progress
-from saev_store._runtime.threads import ahead, n_cores
+from saev_store._runtime.threads import ahead, in_threads, n_cores
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -23,7 +23,6 @@ from saev_store.errors import (
 )
 from saev_store.names import printable
 from saev_store.problems import Problem
-from saev_store.sources._files import file_identity
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.address import Url
 from saev_store.sources.energon.documents import (
@@ -48,8 +47,9 @@ from saev_store.sources.energon.keys import (
     idx_path,
 )
 from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES
-from saev_store.sources.energon.split import SplitPlan, compiled
+from saev_store.sources.energon.split import SPLITS, compiled, deal, match_patterns, parse_patterns, parse_ratio
 from saev_store.sources.energon.tars import Part, Sample, Shard, scan_shard, tar_idx_bytes
+from saev_store.store.opening import exists
 from saev_store.transport import Engine, Transport, open_transport
 from saev_store.transport.durable import TEMP_PREFIX
 
@@ -61,7 +61,6 @@ _WORTH_PROCESSES_S = 1.5
 #: Tars that a process reads before it ends.
 _CHUNK = 32
 _MAX_PART_NAMES = 50
-_MAX_FOLDERS = 100_000
 _COMPRESSED = (".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")
 
 
@@ -144,82 +143,60 @@ def prepare(
         WriterConflictError: another process prepares it.
     """
     there = transport if transport is not None else open_transport(url, storage_options, engine=engine)
-    definition, plan = _definition(sample_type, field_map), SplitPlan(split, split_parts)
+    definition = _definition(sample_type, field_map)
+    if split is not None and split_parts:
+        raise ArgumentError("shares and patterns cannot both be given", where="split")
+    shares = parse_ratio(split) if split is not None else None
+    patterns = parse_patterns(split_parts)
     _check_unprepared(there, overwrite=overwrite)
-    if plan.is_empty and not _exists(there, SPLIT_YAML):
+    if shares is None and not patterns and not exists(there, SPLIT_YAML):
         raise ArgumentError("no split is given", where="split", remedy="Pass split='8,1,1' or split_parts=….")
-    tars, problems = find_tars(there, exclude=exclude)
+    tars, problems = _find_tars(there, exclude=exclude)
     with there.lock(f"{WORK_FOLDER}/lock"):
         _check_unprepared(there, overwrite=overwrite)  # finding all tars may take long
         _delete_leftovers(there)
-        before = {tar: file_identity(there, tar) for tar, _ in tars}
-        facts = _Facts(there.url, len(tars))
+        facts = _Facts(there.url, problems=problems)
         with (
-            Progress(sum(nbytes for _, nbytes in tars), "indexing", shown=progress) as bar,
+            Progress(sum(tars.values()), "indexing", shown=progress) as bar,
             NewFile(there, INDEX_SQLITE, overwrite=True) as index,
         ):
-            scanned = facts.checked(_scan_all(there, list(before), num_workers=num_workers), bar)
+            scanned = facts.checked(_scan_all(there, list(tars), num_workers=num_workers), bar)
             uuid = build_index(index.temporary, scanned, where=there.url)
-            # Before anything is replaced: split.yaml may name shards that no longer exist.
-            if plan.is_empty:
-                splits, split_problems = read_splits(there, list(before))[0], list[Problem]()
-            else:
-                splits, split_problems = plan.assign(facts.counts)
-            changed = next((tar for tar in before if file_identity(there, tar) != before[tar]), None)
-            if changed is not None:
-                raise CorruptShardError(
-                    f"{brief(changed)} was changed while it was indexed", where=there.url, remedy="Prepare again."
-                )
+            filled = [tar for tar, count in facts.counts.items() if count]
+            if shares is not None:
+                runs = deal(len(filled), shares)
+                splits = {name: filled[a:b] for name, (a, b) in zip(SPLITS, runs, strict=True)}
+            elif patterns:
+                splits, more = match_patterns(filled, patterns)
+                facts.problems += more
+            else:  # before anything is replaced: it may name shards that no longer exist
+                splits = read_splits(there, list(tars))[0]
             # Until .info.json is written again, the folder is not a data set.
             there.delete(INFO_JSON)
             there.delete(INFO_YAML)
             index.commit()
-            _publish(there, facts, uuid, None if plan.is_empty else splits, definition)
+            in_threads(lambda tar: there.put(idx_path(tar), facts.offsets[tar]), list(tars), _N_THREADS)
+            there.put(INDEX_UUID, uuid.encode())
+            if shares is not None or patterns:
+                there.delete(SPLIT_JSON)
+                there.put(SPLIT_YAML, split_bytes(splits))
+            if definition is not None or not exists(there, DATASET_YAML):
+                there.put(DATASET_YAML, definition or definition_bytes(CRUDE, {}))
+            there.put(INFO_JSON, info_bytes(facts.counts))
         there.delete(WORK_FOLDER)
-    documents = read_documents(there)
     return Prepared(
         there.url,
         facts.counts,
         facts.n_parts,
         tuple(facts.part_names),
-        splits,
-        (*problems, *facts.problems, *split_problems, *documents.problems),
+        {name: tuple(shards) for name, shards in splits.items()},
+        (*facts.problems, *read_documents(there).problems),
     )
 
 
-def _publish(
-    there: Transport,
-    facts: _Facts,
-    uuid: str,
-    splits: Mapping[str, Sequence[str]] | None,
-    definition: bytes | None,
-) -> None:
-    """Write the `.tar.idx` files and the documents, `.info.json` last; documents that are not given stay."""
-
-    def put_offsets(tar: str) -> None:
-        there.put(idx_path(tar), facts.offsets[tar])
-
-    for _ in ahead(put_offsets, list(facts.offsets), _N_THREADS):
-        pass
-    there.put(INDEX_UUID, uuid.encode())
-    if splits is not None:
-        there.delete(SPLIT_JSON)
-        there.put(SPLIT_YAML, split_bytes(splits))
-    if definition is not None or not _exists(there, DATASET_YAML):
-        there.put(DATASET_YAML, definition or definition_bytes(CRUDE, {}))
-    there.put(INFO_JSON, info_bytes(facts.counts))
-
-
 def _check_unprepared(transport: Transport, *, overwrite: bool) -> None:
-    if not overwrite and (_exists(transport, INFO_JSON) or _exists(transport, INFO_YAML)):
+    if not overwrite and (exists(transport, INFO_JSON) or exists(transport, INFO_YAML)):
         raise StoreExistsError("it is prepared already", where=transport.url, remedy="Pass overwrite=True.")
-
-
-def _exists(transport: Transport, path: str) -> bool:
-    try:
-        return transport.size(path) >= 0
-    except NotFoundError:
-        return False
 
 
 def _delete_leftovers(transport: Transport) -> None:
@@ -230,40 +207,33 @@ def _delete_leftovers(transport: Transport) -> None:
                 transport.delete(entry.path)
 
 
-def find_tars(transport: Transport, *, exclude: str | None = None) -> tuple[list[tuple[str, int]], list[Problem]]:
-    """The tars below a folder, as (path, nbytes), in the order of their paths; hidden folders are left out.
+def _find_tars(transport: Transport, *, exclude: str | None) -> tuple[dict[str, int], list[Problem]]:
+    """The tars below a folder with their sizes (bytes), in the order of their paths; hidden folders are left out.
 
     Raises:
         NotFoundError: there is none.
-        ArgumentError: `exclude` is not a regular expression, or there are too many folders.
+        ArgumentError: `exclude` is not a regular expression.
     """
     pattern = compiled(exclude, "exclude") if exclude else None
-    found: list[tuple[str, int]] = []
+    found: dict[str, int] = {}
     problems: list[Problem] = []
-    folders, n_folders = [""], 0
+    folders = [""]
     while folders:
-        n_folders += 1
-        if n_folders > _MAX_FOLDERS:
-            raise ArgumentError(f"there are more than {_MAX_FOLDERS:,} folders below it", where="url")
         for entry in transport.list(folders.pop()):
+            if entry.name.startswith("."):
+                continue
             if entry.is_dir:
-                if not entry.name.startswith("."):
-                    folders.append(entry.path)
+                folders.append(entry.path)
             elif entry.name.endswith(_COMPRESSED):
                 message = "it is compressed, so its parts have no byte ranges: it is skipped"
                 problems.append(Problem("compressed_tar", message, entry.path, severity="warning"))
-            elif (
-                entry.name.endswith(".tar")
-                and not entry.name.startswith(".")
-                and not (pattern and pattern.search(entry.path))
-            ):
-                found.append((entry.path, entry.size or 0))
+            elif entry.name.endswith(".tar") and not (pattern and pattern.search(entry.path)):
+                found[entry.path] = entry.size or 0
     if not found:
         left = " that `exclude` leaves" if exclude else ""
-        raise NotFoundError(f"there are no tars (*.tar){left}", where=str(getattr(transport, "url", "")))
-    found.sort(key=lambda item: item[0].split("/"))
-    check_shard_names((path for path, _ in found), where="names of tars")
-    return found, problems
+        raise NotFoundError(f"there are no tars (*.tar){left}", where=transport.url)
+    check_shard_names(found, where="names of tars")
+    return dict(sorted(found.items(), key=lambda item: item[0].split("/"))), problems
 
 
 @dataclass
@@ -271,7 +241,6 @@ class _Facts:
     """Facts about scanned shards, collected while they are written to the index."""
 
     url: str
-    n_shards: int
     counts: dict[str, int] = field(default_factory=dict[str, int])
     offsets: dict[str, bytes] = field(default_factory=dict[str, bytes])
     n_parts: int = 0
@@ -304,9 +273,8 @@ class _Facts:
             yield result
         if errors:
             shown = "; ".join(f"{error.where}: {error.message}" for error in errors[:8])
-            more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
             raise CorruptShardError(
-                f"{len(errors)} of {self.n_shards} tars cannot be indexed: {shown}{more}",
+                f"{len(errors)} tars cannot be indexed: {shown}{'; …' if len(errors) > 8 else ''}",
                 where=self.url,
                 remedy="Restore them or leave them out with `exclude`, then prepare again.",
                 problems=[Problem(error.kind, error.message, error.where or "") for error in errors],
@@ -337,60 +305,60 @@ def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) ->
 
 def _scan_all(there: Transport, tars: list[str], *, num_workers: int | None) -> Iterator[Shard | SaevStoreError]:
     """Scan tars in parallel, in processes on this machine, otherwise in threads; in order, with an error for a damaged one."""
-    if there.local_path is None or not there.is_local:
-        yield from ahead(partial(_scan_one, there), tars, num_workers or (1 if there.is_local else _N_THREADS))
+    if not there.is_local:
+        yield from ahead(partial(_scan, there), tars, num_workers or _N_THREADS)
         return
     if num_workers is None:  # the first tar shows how long the others will take
         started_s = time.perf_counter()
-        yield _scan_one(there, tars[0])
+        yield _scan(there, tars[0])
         tars = tars[1:]
         num_workers = n_cores() if (time.perf_counter() - started_s) * len(tars) > _WORTH_PROCESSES_S else 1
-    n_processes = min(num_workers, len(tars))
-    if n_processes < 2:
-        yield from (_scan_one(there, tar) for tar in tars)
+    if num_workers < 2 or there.local_path is None:
+        yield from (_scan(there, tar) for tar in tars)
         return
-    size = min(_CHUNK, -(-len(tars) // n_processes))
+    size = max(1, min(_CHUNK, -(-len(tars) // num_workers)))
     chunks = [tars[first : first + size] for first in range(0, len(tars), size)]
-    for scanned in ahead(partial(_scan_chunk, there), chunks, n_processes):
+    for scanned in ahead(partial(_scan_in_process, there), chunks, num_workers):
         yield from scanned
 
 
-def _scan_one(there: Transport, tar: str) -> Shard | SaevStoreError:
+def _scan(there: Transport, tar: str) -> Shard | SaevStoreError:
     try:
         return scan_shard(there, tar)
     except SaevStoreError as error:
         return error
 
 
-def _scan_chunk(there: Transport, tars: list[str]) -> list[Shard | SaevStoreError]:
-    """Scan tars in another process; those that it does not answer for, damaged ones and after its death, are scanned here.
+def _scan_in_process(there: Transport, tars: list[str]) -> list[Shard | SaevStoreError]:
+    """Scan tars in another process; if that ends too early, in this one.
 
     A program does not import the caller's main module again, as a pool of processes does, and does not copy its threads, as a
     fork does.
     """
-    answers: dict[str, Shard] = {}
-    command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(there.local_path)]
-    with contextlib.suppress(OSError):  # the system may refuse another process
-        done = subprocess.run(  # noqa: S603 - this interpreter, and this module
-            command, input=json.dumps(tars), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
-        )
-        for line in done.stdout.splitlines():
-            with contextlib.suppress(ValueError):  # a process that was killed may leave a part of a line
-                name, nbytes, end, oddities, samples = json.loads(line)
-                rows = [Sample(key, at, n, [Part(*part) for part in parts]) for key, at, n, parts in samples]
-                answers[name] = Shard(name, nbytes, end, oddities, rows)
-    return [answers.get(tar) or _scan_one(there, tar) for tar in tars]
+    program = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as m; m.scan_for_parent()"
+    done = subprocess.run(  # noqa: S603 - this interpreter, and this module
+        [sys.executable, "-c", program],
+        input=json.dumps([there.local_path, *tars]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        return [_scan(there, tar) for tar in tars]
+    found: list[Shard | SaevStoreError] = []
+    for tar, answer in zip(tars, json.loads(done.stdout), strict=True):
+        if answer is None:  # it is damaged: the error is made here
+            found.append(_scan(there, tar))
+        else:
+            name, nbytes, rows, end, oddities = answer
+            samples = [Sample(key, at, n, [Part(*part) for part in parts]) for key, at, n, parts in rows]
+            found.append(Shard(name, nbytes, samples, end, oddities))
+    return found
 
 
-_PROGRAM = (
-    f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {__name__} as m; m.scan_for_parent(sys.argv[2])"
-)
-
-
-def scan_for_parent(root: str) -> None:
-    """Scan the tars below `root` that standard input lists, and write one JSON line to standard output for each good one."""
+def scan_for_parent() -> None:
+    """Scan the tars that standard input lists, and write what was found to standard output, null for a damaged one."""
+    root, *tars = json.load(sys.stdin)
     there = open_transport(root)
-    for tar in json.loads(sys.stdin.read()):
-        shard = _scan_one(there, tar)
-        if isinstance(shard, Shard):
-            sys.stdout.write(json.dumps(shard) + "\n")
+    scanned = (_scan(there, tar) for tar in tars)
+    sys.stdout.write(json.dumps([shard if isinstance(shard, Shard) else None for shard in scanned]))

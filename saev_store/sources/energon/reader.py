@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from saev_store.core.arguments import check_flag
 from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
+from saev_store.names import joined_url
 from saev_store.sources._files import describe_digest
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
-from saev_store.sources.address import Url, full_url
+from saev_store.sources.address import Url
 from saev_store.sources.energon._places import Places, RawSample, no_part
 from saev_store.sources.energon._view import View
 from saev_store.sources.energon.documents import Documents, read_documents
@@ -107,7 +108,6 @@ class EnergonDataset(Source[RawSample]):
             "samples": f"{len(self):,} in {len(self.view.shard_ids):,} shards{chosen}",
             "splits": ", ".join(splits),
             "sample type": self.sample_type or "parts as they are",
-            "prepared by": self.documents.version or "a release before 7.4",
             "read through": self.transport.name,
         }
         return text_card(f"Energon {self.url}", facts, self.problems)
@@ -185,12 +185,15 @@ class EnergonDataset(Source[RawSample]):
 
     def _place(self, sample: SupportsIndex | str) -> tuple[int, int, Place]:
         """Shard, number and place of a sample of this source."""
-        if isinstance(sample, str):
-            shard, sample_index, place = self.places.place(sample)
-            self._position(sample, shard, sample_index)
-            return shard, sample_index, place
-        ((shard, sample_index),) = self.view.places([check_index(sample, len(self), what="sample")])
-        return shard, sample_index, self.places.samples(shard, sample_index, sample_index + 1)[0]
+        if not isinstance(sample, str):
+            ((shard, sample_index),) = self.view.places([check_index(sample, len(self), what="sample")])
+            return shard, sample_index, self.places.samples(shard, sample_index, sample_index + 1)[0]
+        shard, sample_index = self.places.find_one(sample)
+        self._position(sample, shard, sample_index)
+        (place,) = self.places.samples(shard, sample_index, sample_index + 1)
+        if place.key != sample:
+            raise self.places.stale(shard, f"the index has {brief(sample)} there, the tar {brief(place.key)}")
+        return shard, sample_index, place
 
     def sample(self, sample: SupportsIndex | str) -> Sample:
         """A sample as `dataset.yaml` describes it: one of the types in `SAMPLE_TYPES`, or `CrudeSample`.
@@ -207,7 +210,7 @@ class EnergonDataset(Source[RawSample]):
         restore_key = (self.url, raw.shard, raw.sample_index)
         if kind is None or not field_map:
             return CrudeSample(__key__=raw.key, __restore_key__=restore_key, parts=raw.parts)
-        where = full_url(self.transport, f"{raw.shard}/{raw.key}")
+        where = joined_url(self.url, f"{raw.shard}/{raw.key}")
         values = {name: resolve(path, raw.parts, where=where, images=self.images) for name, path in field_map.items()}
         return build(kind, values, key=raw.key, restore_key=restore_key, where=where)
 

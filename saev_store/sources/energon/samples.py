@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,37 +29,26 @@ class Sample:
     __subflavors__: dict[str, object] | None = None
 
     @classmethod
-    def required(cls) -> list[str]:
-        """Names of the fields that a field map has to fill."""
-        return [name for name, is_required in cls._fields().items() if is_required]
-
-    @classmethod
-    def optional(cls) -> list[str]:
-        """Names of the fields that a field map may fill."""
-        return [name for name, is_required in cls._fields().items() if not is_required]
-
-    @classmethod
-    def _fields(cls) -> dict[str, bool]:
-        """The fields that are not of all samples; True if a field has no default."""
+    def fields(cls) -> dict[str, bool]:
+        """The fields that a field map may fill, and True for those that it has to fill."""
         fields = dataclasses.fields(cls)
         return {each.name: each.default is dataclasses.MISSING for each in fields if not each.name.startswith("__")}
 
     @classmethod
-    def check_fields(cls, names: Iterable[str], *, where: str) -> None:
+    def check_fields(cls, names: Collection[str], *, where: str) -> None:
         """Check that a field map fills only fields of this type, and all required ones.
 
         Raises:
             DocumentError: it does not.
         """
-        names = list(names)
-        unknown = [name for name in names if name not in cls._fields()]
-        missing = [name for name in cls.required() if name not in names]
-        if unknown or missing:
-            odd = [f"has no field {brief(name)}" for name in unknown] + [f"needs {name!r}" for name in missing]
+        fields = cls.fields()
+        odd = [f"has no field {brief(name)}" for name in names if name not in fields]
+        odd += [f"needs {name!r}" for name, is_required in fields.items() if is_required and name not in names]
+        if odd:
             raise DocumentError(
                 f"field_map does not fit: {cls.__name__} {', '.join(odd[:8])}",
                 where=where,
-                remedy=f"Its fields are {', '.join([*cls.required(), *cls.optional()])}.",
+                remedy=f"Its fields are {', '.join(fields)}.",
             )
 
 

@@ -63,37 +63,29 @@ def _refuse(pattern: str, rule: str, where: str) -> NoReturn:
     raise DocumentError(f"{brief(pattern)} {rule}", where=where, remedy="List the shards one by one.")
 
 
-def escape(name: str) -> str:
-    r"""A pattern that stands for one name.
-
-    >>> escape("a{1}.tar"), expand(escape("a{1}.tar"), where="")
-    ('a\\{1\\}.tar', ['a{1}.tar'])
-    """
-    return _SPECIAL.sub(r"\\\g<0>", name)
-
-
 def collapse(names: Sequence[str]) -> list[str]:
-    """Patterns that expand to `names`, in that order: names whose last number counts up become a range.
+    r"""Patterns that expand to `names`, in that order: names whose last number counts up become a range.
 
-    >>> collapse(["s/000.tar", "s/001.tar", "s/002.tar", "x.tar"])
-    ['s/{000..002}.tar', 'x.tar']
+    >>> collapse(["s/000.tar", "s/001.tar", "s/002.tar", "x{1}.tar"])
+    ['s/{000..002}.tar', 'x\\{1\\}.tar']
     """
-    runs: list[list[tuple[str, str, str]]] = []
+    patterns: list[str] = []
+    head, tail, first, last = "", "", "", ""
     for name in names:
         match = _LAST_NUMBER.fullmatch(name)
-        head, number, tail = match.group(1, 2, 3) if match else (name, "", "")
-        before = runs[-1][-1] if runs else ("", "", "")
-        is_next = number and before[1] and (before[0], before[2]) == (head, tail) and int(number) == int(before[1]) + 1
-        if is_next and len(number) == len(before[1]):
-            runs[-1].append((head, number, tail))
+        is_next = match is not None and last and match.group(1, 3) == (head, tail)
+        if match is not None and is_next and len(match[2]) == len(last) and int(match[2]) == int(last) + 1:
+            last = match[2]
+            patterns[-1] = f"{_escape(head)}{{{first}..{last}}}{_escape(tail)}"
         else:
-            runs.append([(head, number, tail)])
-    patterns: list[str] = []
-    for run in runs:
-        head, number, tail = run[0]
-        numbers = number if len(run) == 1 else f"{{{number}..{run[-1][1]}}}"
-        patterns.append(escape(head) + numbers + escape(tail))
+            head, first, tail = match.group(1, 2, 3) if match else (name, "", "")
+            last = first
+            patterns.append(_escape(name))
     return patterns
+
+
+def _escape(name: str) -> str:
+    return _SPECIAL.sub(r"\\\g<0>", name)
 
 
 def parse_ratio(text: str) -> tuple[Fraction, ...]:
@@ -128,54 +120,22 @@ def deal(n_shards: int, shares: Sequence[Fraction]) -> list[tuple[int, int]]:
     return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-class SplitPlan:
-    """The splits that the caller of `prepare` asks for, by ratio or by patterns of paths; neither is an empty plan.
-
-    Args:
-        split: Ratio of train, val and test, such as `"8,1,1"`.
-        split_parts: Instead of a ratio: names and regular expressions, such as `"train:shards/train_.*"`.
+def parse_patterns(split_parts: Sequence[str]) -> dict[str, list[re.Pattern[str]]]:
+    """The regular expressions of each split, from texts such as `"train:shards/train_.*"`; `{00..09}` in one is a range.
 
     Raises:
-        ArgumentError: both are given, or one is not written like that.
+        ArgumentError: one is not written like that.
     """
-
-    def __init__(self, split: str | None, split_parts: Sequence[str]) -> None:
-        if split is not None and split_parts:
-            raise ArgumentError("shares and patterns cannot both be given", where="split")
-        self._shares = parse_ratio(split) if split is not None else None
-        if isinstance(split_parts, str) or not isinstance(split_parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ArgumentError(f"{brief(split_parts)} is not a list of patterns", where="split_parts")
-        self._patterns: dict[str, list[re.Pattern[str]]] = {}
-        for item in split_parts:
-            name, _, pattern = item.partition(":") if isinstance(item, str) else ("", "", "")  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            if not name or not pattern:
-                raise ArgumentError(f"{brief(item)} is not written 'train:shards/train_.*'", where="split_parts")
-            patterns = expand(pattern, where="split_parts") if _BRACES.search(pattern) else [pattern]
-            self._patterns.setdefault(name, []).extend(compiled(each, "split_parts") for each in patterns)
-        self.is_empty = self._shares is None and not self._patterns
-
-    def assign(self, counts: Mapping[str, int]) -> tuple[dict[str, tuple[str, ...]], list[Problem]]:
-        """The shards of each split, and warnings; shards without samples are in no split."""
-        shards = [shard for shard, count in counts.items() if count]
-        if self._shares is not None:
-            runs = deal(len(shards), self._shares)
-            return {name: tuple(shards[a:b]) for name, (a, b) in zip(SPLITS, runs, strict=True)}, []
-        found = {
-            name: tuple(shard for shard in shards if any(pattern.match(shard) for pattern in patterns))
-            for name, patterns in self._patterns.items()
-        }
-        problems: list[Problem] = []
-        for shard in shards:
-            names = [name for name, chosen in found.items() if shard in chosen]
-            if not names:
-                problems.append(Problem("in_no_split", "it is in no split", shard, severity="warning"))
-            elif len(names) > 1:
-                problems.append(Problem("split_overlap", f"it is in {' and '.join(names)}", shard, severity="warning"))
-        for name, chosen in found.items():
-            if not chosen:
-                message = f"split {name!r} has no shards: no path matches"
-                problems.append(Problem("empty_split", message, SPLIT_YAML, severity="warning"))
-        return found, problems
+    if isinstance(split_parts, str) or not isinstance(split_parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"{brief(split_parts)} is not a list of patterns", where="split_parts")
+    found: dict[str, list[re.Pattern[str]]] = {}
+    for item in split_parts:
+        name, _, pattern = item.partition(":") if isinstance(item, str) else ("", "", "")  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        if not name or not pattern:
+            raise ArgumentError(f"{brief(item)} is not written 'train:shards/train_.*'", where="split_parts")
+        patterns = expand(pattern, where="split_parts") if _BRACES.search(pattern) else [pattern]
+        found.setdefault(name, []).extend(compiled(each, "split_parts") for each in patterns)
+    return found
 
 
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
@@ -188,3 +148,23 @@ def compiled(pattern: str, where: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ArgumentError(f"{brief(pattern)} is not a regular expression: {error}", where=where) from None
+
+
+def match_patterns(
+    shards: Sequence[str], patterns: Mapping[str, Sequence[re.Pattern[str]]]
+) -> tuple[dict[str, list[str]], list[Problem]]:
+    """The shards whose path begins as a pattern of each split says, and warnings."""
+    splits: dict[str, list[str]] = {name: [] for name in patterns}
+    problems: list[Problem] = []
+    for shard in shards:
+        names = [name for name, each in patterns.items() if any(pattern.match(shard) for pattern in each)]
+        for name in names:
+            splits[name].append(shard)
+        if len(names) != 1:
+            kind = "split_overlap" if names else "in_no_split"
+            message = f"it is in {' and '.join(names) or 'no split'}"
+            problems.append(Problem(kind, message, shard, severity="warning"))
+    for name in (name for name, chosen in splits.items() if not chosen):
+        message = f"split {name!r} has no shards: no path matches"
+        problems.append(Problem("empty_split", message, SPLIT_YAML, severity="warning"))
+    return splits, problems
