@@ -1,4 +1,4 @@
-"""Whole files of data sets: chunks, digests and identities."""
+"""Whole files of data sets: versions, chunks and digests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
-from saev_store.errors import ArgumentError
+from saev_store.core.arguments import check_choice
+from saev_store.errors import CorruptShardError
 from saev_store.sources._source import DigestScope
 from saev_store.transport import Buffer, Transport
 from saev_store.transport.checks import os_errors
@@ -20,9 +21,53 @@ _SAMPLES = 32
 _SAMPLE_BYTES = 32 << 10
 
 
-def is_resident(transport: Transport) -> bool:
-    """Whether ranges are views of memory, so that a whole file is one array and nothing is fetched."""
-    return math.isinf(transport.cost.max_gap_bytes) and math.isinf(transport.cost.max_request_bytes)
+class DataFile:
+    """A file of a data set. Reads continue after `close`, as long as the file is the one that was opened.
+
+    Attributes:
+        transport, path: The storage, and the file's path below its root.
+        url: Its address, safe to show.
+        nbytes: Its size.
+        is_resident: True if ranges are views of memory, so that nothing is fetched.
+    """
+
+    def __init__(self, transport: Transport, path: str) -> None:
+        self.transport, self.path, self.url = transport, path, transport.where(path)
+        self._stat = transport.stat(path)
+        transport.version(path)  # pins the file, also if nothing is read yet
+        self.nbytes = self._stat.nbytes
+        self.is_resident = math.isinf(transport.cost.max_gap_bytes)
+        self._is_open = True
+
+    def ranges(self, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
+        """Half-open ranges of bytes, as of `Transport.get_ranges`."""
+        self._reopen()
+        return self.transport.get_ranges(self.path, starts=starts, ends=ends)
+
+    def readinto(self, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Fill buffers, as `Transport.readinto`."""
+        self._reopen()
+        self.transport.readinto(self.path, starts=starts, buffers=buffers)
+
+    def head(self, nbytes: int) -> bytes:
+        """The first `nbytes`, or all of a shorter file."""
+        return bytes(self.ranges([0], [min(nbytes, self.nbytes)])[0])
+
+    def check_unchanged(self) -> None:
+        """Raise `CorruptShardError` if another file has the name now."""
+        if self.transport.stat(self.path) != self._stat:
+            message = "another file has this name since the data set was opened"
+            raise CorruptShardError(message, where=self.url, remedy="Open it again.")
+
+    def _reopen(self) -> None:
+        if not self._is_open:  # the transport forgot which file it was
+            self.check_unchanged()
+            self._is_open = True
+
+    def close(self) -> None:
+        """Release maps and connections."""
+        self._is_open = False
+        self.transport.close()
 
 
 def chunks(transport: Transport, path: str, nbytes: int, *, start: int = 0) -> Iterator[Buffer]:
@@ -65,16 +110,14 @@ def digest_files(transport: Transport, files: Sequence[tuple[str, int]], *, scop
     Raises:
         ArgumentError: `scope` is neither `"sampled"` nor `"full"`.
     """
-    if scope not in {"sampled", "full"}:
-        raise ArgumentError(f"{scope!r} is no scope of a digest: 'sampled' or 'full'", where="digest")
+    check_choice(scope, ("sampled", "full"), name="digest")
     hasher = xxhash.xxh3_128()
     for path, nbytes in files:
         hasher.update(nbytes.to_bytes(8, "little"))
+        parts: Iterable[Buffer] = chunks(transport, path, nbytes)
         if scope == "sampled":
             starts, ends = sample_ranges(nbytes)
-            parts: Iterable[Buffer] = transport.get_ranges(path, starts=starts, ends=ends)
-        else:
-            parts = chunks(transport, path, nbytes)
+            parts = transport.get_ranges(path, starts=starts, ends=ends)
         for part in parts:
             hasher.update(part)
     return hasher.hexdigest()

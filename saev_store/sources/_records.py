@@ -1,4 +1,4 @@
-"""Records of token ids out of documents: any of them by number, without those in front of it."""
+"""Records of token ids out of documents: those of any range, without the ones before it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cached_property
 import numpy as np
 
 from saev_store.core.layout import IntArray
-from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
+from saev_store.sources.llmbatch.reader import TokenArray
 from saev_store.sources.llmbatch.writer import as_tokens
 from saev_store.sources.mmididx.reader import IndexedDataset
 
 
 @dataclass(frozen=True)
-class RecordsOf:
-    """The records that documents become, by number: what `documents_to_batches` shuffles.
+class Records:
+    """The records that documents become, in order: what `documents_to_batches` shuffles.
 
     Attributes:
         source: The documents.
@@ -30,77 +30,41 @@ class RecordsOf:
     pad_token: int | None
 
     def __len__(self) -> int:
-        """How many records there are; tokens at the end that fill none are dropped."""
+        """Number of records; tokens at the end that fill none are dropped."""
         if self.pad_token is not None:
             return self.source.n_documents
         n_ends = 0 if self.end_token is None else self.source.n_documents
         return (self.source.n_tokens + n_ends) // self.seq_len
 
     @cached_property
-    def _cuts(self) -> IntArray:
-        """Tokens of the source in front of each sequence, and at the end of all; int64."""
-        return np.concatenate(([0], np.cumsum(self.source.sizes, dtype=np.int64)))
+    def _bounds(self) -> IntArray:
+        """Number of tokens before each document, and of all; int64."""
+        return self.source.tokens_before(self.source.doc_idx)
 
-    @cached_property
-    def _starts(self) -> IntArray:
-        """Where each sequence begins in the run of joined documents, int64."""
-        starts, doc_idx = self._cuts[:-1], self.source.doc_idx
-        if self.end_token is None:
-            return starts
-        n_ended = np.searchsorted(doc_idx[1:], np.arange(len(starts), dtype=np.int64), side="right")
-        return starts + n_ended
-
-    def at(self, numbers: IntArray) -> TokenArray:
-        """The records of these numbers, (n, seq_len) uint32, fetched together.
+    def of(self, numbers: tuple[int, int]) -> TokenArray:
+        """The records of a half-open range, (n, seq_len) uint32.
 
         Raises:
             ArgumentError: a token is outside 0 to 2^32 - 1.
         """
-        return self._joined(numbers) if self.pad_token is None else self._padded(numbers, self.pad_token)
+        return self._joined(*numbers) if self.pad_token is None else self._padded(*numbers, self.pad_token)
 
-    def _joined(self, numbers: IntArray) -> TokenArray:
-        starts, sizes, first = self._starts, self.source.sizes, numbers * self.seq_len
-        last = first + self.seq_len
-        low = np.searchsorted(starts + sizes, first, side="right")
-        high = np.searchsorted(starts, last, side="left")
-        records, sequences = _spread(low, high)
-        begins = np.maximum(starts[sequences], first[records])
-        ends = np.minimum(starts[sequences] + sizes[sequences], last[records])
-        # What no sequence covers is the end of a document.
-        out = np.full((len(numbers), self.seq_len), self.end_token or 0, TOKEN)
-        places = records * self.seq_len + begins - first[records]
-        self._fill(out, places, sequences, begins - starts[sequences], np.maximum(ends - begins, 0))
-        return out
+    def _joined(self, low: int, high: int) -> TokenArray:
+        first, last = low * self.seq_len, high * self.seq_len
+        if self.end_token is None:
+            return as_tokens(self.source.read_tokens([first], [last])).reshape(-1, self.seq_len)
+        ends = self._bounds[1:]
+        n_before, n_until = np.searchsorted(ends + np.arange(len(ends)), [first, last]).tolist()
+        tokens = as_tokens(self.source.read_tokens([first - n_before], [last - n_until]))
+        places = ends[n_before:n_until] - (first - n_before)
+        return np.insert(tokens, places, self.end_token).reshape(-1, self.seq_len)
 
-    def _padded(self, numbers: IntArray, pad_token: int) -> TokenArray:
-        cuts, doc_idx = self._cuts, self.source.doc_idx
-        first, last = doc_idx[numbers], doc_idx[numbers + 1]
-        reach = np.searchsorted(cuts, cuts[first] + self.seq_len, side="left")
-        records, sequences = _spread(first, np.minimum(reach, last))
-        begins = cuts[sequences] - cuts[first][records]
-        out = np.full((len(numbers), self.seq_len), pad_token, TOKEN)
-        lengths = np.minimum(self.source.sizes[sequences], self.seq_len - begins)
-        self._fill(out, records * self.seq_len + begins, sequences, np.zeros_like(begins), lengths)
+    def _padded(self, low: int, high: int, pad_token: int) -> TokenArray:
+        starts = self._bounds[low:high]
+        sizes = np.minimum(np.diff(self._bounds[low : high + 1]), self.seq_len)
+        out = np.full((high - low, self.seq_len), pad_token, np.uint32)
+        out[np.arange(self.seq_len) < sizes[:, None]] = as_tokens(self.source.read_tokens(starts, starts + sizes))
         if self.end_token is not None:
-            sizes = cuts[last] - cuts[first]
             (short,) = np.nonzero(sizes < self.seq_len)
             out[short, sizes[short]] = self.end_token
         return out
-
-    def _fill(
-        self, out: TokenArray, places: IntArray, sequences: IntArray, offsets: IntArray, lengths: IntArray
-    ) -> None:
-        """Put parts of sequences at their places in the flattened records."""
-        parts = self.source.read_parts(sequences, offsets, lengths)
-        if parts:
-            tokens = as_tokens(np.concatenate(parts))
-            before = np.cumsum(lengths) - lengths
-            out.reshape(-1)[np.repeat(places - before, lengths) + np.arange(len(tokens))] = tokens
-
-
-def _spread(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
-    """Each number of several ranges, and which range it is of."""
-    counts = np.maximum(high - low, 0).astype(np.int64)
-    of = np.repeat(np.arange(len(low), dtype=np.int64), counts)
-    before = np.cumsum(counts) - counts
-    return of, np.arange(len(of), dtype=np.int64) + (low - before)[of]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Literal, Self, SupportsIndex, TypeVar
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Generic, Literal, Self, SupportsIndex, TypeVar
 import numpy as np
 
 from saev_store.core.arguments import check_count, check_flag
-from saev_store.errors import ArgumentError, SelectionError, brief
+from saev_store.errors import SaevStoreError, SelectionError, brief
 from saev_store.names import one_line
+from saev_store.problems import Problem
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from saev_store.core.layout import IntArray
-    from saev_store.problems import Problem
     from saev_store.validation import Report
 
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -38,14 +38,15 @@ class Source(ABC, Generic[SampleT_co]):
     Attributes:
         format: The format's short name, such as `"mmididx"`.
         url: Its address, without credentials.
-        problems: What is unusual about it, although it can be read.
+        problems: Unusual things about it, although it can be read.
         splits: Names that `split` takes.
     """
 
     format: str
     url: str
-    problems: tuple[Problem, ...]
+    problems: tuple[Problem, ...] = ()
     splits: tuple[str, ...] = ("all",)
+    _n_files = 1
 
     @abstractmethod
     def __len__(self) -> int:
@@ -88,8 +89,6 @@ class Source(ABC, Generic[SampleT_co]):
         Raises:
             SelectionError: no sample has that key.
         """
-        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise SelectionError(f"{brief(key)} is no key; keys are texts, '0' to '{len(self) - 1}'", where="key")
         if key.isascii() and key.isdigit() and len(key) <= 19 and int(key) < len(self) and str(int(key)) == key:
             return int(key)
         raise SelectionError(f"no sample has the key {brief(key)}; keys are '0' to '{len(self) - 1}'", where="key")
@@ -113,9 +112,24 @@ class Source(ABC, Generic[SampleT_co]):
                 `"full"` reads every byte.
         """
 
-    @abstractmethod
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """Report what is wrong. Opening has checked sizes, headers and indices; `deep` reads every byte."""
+        """Report problems. Opening has checked sizes, headers and indices; `deep` reads every byte."""
+        from saev_store.validation import Report
+
+        deep, started = check_flag(deep, name="deep"), time.perf_counter()
+        problems, checked_nbytes = self._check(deep, progress)
+        took_s = time.perf_counter() - started
+        return Report(self.url, len(self), self._n_files, (*self.problems, *problems), deep, checked_nbytes, took_s)
+
+    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
+        """Problems beside those that opening has found, and the bytes that were read for them."""
+        del deep, progress
+        return (), 0
+
+    def _lost(self, error: SaevStoreError, where: str, first: int = 0, end: int | None = None) -> Problem:
+        """An error as the problem that some samples cannot be read; by default all."""
+        end = len(self) if end is None else end
+        return Problem(error.kind, error.message, where=where, lost=((first, end),) if first < end else ())
 
     @abstractmethod
     def close(self) -> None:
@@ -132,40 +146,34 @@ def check_index(index: SupportsIndex, n: int, *, what: str) -> int:
     """A position from 0 to n - 1; negative ones count from the end.
 
     Raises:
-        SelectionError: it is no integer (booleans are none), or outside.
+        SelectionError: it is not an integer (booleans are not), or outside.
 
     >>> check_index(-1, 5, what="sample")
     4
     """
-    position = None
-    if not isinstance(index, bool):  # which Python takes for 0 and 1
-        with contextlib.suppress(TypeError):
-            position = operator.index(index)
-    if position is None:
-        raise SelectionError(f"{brief(index)} is no position: {what}s are numbered", where=what)
-    if -n <= position < n:
-        return position % n
-    reach = f"from 0 to {n - 1}" if n else "there, but there are none"
-    raise SelectionError(f"{what} {brief(position)} does not exist; it must be {reach}", where=what)
+    try:
+        position = operator.index(index)
+    except TypeError:
+        position = n
+    if isinstance(index, bool) or not -n <= position < n:
+        raise SelectionError(f"{what} must be an integer below {n:,}, got {brief(index)}", where=what)
+    return position % n
 
 
 def check_positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntArray:
     """Positions of a slice or a list, int64; negative ones count from the end.
 
     Raises:
-        SelectionError: a position is no integer, or does not exist.
+        SelectionError: a position is not an integer, or does not exist.
     """
-    if isinstance(wanted, slice):
-        try:
-            return np.arange(*wanted.indices(n), dtype=np.int64)
-        except (TypeError, ValueError) as error:
-            raise SelectionError(f"{brief(wanted)} is no slice of {what}s: {error}", where=what) from None
     try:
+        if isinstance(wanted, slice):
+            return np.arange(*wanted.indices(n), dtype=np.int64)
         found = np.asarray(wanted)
     except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{brief(wanted)} is no list of {what}s: {error}", where=what) from None
+        raise SelectionError(f"{what}s must be integers or a slice, got {brief(wanted)}: {error}", where=what) from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise SelectionError(f"{brief(wanted)} is no list of {what}s: pass integers", where=what)
+        raise SelectionError(f"{what}s must be a list of integers, got {brief(wanted)}", where=what)
     if found.size and (int(found.min()) < -n or int(found.max()) >= n):
         raise SelectionError(f"{what}s from {int(found.min())} to {int(found.max())} of {n} do not exist", where=what)
     found = found.astype(np.int64)
@@ -186,11 +194,9 @@ def steps(n: int, batch_size: int, *, start: int = 0, drop_last: bool = False) -
 
 
 def text_card(title: str, facts: Mapping[str, object], problems: Sequence[Problem]) -> str:
-    """The text of a source's `repr`: facts, and the first problems with the names of their files."""
+    """The text of a source's `repr`: facts and the first problems."""
     rows = [(name, str(value)) for name, value in facts.items()]
-    for problem in problems[:5]:
-        name = problem.where.rsplit("/", 1)[-1]
-        rows.append(("problem", problem.message if name in problem.message else f"{name}: {problem.message}"))
+    rows += [("problem", f"{problem.where.rsplit('/', 1)[-1]}: {problem.message}") for problem in problems[:5]]
     if len(problems) > 5:
         rows.append(("problems", f"{len(problems) - 5} more"))
     width = max((len(name) for name, _ in rows), default=0)

@@ -1,24 +1,20 @@
-"""The token ids of samples: those that they are, or those of their texts."""
+"""The token ids of samples: the samples themselves, or those of their texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from saev_store.errors import ArgumentError, DocumentError, brief
-from saev_store.sources._source import Source, steps
+from saev_store.sources._source import Source
 from saev_store.sources.energon import RawSample
 from saev_store.sources.energon.field_map import FieldPath, resolve
 
 #: Turns one text into token ids.
 Tokenizer = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
-#: Samples that are read at a time.
-_BATCH = 256
 
 
 class TokenIds(NamedTuple):
@@ -28,59 +24,45 @@ class TokenIds(NamedTuple):
         source: The samples.
         tokenizer: For texts; None where samples are token ids.
         part: Of a text's sample: the part's name, or a path as in a field map.
-        encoding: Of texts.
         end_token: Appended to each; None appends nothing.
     """
 
     source: Source[object]
     tokenizer: Tokenizer | None
     part: str
-    encoding: str
     end_token: int | None
 
-    def of(self, first: int, end: int) -> Iterator[npt.NDArray[np.integer]]:
-        """The token ids of the samples of a range, one by one.
+    def of(self, numbers: tuple[int, int]) -> list[npt.NDArray[np.integer]]:
+        """The token ids of the samples of a half-open range, one array for each.
 
         Raises:
-            SelectionError: a sample has no such part.
-            DocumentError: a text is not in `encoding`, or there is none at that path.
+            DocumentError: a text does not decode, or there is none of that name.
             ArgumentError: a sample is not token ids.
         """
-        source, tokenizer = self.source, self.tokenizer
-        rows: Callable[[slice], Iterable[object]] = source.rows
-        if tokenizer is not None:
-            rows = partial(_tokenized, source, tokenizer, self.part, self.encoding)
-        for start, stop in steps(end, _BATCH, start=first):
-            for sample in rows(slice(start, stop)):
-                tokens = _as_ids(sample)
-                if self.end_token is not None:
-                    kind = np.uint64 if tokens.dtype == np.uint64 else np.int64
-                    tokens = np.concatenate((tokens.astype(kind), np.array([self.end_token], kind)))
-                yield tokens
+        found = list[npt.NDArray[np.integer]]()
+        for sample in self.source.rows(slice(*numbers)):
+            tokens = _as_ids(sample if self.tokenizer is None else self._tokenized(sample, self.tokenizer))
+            if self.end_token is not None:
+                kind = np.uint64 if tokens.dtype == np.uint64 else np.int64
+                tokens = np.concatenate((tokens.astype(kind), np.array([self.end_token], kind)))
+            found.append(tokens)
+        return found
 
-
-def _tokenized(
-    source: Source[object], tokenizer: Tokenizer, part: str, encoding: str, positions: slice
-) -> Iterator[object]:
-    """The token ids of samples' texts."""
-    for sample in source.rows(positions):
+    def _tokenized(self, sample: object, tokenizer: Tokenizer) -> object:
+        """The token ids of a sample's text."""
         if not isinstance(sample, RawSample):
-            raise ArgumentError(
-                f"a tokenizer is for texts; samples of format {source.format} are not", where="tokenizer"
-            )
-        where = f"{source.url}/{sample.shard}/{sample.key}"
-        if {"[", ","} & set(part):
-            text = resolve(FieldPath.parse(part, where="part"), sample.parts, where=where, images="bytes")
-            if not isinstance(text, str):
-                raise DocumentError(f"{part!r} is {brief(text)}, which is no text", where=where)
-        else:
-            raw = sample[part]
-            try:
-                text = raw.decode(encoding)
-            except (UnicodeDecodeError, LookupError) as error:
-                raise DocumentError(f"part {part!r} is no text in {encoding!r} ({error})", where=where) from error
+            message = f"a tokenizer is for texts; samples of format {self.source.format} are not"
+            raise ArgumentError(message, where="tokenizer")
+        where = f"{self.source.url}/{sample.shard}/{sample.key}"
+        text = resolve(FieldPath.parse(self.part, where="part"), sample.parts, where=where, images="bytes")
         try:
-            yield tokenizer(text)
+            text = text.decode() if isinstance(text, bytes) else text
+        except UnicodeDecodeError as error:
+            raise DocumentError(f"part {self.part!r} is not UTF-8 ({error.reason})", where=where) from None
+        if not isinstance(text, str):
+            raise DocumentError(f"{self.part!r} must be a text, got {brief(text)}", where=where)
+        try:
+            return tokenizer(text)
         except (ValueError, TypeError) as error:
             message = f"the tokenizer failed on a text of {len(text)} characters: {error}"
             raise ArgumentError(message, where="tokenizer") from error
@@ -99,9 +81,3 @@ def _as_ids(sample: object) -> npt.NDArray[np.integer]:
         where="source",
         remedy="Pass a tokenizer for texts.",
     )
-
-
-def add_document(digest: xxhash.xxh3_128, tokens: npt.NDArray[np.generic]) -> None:
-    """Add a document to a digest: its length, so that tokens cannot move to the next document, and its tokens."""
-    digest.update(len(tokens).to_bytes(8, "little"))
-    digest.update(tokens.tobytes())

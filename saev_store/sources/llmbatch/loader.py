@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_choice, check_count, check_flag
-from saev_store.core.layout import IntArray
-from saev_store.errors import ArgumentError, ResumeError, brief
+from saev_store.core.layout import MAX_INT64, IntArray
+from saev_store.errors import ResumeError, brief
 from saev_store.order import derive, permutation
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.reader import BatchFileReader, TokenArray, as_tensor
@@ -46,8 +46,7 @@ class BatchNativeLoader:
     there are blocks has no two equal orders.
 
     Iterating starts at the beginning of the epoch, or after what a loaded state counts. The epoch is over, and `epoch` counts
-    up, when its last batch was returned. An iteration ends with an error if another one was begun since, or `set_epoch` or
-    `load_state_dict` was called. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
+    up, when its last batch was returned. Only one iteration may run at a time. With several ranks, rank r takes batches r, r + world_size, … of the epoch's
     order, so a state can be continued by another number of ranks.
 
     Args:
@@ -108,18 +107,13 @@ class BatchNativeLoader:
             path if isinstance(path, BatchFileReader) else BatchFileReader(path, storage_options, engine=engine)
         )
         self._digest: str | None = None
-        self._go_to(self.epoch, 0, is_resumed=False)
-
-    def _go_to(self, epoch: int, position: int, *, is_resumed: bool) -> None:
-        """Let the next iteration begin at a batch of an epoch's order; running iterations end."""
-        self.epoch, self._position, self._is_resumed = epoch, position, is_resumed
-        self._iteration: object = None
+        self._position, self._is_resumed = 0, False
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning; the epoch of a loaded state keeps its position."""
         epoch = check_count(epoch, name="epoch", least=0)
         if not (self._is_resumed and epoch == self.epoch):
-            self._go_to(epoch, 0, is_resumed=False)
+            self.epoch, self._position, self._is_resumed = epoch, 0, False
 
     def __len__(self) -> int:
         """Batches that this rank gets in a whole epoch."""
@@ -148,22 +142,14 @@ class BatchNativeLoader:
 
     def __iter__(self) -> Iterator[torch.Tensor | TokenArray]:
         first = self._position if self._is_resumed else 0
-        self._go_to(self.epoch, first, is_resumed=False)
-        iteration = self._iteration = object()
+        self._position, self._is_resumed = first, False
         order = self._order(first)
         batches = map(self.reader.read_batch, order.tolist()) if self.reader.is_resident else self._fetched(order)
         for n_yielded, batch in enumerate(batches, start=1):
-            converted = as_tensor(batch) if self.output == "torch" else batch
-            if self._iteration is not iteration:
-                raise ArgumentError(
-                    "this iterator was closed: its loader was iterated again, or given another epoch or state",
-                    where="iter(loader)",
-                    remedy="Call iter(loader) again.",
-                )
             self._position = first + n_yielded * self.world_size
             if n_yielded == len(order):
                 self.epoch, self._position = self.epoch + 1, 0
-            yield converted
+            yield as_tensor(batch) if self.output == "torch" else batch
 
     def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
         """The batches, read-only, fetched ahead of the consumer in groups.
@@ -184,7 +170,7 @@ class BatchNativeLoader:
     # -- resuming --------------------------------------------------------------------------------------------------------
 
     def _identity(self) -> dict[str, object]:
-        self._digest = self._digest or self.reader.sampled_digest()
+        self._digest = self._digest or self.reader.digest("sampled")
         return {
             "version": STATE_VERSION,
             "order": BLOCK_ORDER,
@@ -212,19 +198,16 @@ class BatchNativeLoader:
         Raises:
             ResumeError: the state is of another file or order, or is not a state.
         """
-        found = dict(state) if isinstance(cast("object", state), Mapping) else {}
+        found = dict(state) if isinstance(state, Mapping) else {}  # pyright: ignore[reportUnnecessaryIsInstance]
         for name, value in self._identity().items():
             if type(found.get(name)) is not type(value) or found.get(name) != value:
                 message = f"{name} is {brief(found.get(name))} in the state, but {brief(value)} here"
                 raise ResumeError(message, where="state")
-        numbers: list[Any] = [found.get("epoch"), found.get("position")]
-        for value, most in zip(numbers, (2**63 - 1, self.reader.num_batches), strict=True):
-            if type(value) is not int or not 0 <= value <= most:
-                message = f"epoch and position are {brief(numbers)}; each must be an integer, at most {most}"
-                raise ResumeError(message, where="state")
-        epoch, position = numbers
+        epoch = _count(found, "epoch", MAX_INT64)
+        position = _count(found, "position", self.reader.num_batches)
         is_over = not self._length(self.reader.num_batches - position)  # nothing is left for this number of ranks
-        self._go_to(epoch + is_over, 0 if is_over else position, is_resumed=True)
+        self.epoch, self._is_resumed = epoch + is_over, True
+        self._position: int = 0 if is_over else position
 
     def close(self) -> None:
         """Close the reader if the loader opened it."""
@@ -236,3 +219,10 @@ class BatchNativeLoader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _count(state: Mapping[str, object], name: str, most: int) -> int:
+    value = state.get(name)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most:
+        return value
+    raise ResumeError(f"{name} must be an integer from 0 to {most}, got {brief(value)}", where="state")

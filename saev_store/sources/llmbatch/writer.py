@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from io import FileIO
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +19,8 @@ from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, MAX_U32, Header
 from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
-from saev_store.transport.checks import os_errors
+from saev_store.transport.checks import byte_views, os_errors
+from saev_store.transport.durable import write_all
 
 if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
@@ -91,7 +91,7 @@ def write_batch_file(
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: the array is not of that shape, or a number is out of range. What was there is unchanged.
+        ArgumentError: the array is not of that shape, or a number is out of range. Nothing in the storage is changed.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
 
     >>> write_batch_file("memory://lab/x.batch", np.arange(22 * 5).reshape(22, 5), 4, overwrite=True)
@@ -107,7 +107,7 @@ def write_batch_file(
         raise ArgumentError(f"seq_len is {brief(seq_len)}, but records have {tokens.shape[1]} tokens", where="seq_len")
     overwrite = check_flag(overwrite, name="overwrite")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
-    header = checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
+    header = _checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
     return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
 
 
@@ -149,25 +149,18 @@ def write_batch_dataset(
     """
     overwrite = check_flag(overwrite, name="overwrite")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
-    header = checked_header(path, total_records, batch_size, seq_len, seed)
+    header = _checked_header(path, total_records, batch_size, seq_len, seed)
     if not overwrite:  # before the stream is consumed
         refuse_existing(there, path)
     shape = (header.total_records, header.seq_len)
-    with os_errors("$TMPDIR", "collect records"):
-        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed below)
-    with file as spool:
-        _collect(_grouped(tokens_iter, header.seq_len), spool, header, progress=progress)
-        with os_errors("$TMPDIR", "map the records"):
-            tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
+    with tempfile.TemporaryFile(buffering=0) as spool:
+        _collect(tokens_iter, spool.fileno(), header, progress=progress)
+        tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
         return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
 
 
-def checked_header(path: str, total_records: int, batch_size: int, seq_len: int, seed: int) -> Header:
-    """The header of a file of so many records.
-
-    Raises:
-        ArgumentError: the path does not end in `.batch`, or a number is out of range.
-    """
+def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int, seed: int) -> Header:
+    """The header of a file of so many records; `ArgumentError` if a number or the file's ending breaks a rule."""
     if not path.endswith(".batch"):
         raise ArgumentError(f"{path!r} does not end in .batch", where="output_path")
     total_records = check_count(total_records, name="total_records", least=0, most=MAX_U32)
@@ -196,27 +189,15 @@ def _write(
         bar.advance(HEADER_NBYTES)
         for first in range(0, header.num_batches, n_group):
             end = min(first + n_group, header.num_batches)
-            slots = slots_of(header, first, end, lambda places: as_tokens(tokens[order.records(places)]))
+            places = np.arange(first * header.batch_size, end * header.batch_size, dtype=np.int64)
+            slots = np.zeros((end - first, header.padded_batch_nbytes), np.uint8)
+            records = as_tokens(tokens[order.records(places)])
+            slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records.reshape(end - first, -1)
             file.write(slots.data)
             bar.advance(slots.nbytes)
-            del slots  # before the next ones are made
+            del slots, records  # before the next ones are made
         file.commit()
     return header.num_batches
-
-
-def slots_of(header: Header, first: int, end: int, records: Callable[[IntArray], TokenArray]) -> npt.NDArray[np.uint8]:
-    """The bytes of the batches of a range in the file, (batches, padded bytes of a batch).
-
-    Args:
-        header: Of the file.
-        first: The range's first batch.
-        end: The batch behind its last one.
-        records: The records at some places of the file, (n, seq_len).
-    """
-    places = np.arange(first * header.batch_size, end * header.batch_size, dtype=np.int64)
-    slots = np.zeros((end - first, header.padded_batch_nbytes), np.uint8)
-    slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records(places).reshape(end - first, -1)
-    return slots
 
 
 def as_tokens(values: npt.ArrayLike) -> TokenArray:
@@ -235,36 +216,22 @@ def as_tokens(values: npt.ArrayLike) -> TokenArray:
     return found.astype(TOKEN, copy=False)
 
 
-def _collect(groups: Iterator[TokenArray], spool: FileIO, header: Header, *, progress: bool | None) -> None:
-    n, total = 0, header.total_records
-    with Progress(total * header.seq_len * ITEMSIZE, "collecting", shown=progress) as bar:
-        for records in groups:
+def _collect(items: Iterable[npt.ArrayLike], spool_fd: int, header: Header, *, progress: bool | None) -> None:
+    """Check records, and write them one after the other."""
+    n, total, seq_len = 0, header.total_records, header.seq_len
+    with Progress(total * seq_len * ITEMSIZE, "collecting", shown=progress) as bar:
+        for item in items:
+            found = np.asarray(item)
+            records = found[None] if found.ndim == 1 else found
+            if records.ndim != 2 or records.shape[1] != seq_len:
+                rule = f"it must be ({seq_len},), or several in a two-dimensional array"
+                raise ArgumentError(f"a record of shape {found.shape} came; {rule}", where="tokens_iter")
             n += len(records)
             if n > total:
                 break
+            at = (n - len(records)) * seq_len * ITEMSIZE
             with os_errors("$TMPDIR", "collect records"):
-                left = memoryview(records).cast("B")
-                while left:
-                    left = left[spool.write(left) :]
-            bar.advance(records.nbytes)
+                write_all(spool_fd, byte_views([np.ascontiguousarray(as_tokens(records)).data], writable=False), at)
+            bar.advance(len(records) * seq_len * ITEMSIZE)
     if n != total:
         raise ArgumentError(f"{total:,} records were announced, {n:,} came", where="total_records")
-
-
-def _grouped(items: Iterable[npt.ArrayLike], seq_len: int) -> Iterator[TokenArray]:
-    """Check records and join them to arrays of shape (n, seq_len) uint32 with about a MiB each."""
-    waiting: list[TokenArray] = []
-    n, enough = 0, max(1, (1 << 20) // (seq_len * ITEMSIZE))
-    for item in items:
-        found = np.asarray(item)
-        records = found[None] if found.ndim == 1 else found
-        if records.ndim != 2 or records.shape[1] != seq_len:
-            rule = f"it must be ({seq_len},), or several in a two-dimensional array"
-            raise ArgumentError(f"a record of shape {found.shape} came; {rule}", where="tokens_iter")
-        waiting.append(np.array(as_tokens(records)))  # a copy: the caller may fill its array again
-        n += len(records)
-        if n >= enough:
-            yield np.concatenate(waiting)
-            waiting, n = [], 0
-    if n:
-        yield np.concatenate(waiting)

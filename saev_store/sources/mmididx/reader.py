@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import operator
-import time
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray
-from saev_store.errors import CorruptShardError, NotFoundError, SaevStoreError, SelectionError, brief
+from saev_store.errors import SaevStoreError, SelectionError, brief
 from saev_store.problems import Problem
-from saev_store.sources._files import CHUNK_BYTES, describe_digest, file_identity, is_resident
+from saev_store.sources._files import CHUNK_BYTES, DataFile, describe_digest
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, steps, text_card
-from saev_store.sources.address import Url, full_url, locate
-from saev_store.sources.mmididx.index import HEADER_NBYTES, Index, check_header, parse_index
-from saev_store.validation import Report
+from saev_store.sources.address import Url, locate
+from saev_store.sources.mmididx.index import HEADER_NBYTES, check_header, parse_index
 
 if TYPE_CHECKING:
-    from saev_store.transport import Buffer, Engine, Transport
+    from saev_store.transport import Engine, Transport
 
 TokenArray: TypeAlias = npt.NDArray[np.generic]
 
@@ -75,43 +71,19 @@ class IndexedDataset(Source[TokenArray]):
     ) -> None:
         self.transport, name = locate(path, storage_options, engine=engine, transport=transport)
         self.idx_path, self.bin_path = file_names(name)
-        self.url = full_url(self.transport, self.idx_path)
-        self._asked_dtype, self._closed = dtype, False
-        self._identity: tuple[object, ...] | None = None
-        self._whole: TokenArray | None = None
-        self.index, self.problems = self._open()
-        index = self.index
+        self._idx, self._asked_dtype = DataFile(self.transport, self.idx_path), dtype
+        self.url, nbytes = self._idx.url, self._idx.nbytes
+        check_header(self._idx.head(HEADER_NBYTES), idx_nbytes=nbytes, where=self.url)  # before all of it is loaded
+        (raw,) = self._idx.ranges([0], [nbytes])
+        self._bin = DataFile(self.transport, self.bin_path)
+        self.index, self.problems = index, _ = parse_index(
+            raw, bin_nbytes=self._bin.nbytes, where=self.url, dtype=dtype
+        )
         self.dtype, self.sizes, self.doc_idx, self.modes = index.dtype, index.sizes, index.doc_idx, index.modes
         self.n_documents, self.n_tokens = len(index.doc_idx) - 1, int(index.sizes.sum(dtype=np.int64))
         self._n, self._itemsize = len(index.sizes), index.dtype.itemsize
-
-    def _open(self) -> tuple[Index, tuple[Problem, ...]]:
-        """Read and check the index, and make sure that later reads of `.bin` are of the file that belongs to it."""
-        transport, idx = self.transport, self.idx_path
-        name, nbytes = file_identity(transport, idx), transport.size(idx)
-        (head,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
-        check_header(bytes(head), idx_nbytes=nbytes, where=self.url)
-        (raw,) = transport.get_ranges(idx, starts=[0], ends=[nbytes])
-        try:
-            bin_nbytes = transport.size(self.bin_path)
-        except NotFoundError as error:
-            where = full_url(transport, self.bin_path)
-            raise NotFoundError("the .bin file is missing", where=where, remedy="Copy it, too.") from error
-        index, problems = parse_index(raw, bin_nbytes=bin_nbytes, where=self.url, dtype=self._asked_dtype)
-        # The transport pins a file when its first bytes are read, so `.bin` is read now. A writer deletes the old index
-        # before it replaces `.bin`: if the index is the same afterwards, both files belong together.
-        end = bin_nbytes if is_resident(transport) else min(bin_nbytes, 1)
-        (whole,) = transport.get_ranges(self.bin_path, starts=[0], ends=[end])
-        (again,) = transport.get_ranges(idx, starts=[0], ends=[min(nbytes, HEADER_NBYTES)])
-        versions = (transport.version(idx), transport.version(self.bin_path))
-        identity = (xxhash.xxh3_128_digest(raw), bin_nbytes, *versions)
-        is_other = self._identity not in {None, identity}
-        if is_other or file_identity(transport, idx) != name or bytes(again) != bytes(head):
-            message = "another data set has taken the place of the one that was opened"
-            raise CorruptShardError(message, where=self.url, remedy="Open it again.")
-        self._identity, self._closed = identity, False
-        self._whole = _as_array(whole, index.dtype) if is_resident(transport) else None
-        return index, problems
+        #: All tokens of a mapped file; None before the first use, after `close`, and if it is not mapped.
+        self._view: TokenArray | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), transport=self.transport, dtype=self._asked_dtype), (self.idx_path,)
@@ -137,7 +109,7 @@ class IndexedDataset(Source[TokenArray]):
         Raises:
             SelectionError: there is no such sequence.
         """
-        whole = self._whole
+        whole = self._view
         if whole is None or type(index) is not int or not 0 <= index < self._n:
             return self.get(index)
         begin = self.index.pointers.item(index) // self._itemsize
@@ -150,8 +122,8 @@ class IndexedDataset(Source[TokenArray]):
             SelectionError: there is no such sequence, or the part is not inside it.
         """
         at = check_index(index, self._n, what="sequence")
-        size = self.sizes.item(at)
-        offset, end = _check_part(offset, length, size, "sequence", at, where="offset", is_length=True)
+        stop = None if length is None else _integer(offset, "offset") + _integer(length, "length")
+        offset, end = _check_part(offset, stop, self.sizes.item(at), where="offset")
         start = self.index.pointers.item(at)
         return self._read([start + offset * self._itemsize], [start + end * self._itemsize])[0]
 
@@ -167,20 +139,44 @@ class IndexedDataset(Source[TokenArray]):
 
     def _read(self, starts: list[int], ends: list[int]) -> list[TokenArray]:
         """The tokens of ranges of bytes of `.bin`."""
-        if self._closed:
-            self._open()
-        whole, itemsize = self._whole, self._itemsize
+        itemsize = self._itemsize
+        if self._view is None and self._bin.is_resident:
+            self._view = np.frombuffer(self._bin.ranges([0], [self._bin.nbytes])[0], self.dtype)
+        whole = self._view
         if whole is not None:
             return [whole[start // itemsize : end // itemsize] for start, end in zip(starts, ends, strict=True)]
-        parts = self.transport.get_ranges(self.bin_path, starts=starts, ends=ends)
-        return [_as_array(part, self.dtype) for part in parts]
+        return [np.frombuffer(part, self.dtype) for part in self._bin.ranges(starts, ends)]
+
+    def tokens_before(self, sequences: IntArray) -> IntArray:
+        """Number of tokens of all sequences before each of these, int64; the number of sequences is one past the last."""
+        return self._cuts[sequences]
+
+    @cached_property
+    def _cuts(self) -> IntArray:
+        """The number of tokens before each sequence, and of all; int64."""
+        return np.concatenate(([0], np.cumsum(self.sizes, dtype=np.int64)))
+
+    def read_tokens(self, starts: npt.ArrayLike, stops: npt.ArrayLike) -> TokenArray:
+        """The tokens of ranges of the run of all sequences in order, one after the other; the caller has checked the bounds.
+
+        Returns:
+            A read-only view if there is one part of one sequence of a mapped file, else fresh memory.
+        """
+        first, last, cuts = np.asarray(starts, np.int64), np.asarray(stops, np.int64), self._cuts
+        low = np.searchsorted(cuts[1:], first, side="right")
+        n = np.maximum(np.searchsorted(cuts[:-1], last, side="left") - low, 0)
+        which = np.repeat(np.arange(len(n)), n)
+        sequences = low[which] + np.arange(len(which)) - np.repeat(np.cumsum(n) - n, n)
+        begins = np.maximum(first[which], cuts[sequences])
+        lengths = np.minimum(last[which], cuts[sequences + 1]) - begins
+        parts = self.read_parts(sequences, begins - cuts[sequences], lengths)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
 
     def pieces(self) -> Iterator[TokenArray]:
         """All tokens in the order of the sequences, as read-only arrays of at most 8 MiB."""
         if any(problem.kind == "not_packed" for problem in self.problems):
-            for sequence, size in enumerate(self.sizes.tolist()):
-                for start, end in steps(size, CHUNK_BYTES // self._itemsize):
-                    yield self.get(sequence, start, end - start)
+            for start, end in steps(self.n_tokens, CHUNK_BYTES // self._itemsize):
+                yield self.read_tokens([start], [end])
             return
         for start, end in steps(self.index.bin_nbytes, CHUNK_BYTES):
             yield self._read([start], [end])[0]
@@ -206,68 +202,49 @@ class IndexedDataset(Source[TokenArray]):
             SelectionError: there is no such document, or the part is not inside it.
         """
         numbers = self.sequences_of(document)
-        ends = np.cumsum(self.sizes[numbers.start : numbers.stop], dtype=np.int64)
-        begins = ends - self.sizes[numbers.start : numbers.stop]
-        total = int(ends[-1]) if len(ends) else 0
-        start, stop = _check_part(start, stop, total, "document", document, where="start")
-        (touched,) = np.nonzero((begins < stop) & (ends > start))
-        offsets = np.maximum(start - begins[touched], 0)
-        lengths = np.minimum(ends[touched], stop) - begins[touched] - offsets
-        parts = self.read_parts(touched + numbers.start, offsets, lengths)
-        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
+        first, last = self._cuts[numbers.start].item(), self._cuts[numbers.stop].item()
+        start, stop = _check_part(start, stop, last - first, where="start")
+        return self.read_tokens([first + start], [first + stop])
 
     # -- as a source -----------------------------------------------------------------------------------------------------
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the data set for `metadata.data` of a store that is recorded from it."""
+        files = [(file.path, file.nbytes) for file in (self._idx, self._bin)]
         return {
             "format": self.format,
             "url": self.url,
             "n_samples": self._n,
             "mapping": "example i is sequence i",
             "dtype": self.dtype.name,
-            "digest": describe_digest(self.transport, self._sized_files(), scope=digest),
+            "digest": describe_digest(self.transport, files, scope=digest),
         }
 
-    def _sized_files(self) -> list[tuple[str, int]]:
-        return [(self.idx_path, self.index.idx_nbytes), (self.bin_path, self.index.bin_nbytes)]
-
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """Report what is wrong; a sequence counts as an example.
-
-        Opening has checked every number of the index; `deep` reads every byte of `.bin`.
-        """
-        deep = check_flag(deep, name="deep")
-        started, problems, checked, lowest = time.perf_counter(), list(self.problems), 0, 0
-        lost = ((0, self._n),) if self._n else ()
-        for path, nbytes in self._sized_files():
-            where = full_url(self.transport, path)
+    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
+        """Look for other files; `deep` reads every token."""
+        problems, lowest = list[Problem](), 0
+        for file in (self._idx, self._bin):
             try:
-                now = self.transport.size(path)
+                file.check_unchanged()
             except SaevStoreError as error:
-                problems.append(Problem(error.kind, error.message, where=where, lost=lost))
-                continue
-            if now != nbytes:
-                message = f"it had {nbytes:,} bytes when it was opened and has {now:,} now"
-                problems.append(Problem("changed_size", message, where=where, lost=lost))
-        if deep and not any(problem.severity == "error" for problem in problems):
-            with Progress(self.index.bin_nbytes, "checking", shown=progress) as bar:
-                for tokens in self.pieces():
-                    least = tokens.min()  # reads every page of a map
-                    lowest = min(lowest, int(least) if self.dtype.kind == "i" else 0)
-                    checked += tokens.nbytes
-                    bar.advance(tokens.nbytes)
-            if lowest < 0:
-                message = f"there are negative token ids, down to {lowest}, which no tokenizer gives"
-                where = full_url(self.transport, self.bin_path)
-                problems.append(Problem("negative_token", message, where=where, severity="info"))
-        elapsed_s = time.perf_counter() - started
-        return Report(self.url, self._n, 1, tuple(problems), deep, checked, elapsed_s)
+                problems.append(self._lost(error, file.url))
+        if problems or not deep:
+            return problems, 0
+        with Progress(self.index.bin_nbytes, "checking", shown=progress) as bar:
+            for tokens in self.pieces():
+                least = tokens.min()  # reads every page of a map
+                lowest = min(lowest, int(least) if self.dtype.kind == "i" else 0)
+                bar.advance(tokens.nbytes)
+        if lowest < 0:
+            message = f"there are negative token ids, down to {lowest}, which no tokenizer gives"
+            problems.append(Problem("negative_token", message, where=self._bin.url, severity="info"))
+        return problems, self.n_tokens * self._itemsize
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the files again."""
-        self._whole, self._closed = None, True
-        self.transport.close()
+        self._view = None
+        self._idx.close()
+        self._bin.close()
 
 
 def file_names(name: str) -> tuple[str, str]:
@@ -280,34 +257,16 @@ def file_names(name: str) -> tuple[str, str]:
     return f"{prefix}.idx", f"{prefix}.bin"
 
 
-def _as_array(data: Buffer, dtype: np.dtype[np.generic]) -> TokenArray:
-    """View bytes as tokens, read-only."""
-    tokens = np.frombuffer(data, dtype)
-    tokens.flags.writeable = False
-    return tokens
-
-
-def _check_part(
-    start: SupportsIndex,
-    stop: SupportsIndex | None,
-    size: int,
-    noun: str,
-    number: SupportsIndex,
-    *,
-    where: str,
-    is_length: bool = False,
-) -> tuple[int, int]:
-    """The bounds of a part of `size` tokens, to their end by default; with `is_length` its length is given.
-
-    Raises:
-        SelectionError: a bound is not an integer, or the part is not inside.
-    """
+def _integer(value: SupportsIndex, where: str) -> int:
     try:
-        low = operator.index(start)
-        high = size if stop is None else operator.index(stop) + (low if is_length else 0)
+        return operator.index(value)
     except TypeError:
-        raise SelectionError(f"tokens {brief(start)} to {brief(stop)} must be integers", where=where) from None
+        raise SelectionError(f"{where} must be an integer, got {brief(value)}", where=where) from None
+
+
+def _check_part(start: SupportsIndex, stop: SupportsIndex | None, size: int, *, where: str) -> tuple[int, int]:
+    """The bounds of a part of `size` tokens, to their end by default; `SelectionError` if it is not inside."""
+    low, high = _integer(start, where), size if stop is None else _integer(stop, where)
     if not 0 <= low <= high <= size:
-        message = f"tokens {brief(low)} to {brief(high)} of {noun} {brief(number)} do not exist; it has {size}"
-        raise SelectionError(message, where=where)
+        raise SelectionError(f"tokens {brief(low)} to {brief(high)} do not exist; there are {size:,}", where=where)
     return low, high

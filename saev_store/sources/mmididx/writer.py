@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -13,11 +12,12 @@ import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_flag
-from saev_store.errors import ArgumentError, SaevStoreError, brief
+from saev_store.errors import ArgumentError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
 from saev_store.sources.mmididx.index import code_of, index_header
 from saev_store.sources.mmididx.reader import IndexedDataset, file_names
+from saev_store.transport.durable import TEMP_PREFIX
 
 if TYPE_CHECKING:
     from saev_store.transport import Engine, Transport
@@ -71,9 +71,7 @@ class IndexedDatasetBuilder:
         # An object store has no lock: two writers that replace the two files could leave one file of each.
         self._overwrite = overwrite and self._transport.local_path is not None
         if not self._overwrite:
-            remedy = "Delete both files first: this storage cannot replace two files together." if overwrite else None
-            refuse_existing(self._transport, self._idx_path, remedy=remedy)
-            refuse_existing(self._transport, bin_path, remedy=remedy)
+            refuse_existing(self._transport, self._idx_path)
         self._bin: NewFile | None = NewFile(self._transport, bin_path, overwrite=self._overwrite)
         self._sizes, self._doc_idx = array.array("i"), array.array("q", [0])
         self._modes = array.array("b") if multimodal else None
@@ -173,15 +171,13 @@ class IndexedDatasetBuilder:
         if self._doc_idx[-1] != len(self._sizes):
             self.end_document()
         folder, slash, name = self._idx_path.rpartition("/")
-        lock = f"{folder}{slash}.saev_store.tmp-{name}.lock"
+        lock = f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
         try:
-            transport = self._bin.transport
-            with transport.lock(lock):
+            with self._transport.lock(lock):
                 try:
                     self._publish(self._bin)
                 finally:
-                    with suppress(SaevStoreError):
-                        transport.delete(lock)
+                    self._transport.delete(lock)
         finally:
             self.abort()
 
@@ -189,14 +185,13 @@ class IndexedDatasetBuilder:
         """Publish `.bin`, which decides between several writers, then the index; delete `.bin` if the index fails."""
         with NewFile(self._transport, self._idx_path, overwrite=self._overwrite) as index_file:
             self._write_index(index_file)
+            if self._overwrite:
+                self._transport.delete(self._idx_path)
+            bin_file.commit()
             try:
-                if self._overwrite:
-                    bin_file.transport.delete(self._idx_path)
-                bin_file.commit()
                 index_file.commit()
             except BaseException:
-                if not self._overwrite:
-                    bin_file.retract()
+                self._transport.delete(bin_file.path)
                 raise
 
     def _write_index(self, file: NewFile) -> None:
@@ -235,15 +230,10 @@ class IndexedDatasetBuilder:
             return found
         if found.dtype.kind not in "iuf" or (found.dtype.kind == "f" and self.dtype.kind != "f"):
             raise ArgumentError(f"tokens are {found.dtype}; they must be {self.dtype.name}", where="tokens")
-        if self.dtype.kind != "f":
-            low, most = int(np.iinfo(self.dtype.name).min), int(np.iinfo(self.dtype.name).max)
-        else:
-            limits = np.finfo(self.dtype.name)
-            most = float(limits.max) if found.dtype.kind == "f" else 2 ** (limits.nmant + 1)
-            low = -most
+        least, most = _limits(self.dtype.name, are_floats=found.dtype.kind == "f")
         finite = found[np.isfinite(found)]
-        if finite.size and not low <= finite.min().item() <= finite.max().item() <= most:
-            message = f"tokens reach from {finite.min()} to {finite.max()}; {self.dtype.name} holds {low} to {most}"
+        if finite.size and not least <= finite.min().item() <= finite.max().item() <= most:
+            message = f"tokens reach from {finite.min()} to {finite.max()}; {self.dtype.name} holds {least} to {most}"
             raise ArgumentError(message, where="tokens")
         return found
 
@@ -251,3 +241,12 @@ class IndexedDatasetBuilder:
         if self._bin is None:
             raise ArgumentError("this data set is complete or abandoned", where="add")
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
+
+
+def _limits(dtype: str, *, are_floats: bool) -> tuple[float, float]:
+    """The least and the largest number that a dtype holds: any float, or exactly each integer between."""
+    if np.dtype(dtype).kind != "f":
+        return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    limits = np.finfo(dtype)
+    most = float(limits.max) if are_floats else 2 ** (limits.nmant + 1)
+    return -most, most
