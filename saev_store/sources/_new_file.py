@@ -47,7 +47,7 @@ class NewFile:
                 self._file = open(self.temporary, "x+b")  # noqa: SIM115 (closed by `abort`)
             else:
                 fd, self.temporary = tempfile.mkstemp(prefix=TEMP_PREFIX)
-                self._file = open(fd, "r+b")  # noqa: SIM115
+                self._file = open(fd, "r+b")  # noqa: SIM115 (closed by `abort`)
 
     def write(self, data: Buffer) -> None:
         """Append; the memory may be reused afterwards.

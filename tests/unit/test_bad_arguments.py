@@ -129,7 +129,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "layers of a layout": lambda junk: replace(store.layout, layers=junk),
         "hook points of a layout": lambda junk: replace(store.layout, hook_points=junk),
         "path below a transport": store.transport.size,
-        "transport of a source": lambda junk: None if junk is None else open_source("x", transport=junk),
         "address of a source": open_source,
         "scope of a description": lambda junk: reopen({"url": str(root), "digest": {"scope": junk}}),
         "split": lambda junk: prepare(root, split=junk),

@@ -198,7 +198,7 @@ class BatchNativeLoader:
         Raises:
             ResumeError: the state is of another file or order, or is not a state.
         """
-        found = dict(state) if isinstance(state, Mapping) else {}  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = dict(state) if isinstance(state, Mapping) else {}  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         for name, value in self._identity().items():
             if type(found.get(name)) is not type(value) or found.get(name) != value:
                 message = f"{name} is {brief(found.get(name))} in the state, but {brief(value)} here"
