@@ -1,1 +1,1 @@
-"""Thread pools, locks that survive forks, closing of abandoned objects, progress bars."""
+"""Thread pools, work on clusters, optional libraries, progress bars."""

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 from saev_store._runtime.optional import need
@@ -43,54 +43,42 @@ def map_shards(function: Callable[[S], T], shards: Sequence[S], client: Client |
     if client is None:
         yield from ahead(function, shards, n_cores())
         return
-    with connected(client) as cluster:
-        yield from results(cluster, function, shards)
-
-
-@contextmanager
-def connected(client: Client | str) -> Generator[Client]:
-    """The given client, or one for the given address, which is closed afterwards; errors as `map_shards`."""
-    if not isinstance(client, str):
-        if not hasattr(client, "submit") or client.asynchronous:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(_connected(client)) if isinstance(client, str) else client
+        if not hasattr(cluster, "submit") or cluster.asynchronous:
             raise ArgumentError(
                 f"client is {brief(client)}; it must be a synchronous distributed.Client, or the address of a scheduler",
                 where="client",
                 remedy='Pass distributed.Client("tcp://…").',
             )
-        yield client
-        return
+        from distributed import KilledWorker
+
+        begun = deque(cluster.submit(function, shard, pure=False) for shard in shards)
+        try:
+            while begun:
+                yield begun.popleft().result()  # what is not kept here leaves its worker
+        except (CancelledError, KilledWorker) as error:
+            raise TransportError(
+                f"the cluster gave up a task, or the workers that had it died: {error}",
+                where="client",
+                remedy="Look at the logs of the workers; give them more memory, or fewer threads.",
+            ) from error
+        finally:
+            for future in begun:
+                future.cancel()
+
+
+def _connected(address: str) -> Client:
+    """A client of the scheduler at an address."""
     need("distributed", install="distributed", where="client")
     from distributed import Client
     from distributed.comm.addressing import get_address_host_port
 
     try:
-        if not client.startswith("inproc://"):
-            get_address_host_port(client)  # or the address is tried for a while
-        opened = Client(client, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
+        if not address.startswith("inproc://"):
+            get_address_host_port(address)  # or the address is tried for a while
+        return Client(address, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
     except ValueError as error:
-        raise ArgumentError(f"{client!r} is not an address of a scheduler: {error}", where="client") from error
+        raise ArgumentError(f"{address!r} is not an address of a scheduler: {error}", where="client") from error
     except OSError as error:
-        raise TransportError(f"no dask scheduler answers: {error}", where=client) from error
-    with opened:
-        yield opened
-
-
-def results(client: Client, function: Callable[[S], T], shards: Iterable[S]) -> Generator[T]:
-    """The results of `function`, in order, by the workers of a cluster; errors as `map_shards`."""
-    from distributed import KilledWorker
-
-    begun = deque(client.submit(function, shard, pure=False) for shard in shards)
-    try:
-        while begun:
-            yield begun.popleft().result()  # what is not kept here leaves its worker
-    except KilledWorker as error:
-        raise TransportError(
-            f"the workers that had a task died, one after the other: {error}",
-            where="client",
-            remedy="Look at their logs; give them more memory, or fewer threads.",
-        ) from error
-    except CancelledError as error:
-        raise TransportError(f"the cluster gave up a task: {error}", where="client", remedy="Call again.") from error
-    finally:
-        for future in begun:
-            future.cancel()
+        raise TransportError(f"no dask scheduler answers: {error}", where=address) from error

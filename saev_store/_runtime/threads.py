@@ -1,13 +1,11 @@
-"""Threads: how many, work that is mapped over them, and what a forked child has to renew."""
+"""Threads: how many, and work that is mapped over them."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 S = TypeVar("S")
@@ -65,14 +63,3 @@ def in_threads(work: Callable[[S], object], items: Sequence[S], n: int) -> None:
     with ThreadPoolExecutor(min(n, len(items)), thread_name_prefix="saev_store") as pool:
         for _ in pool.map(work, items):  # which cancels what is not begun if it is left
             pass
-
-
-async def off_loop(call: Callable[[], T]) -> T:
-    """The result of a call in a thread, so that the running event loop is not blocked."""
-    return await asyncio.get_running_loop().run_in_executor(None, partial(call))
-
-
-def after_fork_in_child(call: Callable[[], object]) -> None:
-    """Call `call()` in every child that is forked from now on; nothing on systems that cannot fork."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=call)

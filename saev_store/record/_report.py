@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from saev_store._runtime.progress import human_gb, human_rate, human_seconds
+from saev_store._runtime.progress import human_seconds
 from saev_store.errors import counted
+from saev_store.store.card import human_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class RecordingReport:
             return "recorded nothing: all examples were there"
         waits = [100 * self._per_s(seconds) for seconds in (self.source_wait_s, self.writer_wait_s)]
         return (
-            f"recorded {counted(self.n_examples, 'example')} ({human_gb(self.nbytes)}) in {human_seconds(self.elapsed_s)}, "
-            f"{human_rate(self.n_examples, 'examples', self.elapsed_s)}; the model waited {waits[0]:.0f} % of the time for the "
+            f"recorded {counted(self.n_examples, 'example')} ({human_bytes(self.nbytes)}) in {human_seconds(self.elapsed_s)}, "
+            f"{self._per_s(self.n_examples):,.1f} examples/s; the model waited {waits[0]:.0f} % of the time for the "
             f"source and {waits[1]:.0f} % for the writer"
         )
 

@@ -1,4 +1,4 @@
-"""Work on an event loop in another thread, for callers that block and for callers that await."""
+"""Work on an event loop in another thread."""
 
 from __future__ import annotations
 
@@ -104,29 +104,7 @@ def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, li
     return begun[0].result()
 
 
-async def awaited(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
-    """The result of `work()` on a loop that runs in another thread, awaited in this one; cancelling it cancels the work.
-
-    Raises:
-        TimeoutError: it took longer than `limit_s`.
-        Exception: its own error.
-    """
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(within(work, limit_s), loop))
-
-
 async def within(work: Callable[[], Awaitable[T]], limit_s: float) -> T:
     """The result of `work()`; it is cancelled, with a `TimeoutError`, if it takes longer."""
     async with asyncio.timeout(limit_s):
         return await work()
-
-
-async def gathered(works: list[Awaitable[T]]) -> list[T]:
-    """The results of all, in order; after the first error the others are cancelled and waited for."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

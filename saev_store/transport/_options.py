@@ -42,19 +42,6 @@ def _secrets(options: Mapping[str, object], *, inside: bool = False) -> set[str]
     return found
 
 
-def conditional_create(options: Mapping[str, object]) -> tuple[bool, dict[str, object]]:
-    """The option `conditional_create`, and the others.
-
-    Raises:
-        ArgumentError: it is not a bool.
-    """
-    rest = dict(options)
-    value = rest.pop(CONDITIONAL_CREATE, True)
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{CONDITIONAL_CREATE} is {kind_of(value)}, not a bool", where="storage_options")
-    return value, rest
-
-
 def authorities(protocol: str, verify: object) -> str | bool:
     """Source of trusted authorities: a PEM file, the system's authorities (True), or nothing (False).
 

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import copy
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from typing import Generic, Self, TypeVar
+from typing import Self, TypeVar
 
 from saev_store.errors import (
     AccessError,
@@ -19,8 +19,8 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.names import joined_url
-from saev_store.transport._loop import awaited, gathered, run
-from saev_store.transport._options import CONDITIONAL_CREATE, conditional_create
+from saev_store.transport._loop import run, within
+from saev_store.transport._options import CONDITIONAL_CREATE
 from saev_store.transport.base import FileReads, FileStat, Transport
 from saev_store.transport.checks import Buffer, check_path, check_ranges, fill, requests_into, requests_of, too_short
 
@@ -33,85 +33,34 @@ CONNECT_TIMEOUT_S = 5
 TIMEOUT_S, SLOWEST_BYTES_PER_S = 60.0, 1 << 20
 
 
-class Client(ABC):
-    """The client of a service behind an address, shared by all transports below it; thread-safe. Pickles contain the options.
+class RemoteTransport(Transport):
+    """A transport whose client and pinned versions are shared by all that are opened below it. Pickles contain the options.
 
     Args:
         url: The address.
         options: Storage options.
+        safe_url: The address without credentials.
 
     Attributes:
         options: Storage options of the client's own.
-        is_async: False if it has no event loop, and blocks.
+        is_async: False if the client has no event loop, and blocks.
         is_conditional: False if the service does not know conditional creation.
         slots: Held by each request while it is under way.
     """
 
     is_async = True
 
-    def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        self._arguments, self.url = (url, options), url
-        self.is_conditional, self.options = conditional_create(options)
+    def __init__(self, url: str, options: Mapping[str, object], *, safe_url: str) -> None:
+        super().__init__()
+        self._arguments, self._safe_url, self._folder = (url, options), safe_url, ""
+        self.options = dict(options)
+        self.is_conditional = self.options.pop(CONDITIONAL_CREATE, True) is not False
         self.slots = asyncio.Semaphore(IN_FLIGHT)
+        #: The version of each file that was read, by its path below the address.
+        self._pins: dict[str, FileStat] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self._arguments
-
-    @abstractmethod
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop on which requests run, in a thread of its own.
-
-        Raises:
-            ForkError: a parent process has used it.
-        """
-
-    @abstractmethod
-    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
-        """Our error for one of the client's; ours stay as they are."""
-
-    @contextlib.contextmanager
-    def errors(self, doing: str, where: str) -> Generator[None]:
-        """A block in which errors of the client become ours."""
-        try:
-            yield
-        except Exception as error:
-            ours = self.translated(error, doing=doing, where=where)
-            if ours is error:
-                raise
-            raise ours from None  # the text of the first one may contain what was signed
-
-    def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
-        """The result of `work()`, waited for in this thread; it is cancelled after the time that `nbytes` may take."""
-        return run(work, self.loop(), limit_s=TIMEOUT_S + nbytes / SLOWEST_BYTES_PER_S)
-
-    def call(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
-        """As `run`, with our errors."""
-        with self.errors(doing, where):
-            return self.run(work, nbytes=nbytes)
-
-    async def awaited(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int) -> T:
-        """As `call`, awaited in any event loop."""
-        with self.errors(doing, where):
-            return await awaited(work, self.loop(), limit_s=TIMEOUT_S + nbytes / SLOWEST_BYTES_PER_S)
-
-
-C = TypeVar("C", bound=Client)
-
-
-class RemoteTransport(Transport, Generic[C]):
-    """A transport of which several share one client and one set of pinned versions.
-
-    Args:
-        safe_url: The address, without credentials.
-    """
-
-    client: C
-
-    def __init__(self, safe_url: str) -> None:
-        super().__init__()
-        self._safe_url, self._folder = safe_url, ""
-        #: The version of each file that was read, by its path below the address. Pickles carry them.
-        self._pins: dict[str, FileStat] = {}
+        return type(self), self._arguments, {"_folder": self._folder, "_pins": self._pins}
 
     @property
     def url(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute elsewhere
@@ -126,22 +75,64 @@ class RemoteTransport(Transport, Generic[C]):
         """Unpin all files; connections stay open for other transports."""
         self._pins.clear()
 
+    # -- the client ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop on which requests run, in a thread of its own.
+
+        Raises:
+            ForkError: a parent process has used it.
+        """
+
+    @abstractmethod
+    def key(self, path: str) -> str:
+        """The client's name of a file below the root; `""` is the root."""
+
+    @abstractmethod
+    async def _get(self, path: str, start: int, end: int) -> Buffer:
+        """The bytes of one request."""
+
+    @abstractmethod
+    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
+        """Our error for one of the client's."""
+
+    @contextlib.contextmanager
+    def errors(self, doing: str, where: str) -> Generator[None]:
+        """A block in which errors of the client become ours."""
+        try:
+            yield
+        except SaevStoreError:
+            raise
+        except Exception as error:
+            # The text of the first one may contain what was signed.
+            raise self.translated(error, doing=doing, where=where) from None
+
+    def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
+        """The result of `work()`, waited for in this thread; it is cancelled after the time that `nbytes` may take."""
+        return run(work, self.loop(), limit_s=TIMEOUT_S + nbytes / SLOWEST_BYTES_PER_S)
+
+    def call(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
+        """As `run`, with our errors."""
+        with self.errors(doing, where):
+            return self.run(work, nbytes=nbytes)
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One read-only buffer per range; a range that is longer than a request is read in several."""
         check_ranges(self.where(path), starts, ends)
         found: list[Buffer] = [b""] * len(starts)
-        pieces = [
-            (int(start), int(end), n) for n, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
-        ]
-        longest = self.cost.max_request_bytes
-        for start, end, n in [piece for piece in pieces if piece[1] - piece[0] > longest]:
-            self._check_length(path, end)  # before memory is allocated for it
-            memory = memoryview(bytearray(end - start))
-            self.readinto(path, starts=[start], buffers=[memory])
-            found[n] = memory.toreadonly()
-        requests = requests_of([piece for piece in pieces if piece[1] - piece[0] <= longest], self.cost)
+        pieces = list[tuple[int, int, int]]()
+        for n, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if end - start > self.cost.max_request_bytes:
+                self._pin(path, self._pinned(path), end)  # before memory is allocated for it
+                memory = memoryview(bytearray(end - start))
+                self.readinto(path, starts=[start], buffers=[memory])
+                found[n] = memory.toreadonly()
+            elif end > start:
+                pieces.append((int(start), int(end), n))
+        requests = requests_of(pieces, self.cost)
 
         def cut(number: int, data: Buffer) -> None:
             first, view = requests[number].start, memoryview(data)
@@ -161,34 +152,34 @@ class RemoteTransport(Transport, Generic[C]):
         ranges = [(path, request.start, request.end) for path, request in works]
         self._fetch(ranges, lambda number, data: fill(works[number][1], data))
 
-    @abstractmethod
     def _fetch(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
-        """Read ranges (path, start, end), none empty, each in one request; `use` gets each with its number as it arrives."""
-
-    async def _get_all(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
-        """Read ranges side by side."""
+        """Read ranges (path, start, end) side by side, each in one request; `use` gets each with its number as it arrives."""
 
         async def one(number: int, path: str, start: int, end: int) -> None:
             use(number, await self._get(path, start, end))
 
-        await gathered([one(number, *place) for number, place in enumerate(ranges)])
+        async def every() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, place in enumerate(ranges):
+                        group.create_task(one(number, *place))
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from failed.exceptions[0].__cause__
 
-    @abstractmethod
-    async def _get(self, path: str, start: int, end: int) -> Buffer:
-        """The bytes of one request."""
+        if ranges:
+            self.call("read", self.where(ranges[-1][0]), every, nbytes=sum(end - start for _, start, end in ranges))
 
     async def get_range_async(self, path: str, *, start: int, end: int) -> Buffer:
         where = self.where(path)
         check_ranges(where, [start], [end])
-        if not self.client.is_async or not 0 < end - start <= self.cost.max_request_bytes:
+        if not self.is_async or not 0 < end - start <= self.cost.max_request_bytes:
             return await super().get_range_async(path, start=start, end=end)
-        return await self.client.awaited("read", where, lambda: self._get(path, start, end), nbytes=end - start)
+        limit_s = TIMEOUT_S + (end - start) / SLOWEST_BYTES_PER_S
+        with self.errors("read", where):
+            work = within(lambda: self._get(path, start, end), limit_s)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop()))
 
     # -- names and versions --------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def key(self, path: str) -> str:
-        """The client's name of a file below the root; `""` is the root."""
 
     def _below(self, path: str) -> str:
         """The path of a file below the client's address."""
@@ -221,10 +212,6 @@ class RemoteTransport(Transport, Generic[C]):
             raise too_short(self.where(path), size=found.nbytes, needed=needed)
         return pinned
 
-    def _check_length(self, path: str, needed: int) -> None:
-        """Raise `CorruptShardError` if a file is shorter than `needed` bytes."""
-        self._pin(path, self._pinned(path), needed)
-
     def unpin(self, path: str) -> None:
         """Unpin a file, or everything in a folder, that this transport changes."""
         below = self._below(path)
@@ -240,20 +227,8 @@ class RemoteTransport(Transport, Generic[C]):
             )
 
 
-def may_pass(status: int) -> bool:
-    """Return True if a later request may succeed after an answer with this status."""
-    return status in {408, 409, 429} or (status >= 500 and status not in {501, 505})
-
-
 def service_error(
-    status: int | None,
-    message: str,
-    *,
-    text: str,
-    doing: str,
-    where: str,
-    remedy: str | None = None,
-    passes: bool = True,
+    status: int | None, message: str, *, text: str, doing: str, where: str, passes: bool = True
 ) -> SaevStoreError:
     """Our error for the answer of a service.
 
@@ -263,7 +238,6 @@ def service_error(
         text: All that the client has reported.
         doing: The operation in the infinitive, such as `"read"`.
         where: The file, shown first.
-        remedy: Advice, if there is no better one.
         passes: Whether a later request may succeed, if there was no status.
 
     >>> type(service_error(404, "no such key", text="", doing="read", where="s3://lab/a.bin")).__name__
@@ -284,6 +258,11 @@ def service_error(
         return StoreExistsError("the file already exists", where=where)
     if status == 408:
         return DeadlineError(message, where=where, transient=True)
+    remedy = None
     if status == 501 and doing == "create":
         remedy = f"The service has no conditional requests. Pass storage_options={{{CONDITIONAL_CREATE!r}: False}}."
-    return TransportError(message, where=where, remedy=remedy, transient=passes if status is None else may_pass(status))
+    elif status in {301, 307, 308, 400}:
+        remedy = 'On S3, check the region: storage_options={"client_kwargs": {"region_name": …}}.'
+    if status is not None:
+        passes = status in {409, 429} or (status >= 500 and status not in {501, 505})
+    return TransportError(message, where=where, remedy=remedy, transient=passes)

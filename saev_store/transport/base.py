@@ -6,13 +6,13 @@ All back ends raise only errors of `saev_store.errors`.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Self
 
-from saev_store._runtime.threads import off_loop
 from saev_store.errors import ArgumentError, ReadOnlyError, TransportError
 from saev_store.names import joined_url
 from saev_store.transport.checks import Buffer, ReadCost, byte_views, check_path
@@ -268,7 +268,7 @@ class Transport(ABC):
 
     async def get_range_async(self, path: str, *, start: int, end: int) -> Buffer:
         """As `get_ranges` of one range, without blocking the running event loop; cancelling it cancels the request."""
-        return (await off_loop(lambda: self.get_ranges(path, starts=[start], ends=[end])))[0]
+        return (await asyncio.to_thread(self.get_ranges, path, starts=[start], ends=[end]))[0]
 
     def map_prefix(self, path: str, nbytes: int) -> memoryview | None:
         """A read-only view of the first bytes of a file, for back ends that map; None if it cannot be mapped.

@@ -23,22 +23,27 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
     UnsafeContentError,
-    brief,
 )
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 
-#: What to do, by the number of the error.
+_PERMISSIONS = "Check the permissions of the file and of its folders."
+#: Our errors of the system's, by number, and remedies; a link that leads to itself leads to no file. The others are `TransportError`.
+_KINDS: dict[int, tuple[type[SaevStoreError], str | None]] = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ELOOP), (NotFoundError, None)),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), (AccessError, _PERMISSIONS)),
+    errno.EEXIST: (StoreExistsError, "Resume, or delete it first."),
+}
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space, or raise the quota, and call again."),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit on open files (`ulimit -n`)."),
     errno.EFBIG: "The file system, or `ulimit -f`, holds no file of that length. Choose a smaller max_tokens_per_shard, or "
     "write with pad=False.",
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit on open files (`ulimit -n`)."),
 }
 _TRANSIENT = {
     errno.EAGAIN, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.EINTR, errno.EIO,
-    errno.ENETUNREACH, errno.EPIPE, errno.ESTALE,
+    errno.ENETUNREACH, errno.EPIPE, errno.ESTALE, errno.ETIMEDOUT,
 }  # fmt: skip
 
 
@@ -51,18 +56,15 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
     >>> check_path(".saev_store/receipts/0.json")
     '.saev_store/receipts/0.json'
     """
-    if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"{brief(path)} is no path below the root", where="path")
     if root_ok and path == "":
         return path
     rule = "a path below a store is relative, with parts between '/' that are not empty, '.' or '..'"
     if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
         raise UnsafeContentError(f"{path!r} would leave the folder: {rule}", where="path")
-    if not path.isascii():
-        try:
-            os.fsencode(path)
-        except UnicodeEncodeError as error:
-            raise UnsafeContentError(f"{path!r} is no file name: {error.reason}", where="path") from error
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UnsafeContentError(f"{path!r} is no file name: {error.reason}", where="path") from error
     return path
 
 
@@ -203,20 +205,14 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
         where: The file, shown first.
         doing: The operation in the infinitive, such as `"read"`.
     """
-    code = error.errno
-    text = os.strerror(code) if code else (str(error) or type(error).__name__)
-    name = errno.errorcode.get(code, str(code)) if code else type(error).__name__
-    message = f"could not {doing}: {text} ({name})"
-    # A link that leads to itself leads to no file.
-    if code in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP} or isinstance(error, FileNotFoundError):
-        return NotFoundError(message, where=where)
-    if code in {errno.EACCES, errno.EPERM, errno.EROFS} or isinstance(error, PermissionError):
-        return AccessError(message, where=where, remedy="Check the permissions of the file and of its folders.")
-    if code == errno.EEXIST or isinstance(error, FileExistsError):
-        return StoreExistsError(message, where=where)
-    if code == errno.ETIMEDOUT or isinstance(error, TimeoutError):
-        return DeadlineError(message, where=where, transient=True)
-    return TransportError(message, where=where, remedy=_REMEDIES.get(code or 0), transient=code in _TRANSIENT)
+    code = error.errno or 0
+    text = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else str(error) or type(error).__name__
+    message = f"could not {doing}: {text}"
+    if code in _KINDS:
+        kind, remedy = _KINDS[code]
+        return kind(message, where=where, remedy=remedy)
+    made = DeadlineError if code == errno.ETIMEDOUT else TransportError
+    return made(message, where=where, remedy=_REMEDIES.get(code), transient=code in _TRANSIENT)
 
 
 @contextlib.contextmanager

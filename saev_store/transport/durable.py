@@ -13,7 +13,6 @@ from collections.abc import Generator
 from saev_store.errors import (
     AccessError,
     SaevStoreWarning,
-    StoreExistsError,
     WriterConflictError,
     outside,
 )
@@ -24,11 +23,12 @@ from saev_store.transport.files import IOV_MAX, behind
 #: Temporary files start with this; one that outlives its process may be deleted by any process.
 TEMP_PREFIX = ".saev_store.tmp-"
 
-_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-#: Attempts to lock in a folder that other processes delete at the same time.
-_N_TRIES = 100
+#: Errors of file systems that cannot sync folders (CIFS, some FUSE), make hard links, or lock.
+_UNSUPPORTED = {
+    errno.EINVAL, errno.EMLINK, errno.ENODEV, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV,
+}  # fmt: skip
+#: Flags of a file that must not exist.
+_NEW = sum(getattr(os, name, 0) for name in ("O_CREAT", "O_EXCL", "O_CLOEXEC", "O_NOFOLLOW"))
 
 
 def write_all(fd: int, views: list[memoryview], offset: int) -> None:
@@ -40,9 +40,7 @@ def write_all(fd: int, views: list[memoryview], offset: int) -> None:
 
 
 def fsync_folder(folder: str) -> None:
-    """Make the names in a folder survive a crash; nothing on Windows, and on file systems that cannot (CIFS, some FUSE)."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
+    """Make the names in a folder survive a crash; nothing on file systems that cannot."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -75,12 +73,6 @@ class FdSink(Sink):
 
     _fd = -1
 
-    def _reserve(self) -> None:
-        """Raise `OSError` (`ENOSPC`) if the disk has no room for the used bytes."""
-        space, status = os.statvfs(self._fd), os.fstat(self._fd)
-        if space.f_blocks and self._used - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     def _append(self, views: list[memoryview]) -> None:
         with os_errors(self._where, "write"):
             write_all(self._fd, views, self._written)
@@ -100,28 +92,16 @@ class LocalSink(FdSink):
 
     Raises:
         StoreExistsError: it exists, and `replace` is false.
-        TransportError: there is not enough space for `used_nbytes`.
     """
 
     def __init__(self, where: str, tally: Counters, *, used_nbytes: int, file_nbytes: int, replace: bool) -> None:
         super().__init__(where, tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_EXCL
-        try:
-            with os_errors(where, "open for writing"):
-                make_folders(os.path.dirname(where))
-                if replace:  # a hard link of it may be a file of another store
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(where)
-                self._fd = os.open(where, flags, 0o666)
-        except StoreExistsError as error:
-            error.remedy = "Resume, or delete it first."
-            raise
-        with os_errors(where, f"reserve {used_nbytes:,} bytes"):
-            try:
-                self._reserve()
-            except OSError:
-                os.unlink(where)
-                raise
+        with os_errors(where, "open for writing"):
+            make_folders(os.path.dirname(where))
+            if replace:  # a hard link of it may be a file of another store
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(where)
+            self._fd = os.open(where, os.O_RDWR | _NEW, 0o666)
 
     def _finish(self) -> None:
         """Cut to exactly `file_nbytes`, and flush file and folder."""
@@ -148,7 +128,7 @@ def write_file(where: str, data: Buffer, *, replace: bool) -> None:
         else:
             os.link(temporary, where)  # a rename would replace
     except OSError as error:
-        if replace or error.errno not in _NO_LINKS:
+        if replace or error.errno not in _UNSUPPORTED:
             raise
         _new_file(where, data)  # a kill can leave a part of it
     finally:
@@ -159,7 +139,7 @@ def write_file(where: str, data: Buffer, *, replace: bool) -> None:
 
 def _new_file(where: str, data: Buffer) -> None:
     """Create a durable file exclusively."""
-    fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(where, os.O_WRONLY | _NEW, 0o666)
     try:
         write_all(fd, [memoryview(data)], 0)
         os.fsync(fd)
@@ -203,7 +183,7 @@ def _locked(where: str) -> int:
     """The descriptor of a file that is locked now."""
     import fcntl  # not on Windows, where `make_folders` refuses
 
-    for _ in range(_N_TRIES):
+    while True:
         make_folders(os.path.dirname(where))
         try:
             fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -218,24 +198,18 @@ def _locked(where: str) -> int:
         except FileNotFoundError:  # the holder before us has deleted it
             pass
         except BlockingIOError as error:
-            holder = _holder(fd)
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             os.close(fd)
             raise _conflict(where, holder) from error
         except OSError as error:
-            if error.errno in _NO_LOCKS:
+            if error.errno in _UNSUPPORTED:
                 text = f"{where}: this file system has no locks ({error.strerror}); do not start two writers."
                 warnings.warn(text, SaevStoreWarning, stacklevel=outside())
                 return fd
             os.close(fd)
             raise
         os.close(fd)
-    raise WriterConflictError("other processes create and delete this lock again and again", where=where)
 
 
 def _conflict(where: str, holder: str) -> WriterConflictError:
     return WriterConflictError(f"{holder} is writing here", where=where, remedy="Wait for it, or stop it and resume.")
-
-
-def _holder(fd: int) -> str:
-    """Text that the holder of a lock has written into its file."""
-    return os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, cast
+from importlib import import_module
+from typing import Any, TypeVar, cast
 
-from saev_store.errors import NotFoundError, TransportError, kind_of
-from saev_store.transport._fsspec_client import NEAR_PROTOCOLS, FsspecClient, safe_url
+from saev_store.errors import NotFoundError, SaevStoreError, TransportError, kind_of
+from saev_store.transport import base
+from saev_store.transport._fsspec_options import NEAR_PROTOCOLS, open_filesystem, protocols_of, safe_url, translated
+from saev_store.transport._loop import check_fork
 from saev_store.transport._remote import RemoteTransport
 from saev_store.transport.base import Entry, FileStat, Transport, UnfinishedUpload
-from saev_store.transport.checks import Buffer, ReadCost, os_errors, too_big, too_short
+from saev_store.transport.checks import Buffer, ReadCost, os_errors, too_big
 from saev_store.transport.durable import FdSink
+
+T = TypeVar("T")
 
 #: A request through fsspec's clients is about a millisecond of Python: the time of 180 kB at 1 Gbit/s, with its latency.
 _FAR = ReadCost(180_000, 8 << 20)
@@ -29,11 +35,25 @@ _VERSIONS = ("generation", "ETag", "etag", "Last-Modified", "LastModified", "mti
 _MODIFIED = ("LastModified", "mtime", "updated", "last_modified", "modified")
 #: gcsfs compares no checksum unless it is asked to; s3fs adds a CRC32 to every part by itself.
 _CHECKSUMS: Mapping[str, Mapping[str, object]] = {"gs": {"consistency": "md5"}, "gcs": {"consistency": "md5"}}
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 3.0
 #: For file systems on which "exists" and "write" are two steps, at least the threads of this process take turns.
 _CREATING = threading.Lock()
 
 
-class FsspecTransport(RemoteTransport[FsspecClient]):
+class _Turn:
+    """All members of an archive are read through one file object, and a cache downloads a file where it opens it.
+
+    So one thread at a time reads through file systems that are not asynchronous, whatever transport it has.
+    """
+
+    lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: setattr(_Turn, "lock", threading.Lock()))
+
+
+class FsspecTransport(RemoteTransport):
     """Any fsspec URL. Each returned buffer is memory of its own.
 
     Asynchronous file systems (object stores, HTTP) read all ranges of a call side by side, with a time-out of a minute plus one
@@ -53,13 +73,55 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
-        self.client = FsspecClient(url, storage_options or {})
-        super().__init__(safe_url(url))
-        self.name = f"fsspec:{'::'.join(self.client.protocols)}"
-        self.cost = _NEAR if NEAR_PROTOCOLS.issuperset(self.client.protocols) else _FAR
+        super().__init__(url, storage_options or {}, safe_url=safe_url(url))
+        self.protocols: Sequence[str] = protocols_of(url)
+        self.name = f"fsspec:{'::'.join(self.protocols)}"
+        self.cost = _NEAR if NEAR_PROTOCOLS.issuperset(self.protocols) else _FAR
+        self._pid = os.getpid()
+        self.fs, root = open_filesystem(url, self.options)
+        # By type: a caching file system pretends to have the attributes of the one it wraps.
+        self.is_async = self.protocols[0] != "dir" and issubclass(
+            type(self.fs), import_module("fsspec.asyn").AsyncFileSystem
+        )
+        self._root = root.rstrip("/") if root.strip("/") else root
+        above, question, query = self._root.partition("?") if "://" in self._root else (self._root, "", "")
+        self._above, self._query = f"{above.rstrip('/')}/" if above else "", question + query
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        check_fork(self._pid, where=self.url)
+        return self.fs.loop
+
+    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
+        return translated(error, self.options, doing=doing, where=where)
 
     def key(self, path: str) -> str:
-        return self.client.key(self._below(path))
+        below = self._below(path)
+        return f"{self._above}{below}{self._query}" if below else self._root
+
+    def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: Any) -> Any:  # noqa: ANN401  # fsspec has no types
+        """The result of an operation of the file system.
+
+        An asynchronous operation has the time-out for `nbytes`, is cancelled then, and is tried again. The others are not.
+        """
+        if self.is_async:
+            begin = getattr(self.fs, f"_{operation}")
+            return self.run(lambda: self.again(lambda: begin(*arguments, **options)), nbytes=nbytes)
+        with _Turn.lock:
+            return getattr(self.fs, operation)(*arguments, **options)
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work()`; errors of a busy or broken service are tried again for `RETRY_S`."""
+        wait_s, now_s = _FIRST_WAIT_S, asyncio.get_running_loop().time
+        ends_s = now_s() + base.RETRY_S
+        while True:
+            try:
+                return await work()
+            except Exception as error:
+                ours = self.translated(error, doing="read", where="")
+                if not (isinstance(ours, TransportError) and ours.transient) or now_s() + wait_s > ends_s:
+                    raise
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -67,9 +129,9 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
         where, key = self.where(path), self.key(path)
         limits: dict[str, int] = {} if max_bytes is None else {"start": 0, "end": max_bytes + 1}
-        with self.client.errors("read", where):
+        with self.errors("read", where):
             try:
-                found = self.client.ask("cat_file", key, nbytes=max_bytes or 0, **limits)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
+                found = self.ask("cat_file", key, nbytes=max_bytes or 0, **limits)
             except Exception:
                 # Servers refuse any range of an empty file.
                 with suppress(Exception):
@@ -82,12 +144,12 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         return found
 
     def stat(self, path: str) -> FileStat:
-        client, key = self.client, self.key(path)
-        with client.errors("look at it", self.where(path)):
-            client.fs.invalidate_cache(key)
-            found = client.ask("info", key)
+        key = self.key(path)
+        with self.errors("look at it", self.where(path)):
+            self.fs.invalidate_cache(key)
+            found = self.ask("info", key)
             # Caches look sizes up in a list of the folder, which may lack them: the file system behind them knows.
-            behind = getattr(client.fs, "fs", None) if found.get("size") is None else None
+            behind = getattr(self.fs, "fs", None) if found.get("size") is None else None
             return self._file_stat(path, found if behind is None else behind.info(key))
 
     def _file_stat(self, path: str, found: Mapping[str, object]) -> FileStat:
@@ -109,37 +171,28 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         for path, _, end in ranges:
             needed[path] = max(end, needed.get(path, 0))
         for path, end in needed.items():
-            self._check_length(path, end)
-
-        client, where = self.client, self.where(ranges[-1][0]) if ranges else self.url
-        try:
-            with client.errors("read", where):
-                if client.is_async and ranges:
-                    nbytes = sum(end - start for _, start, end in ranges)
-                    client.run(lambda: self._get_all(ranges, use), nbytes=nbytes)
-                    return
-                for number, (path, start, end) in enumerate(ranges):
-                    data = client.ask("cat_file", self.key(path), start=start, end=end)
-                    use(number, self._checked(data, path, start, end))
-        except TransportError:
-            for path, end in needed.items():
-                if (size := self.stat(path).nbytes) < end:  # it was cut in the meantime
-                    raise too_short(self.where(path), size=size, needed=end) from None
-            raise
+            self._pin(path, self._pinned(path), end)
+        if self.is_async:
+            super()._fetch(ranges, use)
+            return
+        for number, (path, start, end) in enumerate(ranges):
+            with self.errors("read", self.where(path)):
+                data = self.ask("cat_file", self.key(path), start=start, end=end)
+            use(number, self._checked(data, path, start, end))
 
     async def _get(self, path: str, start: int, end: int) -> bytes:
         """The bytes of one request, on the loop of the file system."""
-        client, key = self.client, self.key(path)
-        cat, info = (getattr(client.fs, name) for name in ("_cat_file", "_info"))
+        key = self.key(path)
+        cat, info = (getattr(self.fs, name) for name in ("_cat_file", "_info"))
         if (pinned := self._pins.get(self._below(path))) is None:
-            pinned = self._file_stat(path, await client.again(lambda: info(key)))
+            pinned = self._file_stat(path, await self.again(lambda: info(key)))
         self._pin(path, pinned, end)
 
         async def once() -> bytes:
-            async with client.slots:  # free between two tries
+            async with self.slots:  # free between two tries
                 return self._checked(await cat(key, start=start, end=end), path, start, end)
 
-        return await client.again(once)
+        return await self.again(once)
 
     def _checked(self, data: object, path: str, start: int, end: int) -> bytes:
         """The bytes, of the length that was requested: fsspec can return errors as data, and servers may ignore ranges."""
@@ -156,17 +209,17 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     def list(self, path: str = "") -> Sequence[Entry]:
         """The names directly in a folder, sorted; never from a cache."""
-        client, key = self.client, self.key(path)
-        with client.errors("list", self.where(path) if path else self.url):
-            client.fs.invalidate_cache(key)
+        key = self.key(path)
+        with self.errors("list", self.where(path) if path else self.url):
+            self.fs.invalidate_cache(key)
             self.tally.add()
-            found = client.ask("ls", key, detail=True)
+            found = self.ask("ls", key, detail=True)
             if not found and path:
-                client.ask("info", key)  # archives of older releases list a folder that does not exist as empty
+                self.ask("info", key)  # archives of older releases list a folder that does not exist as empty
         entries: dict[str, Entry] = {}
         for info in found:
             named, size = str(info["name"]), info.get("size")
-            if client.protocols[0] in _WEB:  # what a page links to, in this folder or elsewhere
+            if self.protocols[0] in _WEB:  # what a page links to, in this folder or elsewhere
                 named, above = html.unescape(named).partition("?")[0], f"{key.partition('?')[0].rstrip('/')}/"
                 if not named.startswith(above) or "/" in named.removeprefix(above).rstrip("/"):
                     continue
@@ -182,10 +235,10 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, path: str, data: Buffer) -> None:
-        with self.client.errors("write", self.where(path)):
+        with self.errors("write", self.where(path)):
             self.make_parent(path)
             self.unpin(path)
-            self.client.ask("pipe_file", self.key(path), bytes(data), nbytes=len(data))
+            self.ask("pipe_file", self.key(path), bytes(data), nbytes=len(data))
         self.tally.add(written=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
@@ -194,29 +247,28 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
         Exclusive against all writers if the service has conditional writes (S3, GCS); elsewhere, and with
         `conditional_create=False`, only against the threads of this process.
         """
-        client = self.client
-        if not client.is_async or not client.is_conditional:
+        if not self.is_async or not self.is_conditional:
             with _CREATING:
                 self._check_absent(path)
                 self.put(path, data)
             return
-        with client.errors("create", self.where(path)):
-            client.ask("pipe_file", self.key(path), bytes(data), mode="create", nbytes=len(data))
+        with self.errors("create", self.where(path)):
+            self.ask("pipe_file", self.key(path), bytes(data), mode="create", nbytes=len(data))
         self.tally.add(written=len(data))
 
     def delete(self, path: str) -> None:
-        client, key = self.client, self.key(path)
+        key = self.key(path)
         self.unpin(path)
         self.tally.add()
-        with suppress(NotFoundError), client.errors("delete", self.where(path)):
-            client.fs.invalidate_cache(key)
-            if client.protocols[0] in {"file", "local"}:
-                client.ask("rm", key, recursive=True)
+        with suppress(NotFoundError), self.errors("delete", self.where(path)):
+            self.fs.invalidate_cache(key)
+            if self.protocols[0] in {"file", "local"}:
+                self.ask("rm", key, recursive=True)
                 return
             # Not `rm`, to which some names are patterns.
-            infos = client.ask("find", key, detail=True, withdirs=not client.is_async)
+            infos = self.ask("find", key, detail=True, withdirs=not self.is_async)
             for name in sorted(infos, reverse=True):  # what is in a folder before the folder
-                client.ask("rmdir" if infos[name].get("type") == "directory" else "rm_file", name)
+                self.ask("rmdir" if infos[name].get("type") == "directory" else "rm_file", name)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> SpooledSink:
         """A file that is collected on this machine and uploaded when it is committed."""
@@ -226,32 +278,31 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
         """Let S3 or Google copy a file; False for other services, or if the two are opened differently."""
-        if not isinstance(source, FsspecTransport) or len(self.client.protocols) > 1:
+        if not isinstance(source, FsspecTransport) or len(self.protocols) > 1:
             return False
-        ours, theirs = self.client, source.client
-        if (theirs.protocols, theirs.options) != (ours.protocols, ours.options) or not _COPYING & set(ours.protocols):
+        same = (self.protocols, self.options) == (source.protocols, source.options)
+        if not same or self.protocols[0] not in _COPYING:
             return False
         self.unpin(path)
-        with ours.errors("copy", self.where(path)):
-            self.tally.add()
+        self.tally.add()
+        with self.errors("copy", self.where(path)):
             # Services answer only when they have finished; up to a minute for each GiB.
             nbytes = source.size(source_path) // 16
-            ours.ask("cp_file", source.key(source_path), self.key(path), nbytes=nbytes)  # of the same class
+            self.ask("cp_file", source.key(source_path), self.key(path), nbytes=nbytes)
         return True
 
     def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
         """Unfinished multipart uploads below a folder of a bucket on S3; None for other services."""
-        client = self.client
-        if not client.is_async or client.protocols[0] not in _S3:
+        if not self.is_async or self.protocols[0] not in _S3:
             return None
         folder = self.key("").strip("/")
         bucket, _, prefix = self.key(path).strip("/").partition("/")
         found: list[UnfinishedUpload] = []
-        markers: dict[str, object] = {}
-        with client.errors("list unfinished uploads", self.url):
+        markers: dict[str, Any] = {}
+        with self.errors("list unfinished uploads", self.url):
             while True:
                 # s3fs's own listing gives the first page only.
-                page = client.ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
+                page = self.ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)
                 self.tally.add()
                 for upload in cast("list[dict[str, Any]]", page.get("Uploads") or []):
                     key = str(upload["Key"])
@@ -264,14 +315,14 @@ class FsspecTransport(RemoteTransport[FsspecClient]):
 
     def abort_upload(self, upload: UnfinishedUpload) -> None:
         """Abort an upload and delete its parts."""
-        with suppress(NotFoundError), self.client.errors("abort an unfinished upload", self.where(upload.path)):
+        with suppress(NotFoundError), self.errors("abort an unfinished upload", self.where(upload.path)):
             bucket, _, key = self.key(upload.path).partition("/")
-            self.client.ask("abort_mpu", bucket, key, upload.upload_id)
+            self.ask("abort_mpu", bucket, key, upload.upload_id)
 
     def make_parent(self, path: str) -> None:
         """Make the folder of a file if the file system has folders."""
-        if not self.client.is_async:
-            self.client.fs.makedirs(self.key(path).rpartition("/")[0] or "/", exist_ok=True)
+        if not self.is_async:
+            self.fs.makedirs(self.key(path).rpartition("/")[0] or "/", exist_ok=True)
 
 
 class SpooledSink(FdSink):
@@ -280,22 +331,21 @@ class SpooledSink(FdSink):
     def __init__(self, transport: FsspecTransport, path: str, *, used_nbytes: int, file_nbytes: int) -> None:
         super().__init__(transport.where(path), transport.tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         self._transport, self._path = transport, path
-        with os_errors("$TMPDIR", f"reserve {used_nbytes:,} bytes to collect {self._where}"):
-            with tempfile.TemporaryFile() as spool:  # without a name
-                self._fd = os.dup(spool.fileno())
-            self._reserve()
+        # Without a name.
+        with os_errors("$TMPDIR", f"collect {self._where}"), tempfile.TemporaryFile() as spool:
+            self._fd = os.dup(spool.fileno())
 
     def _finish(self) -> None:
         """Upload the whole file under its name, and compare its size there."""
-        transport, client, fd = self._transport, self._transport.client, self._fd
+        transport, fd = self._transport, self._fd
         with os_errors(self._where, "upload"):
             os.ftruncate(fd, self._file_nbytes)
             os.lseek(fd, 0, os.SEEK_SET)  # on some systems, opening /dev/fd/N shares the position
-        with client.errors("upload", self._where):
+        with transport.errors("upload", self._where):
             transport.make_parent(self._path)
-            options: Mapping[str, object] = _CHECKSUMS.get("::".join(client.protocols)) or {}
+            options: Mapping[str, object] = _CHECKSUMS.get("::".join(transport.protocols)) or {}
             key = transport.key(self._path)
-            client.ask("put_file", f"/dev/fd/{fd}", key, nbytes=self._file_nbytes, **options)  # pyright: ignore[reportArgumentType]  # `nbytes` is not among them
+            transport.ask("put_file", f"/dev/fd/{fd}", key, nbytes=self._file_nbytes, **options)
         transport.unpin(self._path)
         if (size := transport.size(self._path)) != self._file_nbytes:
             raise TransportError(f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where, transient=True)

@@ -42,13 +42,15 @@ from saev_store.transport.durable import (
     write_file,
 )
 from saev_store.transport.files import (
-    DESCRIPTORS,
-    IOV_MAX,
+    Identity,
     OpenFile,
     behind,
     check_regular,
+    forget,
     map_file,
-    positions,
+    open_file,
+    peek,
+    read_at,
 )
 
 #: Parts of a large read that several threads copy from the page cache.
@@ -56,8 +58,6 @@ _PART_BYTES = 4 << 20
 #: Maps kept by one transport; the system allows about 65,000 in a process. Views keep theirs alive.
 _MAX_MAPS = 8192
 _MAX_DIGESTS_BYTES = 64 << 20
-#: Errors for a link that leads nowhere, or to where one may not look.
-_BROKEN = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
 #: Maps cost nothing: ranges are views, gaps are never touched.
 FREE = ReadCost(float("inf"), float("inf"))
 #: Skipping a gap saves a system call and a seek; 256 KiB are read in about the same time.
@@ -85,20 +85,17 @@ class LocalTransport(Transport):
     def __init__(self, root: str | os.PathLike[str], *, use_mmap: bool = True, tally: Counters | None = None) -> None:
         super().__init__()
         self.url = self.local_path = local_root(root)
-        self.use_mmap = use_mmap
+        self.tally, self.use_mmap = tally or self.tally, use_mmap
         self.name, self.cost = ("mmap", FREE) if use_mmap else ("pread", _PREAD)
-        self.tally = tally or self.tally
         #: Size and time (ns) of the last change of each file when its store was opened; pickles carry it.
         self._expected: dict[str, tuple[int, int]] = {}
         #: The digest of digests.json then: files of the same sizes that were only touched, or copied, are accepted with it.
         self._digests = b""
-        self._pins: dict[str, tuple[int, int, int]] = {}
+        self._pins: dict[str, Identity] = {}
         self._maps: dict[str, memoryview] = {}
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), use_mmap=self.use_mmap), (self.url,), {
-            "_expected": self._expected, "_digests": self._digests,
-        }  # fmt: skip
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_pins": {}, "_maps": {}}
 
     def at(self, path: str) -> Self:
         return type(self)(self.where(path) if path else self.url, use_mmap=self.use_mmap, tally=self.tally)
@@ -127,10 +124,10 @@ class LocalTransport(Transport):
         where = self.where(path)
         with os_errors(where, "read"):
             file = OpenFile(where)
-            if max_bytes is not None and file.size() > max_bytes:
-                raise too_big(where, size=file.size(), max_bytes=max_bytes)
-            data = bytearray(file.size())
-            _preadv_all(file.fd, [memoryview(data)], 0, where=where)
+            if max_bytes is not None and file.identity[0] > max_bytes:
+                raise too_big(where, size=file.identity[0], max_bytes=max_bytes)
+            data = bytearray(file.identity[0])
+            _read_all(file.fd, [memoryview(data)], 0, where=where)
         self.tally.add(read=len(data))
         return bytes(data)
 
@@ -182,19 +179,14 @@ class LocalTransport(Transport):
         return view[:nbytes]
 
     def check_mapped(self, path: str, nbytes: int) -> None:
-        """Compare the file behind a map with its size now, before bytes are copied out of the map.
-
-        Raises:
-            CorruptShardError: the file was cut to less than `nbytes`, or another one has taken its place.
-        """
         # The shortest way first: it is on the path of every vector.
-        file, pinned = DESCRIPTORS.peek(f"{self.url}/{path}"), self._pins.get(path)
+        file = peek((f"{self.url}/{path}", self._pins.get(path)))
         try:
-            if file is not None and file.identity == pinned and positions.lseek(file.fd, 0, os.SEEK_END) >= nbytes:
+            if file is not None and file.size() >= nbytes:
                 return
-        except OSError:  # the longer way finds it again, and names it
-            file = None
-        self._mapped(path, nbytes)
+        except OSError:
+            pass
+        self._mapped(path, nbytes)  # finds the error again, and names it
 
     def readinto_files(self, reads: Iterable[FileReads]) -> None:
         """Fill the buffers with `preadv`, straight from the page cache; large reads with one thread per core."""
@@ -221,7 +213,7 @@ class LocalTransport(Transport):
                     raise too_short(where, size=size, needed=needed)
                 yield file
         except TransportError:
-            DESCRIPTORS.forget(where)
+            forget(where)
             raise
 
     def _open(self, path: str, where: str) -> OpenFile:
@@ -230,9 +222,8 @@ class LocalTransport(Transport):
         Raises:
             CorruptShardError: another one has taken its place since, or since its store was opened.
         """
-        file = DESCRIPTORS.open(where)
+        file = open_file(where, self._pins.get(path))
         if path not in self._pins:
-            file.look()  # it may be open for long, and the file written since
             size, modified_ns = self._expected.get(path, file.identity[:2])
             # Scratch disks purge by age, so people touch files; and other machines have copies.
             if file.identity[:2] != (size, modified_ns) and (
@@ -259,7 +250,7 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         self._pins, self._maps = {}, {}
-        DESCRIPTORS.forget(self.url)
+        forget(self.url)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -308,7 +299,7 @@ class LocalTransport(Transport):
 
     def _changed(self, path: str) -> None:
         """Drop what is known of a file, or of all files in a folder: this transport changes them."""
-        DESCRIPTORS.forget(self.where(path))
+        forget(self.where(path))
         for known in (self._pins, self._expected, self._maps):
             for name in [name for name in known if name == path or name.startswith(f"{path}/")]:
                 known.pop(name, None)
@@ -347,19 +338,19 @@ def _read(fd: int, request: Request[memoryview], *, where: str) -> None:
     for start, end, view in request.pieces:
         if start != reached:  # a gap, or bytes that are wanted twice
             scratch = np.empty(request.end - request.start, np.uint8)
-            _preadv_all(fd, [scratch.data], request.start, where=where)
+            _read_all(fd, [scratch.data], request.start, where=where)
             fill(request, scratch.data)
             return
         views.append(view)
         reached = end
-    _preadv_all(fd, views, request.start, where=where)
+    _read_all(fd, views, request.start, where=where)
 
 
-def _preadv_all(fd: int, views: list[memoryview], position: int, *, where: str) -> None:
+def _read_all(fd: int, views: list[memoryview], position: int, *, where: str) -> None:
     """Fill `views`, however short the system's answers are."""
     needed = position + sum(map(len, views))
     while views:
-        n_read = positions.preadv(fd, views[:IOV_MAX], position)
+        n_read = read_at(fd, views, position)
         if n_read == 0 and position < needed:
             raise too_short(where, size=position, needed=needed)
         position += n_read
@@ -368,12 +359,9 @@ def _preadv_all(fd: int, views: list[memoryview], position: int, *, where: str) 
 
 def _entry(item: os.DirEntry[str], folder: str) -> Entry:
     path = f"{folder}/{item.name}" if folder else item.name
-    try:
+    with contextlib.suppress(OSError):  # a link that leads nowhere, or to where one may not look
         if item.is_dir():
             return Entry(path, is_dir=True, size=None)
         status = item.stat()
         return Entry(path, is_dir=False, size=status.st_size, modified_s=status.st_mtime)
-    except OSError as error:
-        if error.errno not in _BROKEN:  # the disk fails: what looks like a file could be a folder
-            raise
-        return Entry(path, is_dir=False, size=None)
+    return Entry(path, is_dir=False, size=None)

@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from saev_store.errors import NotFoundError, SaevStoreError, TransportError
-from saev_store.transport._obstore_client import ObstoreClient, status_of
+from saev_store.errors import ArgumentError, MissingDependencyError, NotFoundError, SaevStoreError, TransportError
+from saev_store.transport import _obstore_options as theirs
+from saev_store.transport._loop import own_loop
+from saev_store.transport._options import redacted
 from saev_store.transport._remote import RemoteTransport
 from saev_store.transport.base import Entry, FileStat, Sink, Transport
 from saev_store.transport.checks import Buffer, ReadCost, too_big
 
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile, ObjectMeta
+    from obstore.store import ObjectStore
 
 #: Longest request, and length of the parts of an upload; S3 requires at least 5 MiB and at most 10,000 parts.
 REQUEST_BYTES, _MAX_PARTS = 8 << 20, 9_000
@@ -30,7 +34,7 @@ _N_CREATES, _CREATE_WAIT_S = 4, 0.3
 _ABORT_TIMEOUT_S = 10
 
 
-class ObstoreTransport(RemoteTransport[ObstoreClient]):
+class ObstoreTransport(RemoteTransport):
     """`s3://`, `gs://` and `az://` through obstore. Each returned buffer is read-only memory of its own.
 
     Each answer has the ETag of its object, so that a file that is replaced while it is read is an error, never a mixture. An
@@ -51,44 +55,71 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
     cost = ReadCost(70_000, REQUEST_BYTES)
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
-        self.client = ObstoreClient(url, storage_options or {})
-        super().__init__(url.rstrip("/"))
-        self.name = f"obstore:{self.client.place.kind}"
+        super().__init__(url, storage_options or {}, safe_url=url.rstrip("/"))
+        if find_spec("obstore") is None:
+            raise MissingDependencyError(
+                "the engine obstore is not installed", where=url, remedy="pip install 'saev_store[obstore]'"
+            )
+        self.place = theirs.place_of(url, self.options)
+        self.name = f"obstore:{self.place.kind}"
+        #: The client, by whether it has the region of the bucket.
+        self._stores = dict[bool, "ObjectStore"]()
+        try:
+            self._stores[self.place.has_region] = theirs.open_store(self.place)
+        except (ImportError, SaevStoreError):
+            raise
+        except Exception as error:
+            raise ArgumentError(
+                f"the engine obstore refuses these options: {redacted(theirs.shown(str(error)), self.options)}",
+                where="storage_options",
+                remedy='Correct them, or use engine="fsspec".',
+            ) from None
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        loop = own_loop()
+        if True not in self._stores:  # not on the loop: it waits for an answer
+            region = theirs.bucket_region(self.place.bucket) or "us-east-1"
+            place = self.place._replace(config={**self.place.config, "region": region})
+            self._stores[True] = theirs.open_store(place)
+        return loop
+
+    @property
+    def store(self) -> ObjectStore:
+        """The client of obstore, once `loop` has found the region."""
+        return self._stores[True]
+
+    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
+        return theirs.translated(error, self.options, doing=doing, where=where)
 
     def key(self, path: str) -> str:
-        return "/".join(part for part in (self.client.place.prefix, self._below(path)) if part)
+        return "/".join(part for part in (self.place.prefix, self._below(path)) if part)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         import obstore
 
-        client, where, key = self.client, self.where(path), self.key(path)
+        where, key = self.where(path), self.key(path)
 
         async def get() -> bytes:
-            async with client.slots:
-                answer = await obstore.get_async(client.store, key)
+            async with self.slots:
+                answer = await obstore.get_async(self.store, key)
                 if max_bytes is not None and answer.meta["size"] > max_bytes:
                     raise too_big(where, size=answer.meta["size"], max_bytes=max_bytes)
                 return bytes(await answer.bytes_async())
 
-        data = client.call("read", where, get, nbytes=max_bytes or 0)
+        data = self.call("read", where, get, nbytes=max_bytes or 0)
         self.tally.add(read=len(data))
         return data
 
     def stat(self, path: str) -> FileStat:
-        return self.client.call("look at it", self.where(path), partial(self._stat, path))
+        return self.call("look at it", self.where(path), partial(self._stat, path))
 
     async def _stat(self, path: str) -> FileStat:
         import obstore
 
         self.tally.add()
-        return _file_stat(await obstore.head_async(self.client.store, self.key(path)))
-
-    def _fetch(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
-        if ranges:
-            nbytes = sum(min(end - start, REQUEST_BYTES) for _, start, end in ranges)
-            self.client.call("read", self.where(ranges[-1][0]), lambda: self._get_all(ranges, use), nbytes=nbytes)
+        return _file_stat(await obstore.head_async(self.store, self.key(path)))
 
     async def _get(self, path: str, start: int, end: int) -> memoryview:
         """The bytes of one request.
@@ -99,16 +130,17 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         """
         import obstore
 
-        client = self.client
         try:
-            async with client.slots:
-                answer = await obstore.get_async(client.store, self.key(path), options={"range": (start, end)})
+            async with self.slots:
+                answer = await obstore.get_async(self.store, self.key(path), options={"range": (start, end)})
                 self._pin(path, _file_stat(answer.meta), end)
                 data = memoryview(await answer.bytes_async())
         except Exception as error:
-            if status_of(error) == 416:
+            if theirs.status_of(error) == 416:
                 self._pin(path, await self._stat(path), end)
-            raise client.translated(error, doing="read", where=self.where(path)) from None
+            if isinstance(error, SaevStoreError):
+                raise
+            raise self.translated(error, doing="read", where=self.where(path)) from None
         if len(data) != end - start:
             raise TransportError(
                 f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=self.where(path), transient=True
@@ -119,12 +151,12 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
     def list(self, path: str = "") -> Sequence[Entry]:
         import obstore
 
-        client, key, where = self.client, self.key(path), self.where(path) if path else self.url
+        key, where = self.key(path), self.where(path) if path else self.url
         self.tally.add()
-        found = client.call(
+        found = self.call(
             "list",
             where,
-            lambda: obstore.list_with_delimiter_async(client.store, key or None),  # pyright: ignore[reportUnknownMemberType]  # Arrow tables, declared without types
+            lambda: obstore.list_with_delimiter_async(self.store, key or None),  # pyright: ignore[reportUnknownMemberType]  # Arrow tables, declared without types
         )
         base = f"{path}/" if path else ""
         folders = [base + name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
@@ -147,51 +179,51 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
 
         With `conditional_create=False` the name is looked at first, and two writers that race may both succeed.
         """
-        if not self.client.is_conditional:
+        if not self.is_conditional:
             self._check_absent(path)
-        self._put("create", path, bytes(data), mode="create" if self.client.is_conditional else "overwrite")
+        self._put("create", path, bytes(data), mode="create" if self.is_conditional else "overwrite")
 
     def _put(self, doing: str, path: str, data: bytes, *, mode: str) -> None:
         import obstore
 
-        client, key = self.client, self.key(path)
+        key = self.key(path)
         in_parts = mode == "overwrite" and len(data) > _MAX_PUT_BYTES
 
         async def put() -> None:
             for attempt in range(_N_CREATES):
                 try:
-                    async with client.slots:
-                        await obstore.put_async(client.store, key, data, mode=mode, use_multipart=in_parts)  # pyright: ignore[reportArgumentType]  # a literal
+                    async with self.slots:
+                        await obstore.put_async(self.store, key, data, mode=mode, use_multipart=in_parts)  # pyright: ignore[reportArgumentType]  # a literal
                     return
                 except Exception as error:
-                    if status_of(error) != 409 or attempt + 1 == _N_CREATES:
+                    if theirs.status_of(error) != 409 or attempt + 1 == _N_CREATES:
                         raise
                 await asyncio.sleep(_CREATE_WAIT_S)
 
         self.unpin(path)
-        client.call(doing, self.where(path), put, nbytes=len(data))
+        self.call(doing, self.where(path), put, nbytes=len(data))
         self.tally.add(written=len(data))
 
     def delete(self, path: str) -> None:
         import obstore
 
-        client, key = self.client, self.key(path)
+        key = self.key(path)
 
         async def delete() -> None:
             with contextlib.suppress(FileNotFoundError):
-                await obstore.delete_async(client.store, key)
+                await obstore.delete_async(self.store, key)
             # A prefix is whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
-            listed = await obstore.list(client.store, prefix=key).collect_async()  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
+            listed = await obstore.list(self.store, prefix=key).collect_async()  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
             if found := [meta["path"] for meta in listed]:
-                await obstore.delete_async(client.store, found)
+                await obstore.delete_async(self.store, found)
 
         self.unpin(path)
         self.tally.add(requests=2)
-        client.call("delete", self.where(path), delete)
+        self.call("delete", self.where(path), delete)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> ObstoreSink:
         """An upload that runs while it is written, and appears when it is committed."""
-        self.client.loop()  # or a ForkError, before anything is written
+        self.loop()  # or a ForkError, before anything is written
         if not replace:
             self._check_absent(path)
         return ObstoreSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
@@ -200,8 +232,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         """Let the service copy an object; False from another bucket or client, and for objects above 5 GiB."""
         if not isinstance(source, ObstoreTransport):
             return False
-        ours, theirs = self.client, source.client
-        same = (ours.place.bucket, ours.options) == (theirs.place.bucket, theirs.options) and self.name == source.name
+        same = (self.place.bucket, self.options) == (source.place.bucket, source.options) and self.name == source.name
         if not same or (nbytes := source.size(source_path)) > _MAX_COPY_BYTES:
             return False
         import obstore
@@ -210,7 +241,7 @@ class ObstoreTransport(RemoteTransport[ObstoreClient]):
         self.unpin(path)
         self.tally.add()
         # Services answer only when they have finished; up to a minute for each GiB.
-        ours.call("copy", self.where(path), lambda: obstore.copy_async(ours.store, old, new), nbytes=nbytes // 16)
+        self.call("copy", self.where(path), lambda: obstore.copy_async(self.store, old, new), nbytes=nbytes // 16)
         return True
 
 
@@ -228,7 +259,7 @@ class ObstoreSink(Sink):
         self._transport, self._path, self._key = transport, path, key
         self._part_bytes = part_bytes(file_nbytes)
         self._writer: AsyncWritableFile = obstore.open_writer_async(
-            transport.client.store, key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
+            transport.store, key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
         )
 
     def _append(self, views: list[memoryview]) -> None:
@@ -240,13 +271,13 @@ class ObstoreSink(Sink):
         """Send the rest, with zeros behind it, and complete the upload."""
         import obstore
 
-        client = self._transport.client
+        store = self._transport.store
 
         async def finish() -> int:
             for start in range(self._written, self._file_nbytes, self._part_bytes):
                 await self._writer.write(bytes(min(self._part_bytes, self._file_nbytes - start)))
             await self._writer.close()
-            return (await obstore.head_async(client.store, self._key))["size"]
+            return (await obstore.head_async(store, self._key))["size"]
 
         size = self._call(finish, nbytes=self._file_nbytes)
         self._is_open = False
@@ -258,11 +289,11 @@ class ObstoreSink(Sink):
     def _release(self) -> None:
         """Abort the upload: the service deletes its parts."""
         with contextlib.suppress(SaevStoreError):
-            self._transport.client.call("abort the upload", self._where, partial(_abort, self._writer))
+            self._transport.call("abort the upload", self._where, partial(_abort, self._writer))
 
     def _call(self, work: Callable[[], Awaitable[object]], *, nbytes: int) -> object:
         try:
-            return self._transport.client.call("upload", self._where, work, nbytes=nbytes)
+            return self._transport.call("upload", self._where, work, nbytes=nbytes)
         except BaseException:
             self.abort()  # a failed upload cannot continue, and its parts cost money
             raise

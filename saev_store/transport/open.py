@@ -75,12 +75,12 @@ def _through_obstore(url: str, options: Mapping[str, object]) -> Transport | Non
         return None
     if scheme in {"gs", "gcs"} and os.environ.get("STORAGE_EMULATOR_HOST"):
         return None  # emulators speak the other one of Google's two interfaces
-    from saev_store.transport._obstore_client import resolves_alike
+    from saev_store.transport._obstore_options import resolves_alike
     from saev_store.transport.obstore import ObstoreTransport
 
     with suppress(ArgumentError):
         made = ObstoreTransport(url, options)
-        if resolves_alike(made.client.place) or find_spec(_OBJECT_STORES[scheme]) is None:
+        if resolves_alike(made.place) or find_spec(_OBJECT_STORES[scheme]) is None:
             return made
     return None
 

@@ -270,13 +270,13 @@ def _import_on_cluster(
         tasks.append((examples.part(first, end, _culled), (rank, world)))
     # A task that is run again, because its worker was lost, goes on with its part.
     again = options._replace(resume=True, progress=False)
-    write, each = partial(_write_part, root.url, storage_options, again), layout.example_nbytes
+    write = partial(_write_part, root.url, storage_options, again)
     with (
-        Progress(layout.nbytes, "importing", shown=options.progress, unit="examples", unit_nbytes=each) as bar,
+        Progress(layout.n_examples, "importing", shown=options.progress, unit="examples") as bar,
         closing(map_shards(write, tasks, client)) as written,
     ):
         for n in written:
-            bar.advance(n * each)
+            bar.advance(n)
     finalize_store(root, metadata)
 
 

@@ -116,10 +116,8 @@ class ShardWriter:
         self._file: ShardFile | None = None
         if self._shards and target.is_disk:
             self._open()  # a second writer gets its error at once
-        each = layout.example_nbytes
-        self._progress = Progress(
-            self._n_left * each, "writing", shown=progress if self._n_left else False, unit="examples", unit_nbytes=each
-        )
+        shown = progress if self._n_left else False
+        self._progress = Progress(self._n_left, "writing", shown=shown, unit="examples")
 
     # -- what is missing -----------------------------------------------------------------------------------------------
 
@@ -342,7 +340,7 @@ class ShardWriter:
             at, self._example, self._n_left = at + n, self._example + n, self._n_left - n
             if self._example == layout.examples_in(shard_idx):
                 self._at, self._example, self._file, self._taken = self._at + 1, 0, None, 0
-        self._progress.advance(len(batch) * layout.example_nbytes)
+        self._progress.advance(len(batch))
         self._torn = False
 
     def _open(self) -> ShardFile:

@@ -1,30 +1,26 @@
-"""The client of one bucket through obstore: its address and options, how it is opened, and its errors.
+"""The address, options and errors of one bucket, as obstore takes and has them.
 
 Options are those of fsspec's file systems, or obstore's own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from urllib.parse import urlsplit
 
-from saev_store.errors import ArgumentError, MissingDependencyError, SaevStoreError, kind_of
+from saev_store.errors import ArgumentError, SaevStoreError
 from saev_store.transport import base
-from saev_store.transport._loop import own_loop
 from saev_store.transport._options import authorities, redacted, tls_context
-from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, Client, service_error
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, service_error
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -47,16 +43,10 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     "gs": {},
     "az": {"anon": "skip_signature", "sas_token": "sas_key"},
 }
-#: Options that only tune how fsspec's clients work, or say again what obstore finds out; we tune ours.
-_TUNING = {
-    "access", "asynchronous", "batch_size", "block_size", "cache_timeout", "cache_type", "config_kwargs.connect_timeout",
-    "config_kwargs.max_pool_connections", "config_kwargs.read_timeout", "config_kwargs.retries", "consistency",
-    "default_block_size", "default_cache_type", "default_fill_cache", "fixed_upload_size", "listings_expiry_time",
-    "max_concurrency", "max_paths", "project", "skip_instance_cache", "use_listings_cache", "use_ssl",
-}  # fmt: skip
+#: Options that only tune how fsspec's clients work.
+_TUNING = {"block_size", "default_block_size", "skip_instance_cache", "use_listings_cache"}
 #: Types of Google's credential files that obstore reads.
 _GOOGLE_TYPES = {"service_account", "authorized_user"}
-_NOT_LET_IN = {"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"}
 #: The status of an answer that an error stands for.
 _STATUSES = {
     "AlreadyExistsError": 412, "FileNotFoundError": 404, "NotFoundError": 404, "PermissionDeniedError": 403,
@@ -64,8 +54,7 @@ _STATUSES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """An address and its options, as obstore takes them.
 
     Attributes:
@@ -80,73 +69,29 @@ class Place:
     kind: str
     bucket: str
     prefix: str
-    config: Mapping[str, object] = field(repr=False)
+    config: Mapping[str, object]
     verify: str | bool
 
-
-class ObstoreClient(Client):
-    """The bucket behind an address.
-
-    Attributes:
-        place: The address and its options, as obstore takes them.
-
-    Raises:
-        ArgumentError: obstore has no equivalent for an option, or no store for the address.
-        MissingDependencyError: obstore is not installed.
-    """
-
-    def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        super().__init__(url, options)
-        if find_spec("obstore") is None:
-            raise MissingDependencyError(
-                "the engine obstore is not installed", where=url, remedy="pip install 'saev_store[obstore]'"
-            )
-        self.place = place_of(url, self.options)
-        self._has_region = self.place.kind != "s3" or "region" in self.place.config
-        try:
-            self._store = _open(self.place)
-        except (ImportError, SaevStoreError):
-            raise
-        except Exception as error:
-            raise ArgumentError(
-                f"the engine obstore refuses these options: {redacted(_brief(str(error)), options)}",
-                where="storage_options",
-                remedy='Correct them, or use engine="fsspec".',
-            ) from None
-
     @property
-    def store(self) -> ObjectStore:
-        """The client object of obstore."""
-        if not self._has_region:
-            region = bucket_region(self.place.bucket) or "us-east-1"
-            self._store = _open(replace(self.place, config={**self.place.config, "region": region}))
-            self._has_region = True
-        return self._store
+    def has_region(self) -> bool:
+        """True if no service has to be asked for the region of the bucket."""
+        return self.kind != "s3" or "region" in self.config
 
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that all clients of this kind share."""
-        loop = own_loop()
-        _ = self.store  # not on the loop: it may ask for the bucket's region
-        return loop
 
-    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
-        """Our error for one of obstore's."""
-        if isinstance(error, SaevStoreError):
-            return error
-        text, status = str(error), status_of(error)
-        found = re.search(r"<Code>(\w{1,60})</Code>", text)
-        code = found[1] if found else None
-        first = text.partition("\n")[0]
-        if code in _NOT_LET_IN or (status is None and "redential" in first):
-            status = 403
-        elif re.search(r"\btimed? ?out\b", first, re.IGNORECASE):
-            status = 408
-        is_elsewhere, remedy = "Received redirect without LOCATION" in text, None
-        if (is_elsewhere or status in {301, 307, 308, 400}) and self.place.kind == "s3":
-            remedy = 'Check the region: storage_options={"client_kwargs": {"region_name": …}}.'
-        message = redacted(f"could not {doing}: {_brief(text)}{f' ({code})' if code else ''}", self.options)
-        passes = not is_elsewhere and not isinstance(error, (TypeError, ValueError))
-        return service_error(status, message, text=text, doing=doing, where=where, remedy=remedy, passes=passes)
+def translated(error: Exception, options: Mapping[str, object], *, doing: str, where: str) -> SaevStoreError:
+    """Our error for one of obstore's."""
+    text, status = str(error), status_of(error)
+    code = re.search(r"<Code>(\w{1,60})</Code>", text)
+    first = text.partition("\n")[0]
+    if (code and re.search("Expired|Invalid.*Token", code[1])) or (status is None and "redential" in first):
+        status = 403
+    elif "Received redirect without LOCATION" in text:
+        status = 301
+    elif re.search(r"\btimed? ?out\b", first, re.IGNORECASE):
+        status = 408
+    message = redacted(f"could not {doing}: {shown(text)}{f' ({code[1]})' if code else ''}", options)
+    passes = not isinstance(error, (TypeError, ValueError))
+    return service_error(status, message, text=text, doing=doing, where=where, passes=passes)
 
 
 def status_of(error: Exception) -> int | None:
@@ -157,7 +102,7 @@ def status_of(error: Exception) -> int | None:
     return int(found[1]) if found else None
 
 
-def _brief(text: str) -> str:
+def shown(text: str) -> str:
     """The first line up to the server's answer, which may repeat what was signed."""
     head = text.partition("\n")[0].partition("<?xml")[0].partition("<Error")[0]
     return re.sub(r"\b(https?://)([^/\s?]*@)?([^\s?]*)(\?\S*)?", r"\1\3", head).strip(" :")[:300]
@@ -182,7 +127,9 @@ def place_of(url: str, options: Mapping[str, object]) -> Place:
         )
     kind, config = _KINDS[scheme], dict(options)
     for name in _NESTED:
-        config |= {f"{name}.{key}": item for key, item in _mapping(config, name).items()}
+        if isinstance(inner := config.get(name), Mapping):
+            del config[name]
+            config |= {f"{name}.{key}": item for key, item in cast("Mapping[str, object]", inner).items()}
     verify, inner = config.pop("verify", None), config.pop("client_kwargs.verify", None)
     for theirs, ours in _RENAMED[kind].items():
         if (value := config.pop(theirs, None)) is not None:
@@ -195,14 +142,6 @@ def place_of(url: str, options: Mapping[str, object]) -> Place:
         _read_gs(config)
     prefix = rest_of_url.partition("/")[2].strip("/")
     return Place(kind, bucket, prefix, config, authorities(scheme, inner if verify is None else verify))
-
-
-def _mapping(options: dict[str, object], name: str) -> dict[str, object]:
-    """Take an option that is a mapping out of the others."""
-    value = options.pop(name, None)
-    if not isinstance(value, Mapping | None):
-        raise ArgumentError(f"must be a mapping, got {kind_of(value)}", where=f"storage_options[{name!r}]")
-    return {str(key): item for key, item in cast("Mapping[object, object]", value or {}).items()}
 
 
 def _read_s3(config: dict[str, object]) -> None:
@@ -223,7 +162,7 @@ def _read_s3(config: dict[str, object]) -> None:
         # The token of the environment belongs to other keys, and only a provider leaves it out.
         if "session_token" not in config:
             key, secret = config.pop("access_key_id"), config.pop("secret_access_key")
-            config["credential_provider"] = partial(_credential, key, secret)
+            config["credential_provider"] = functools.partial(_credential, key, secret)
 
 
 def _credential(key: object, secret: object) -> dict[str, object]:
@@ -267,24 +206,27 @@ def resolves_alike(place: Place) -> bool:
 
 def _configures_endpoint() -> bool:
     """Return True if the configuration file of AWS names an end point, for whatever profile."""
-    try:
-        with open(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")), "rb") as file:
-            return b"endpoint_url" in file.read(1 << 20)
-    except OSError:
-        return False
+    with (
+        contextlib.suppress(OSError),
+        open(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"))) as file,
+    ):
+        return "endpoint_url" in file.read(1 << 20)
+    return False
 
 
 def _google_type(path: str) -> object:
     """The type of a file of Google's credentials; None if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            found: object = json.loads(file.read(1 << 20))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return cast("dict[str, object]", found).get("type") if isinstance(found, dict) else None
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
+        found: object = json.loads(file.read(1 << 20))
+        return cast("dict[str, object]", found).get("type") if isinstance(found, dict) else None
 
 
-def _open(place: Place) -> ObjectStore:
+def open_store(place: Place) -> ObjectStore:
+    """The client of a bucket.
+
+    Raises:
+        Exception: obstore refuses an option.
+    """
     from obstore import store as stores
 
     config = dict(place.config)
