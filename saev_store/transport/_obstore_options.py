@@ -188,16 +188,13 @@ def resolves_alike(place: Place) -> bool:
     for both.
     """
     given, environment = place.config, os.environ
-    is_given = bool({"credential_provider", "bearer_token"} & given.keys())
-    is_given |= str(given.get("skip_signature", "")).strip().lower() in {"1", "true", "on", "yes", "y"}
+    is_given = given.get("skip_signature") is True or bool({"credential_provider", "bearer_token"} & given.keys())
     if place.kind == "s3":
         is_given |= {"access_key_id", "secret_access_key"} <= given.keys()
         has_keys = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= environment.keys()
         is_given |= has_keys and "AWS_PROFILE" not in environment
         return is_given and ("endpoint" in given or not ("AWS_ENDPOINT" in environment or _configures_endpoint()))
     if place.kind == "gs":
-        if "GOOGLE_BASE_URL" in environment and "base_url" not in given:
-            return False
         path = given.get("application_credentials") or environment.get("GOOGLE_APPLICATION_CREDENTIALS")
         is_given |= bool({"service_account", "service_account_key"} & given.keys())
         return is_given or (isinstance(path, str) and _google_type(path) in _GOOGLE_TYPES)

@@ -309,10 +309,11 @@ class Transport(ABC):
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def put(self, path: str, data: Buffer) -> None:
         """Create or replace a small file, atomically and durably."""
-        raise self._read_only(path, data)
 
+    @abstractmethod
     def create(self, path: str, data: Buffer) -> None:
         """Create a small file atomically, also against racing processes.
 
@@ -321,16 +322,16 @@ class Transport(ABC):
         Raises:
             StoreExistsError: the name is taken.
         """
-        raise self._read_only(path, data)
 
+    @abstractmethod
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with all that is in it; a missing one is fine."""
-        raise self._read_only(path)
 
     def move(self, source: str, target: str) -> None:
         """Rename a finished file, durably; a file of that name is replaced. Local files only."""
-        raise self._read_only(source, target)
+        raise ReadOnlyError(f"{self.name} cannot rename {source}", where=self.where(target))
 
+    @abstractmethod
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> Sink:
         """Start a large file of `file_nbytes`, of which `used_nbytes` will be written.
 
@@ -344,7 +345,6 @@ class Transport(ABC):
             StoreExistsError: the file exists, and `replace` is false.
             TransportError: there is not enough space, as far as that can be known.
         """
-        raise self._read_only(path, used_nbytes, file_nbytes, replace)
 
     def lock(self, path: str) -> AbstractContextManager[object]:
         """A block that holds an advisory lock, which the system releases with the process; nothing where there are no locks.
@@ -367,7 +367,4 @@ class Transport(ABC):
 
     def abort_upload(self, upload: UnfinishedUpload) -> None:
         """Abort an upload and delete its parts; an upload that no longer exists is fine."""
-        raise self._read_only(upload.path)
-
-    def _read_only(self, path: str, *_rest: object) -> ReadOnlyError:
-        return ReadOnlyError(f"nothing can be written through {self.name}", where=self.where(path))
+        raise ReadOnlyError(f"{self.name} cannot list uploads", where=self.where(upload.path))

@@ -106,7 +106,6 @@ class LocalSink(FdSink):
     def _finish(self) -> None:
         """Cut to exactly `file_nbytes`, and flush file and folder."""
         with os_errors(self._where, "commit"):
-            os.ftruncate(self._fd, self._used)  # what was behind the used bytes must read as zeros
             os.ftruncate(self._fd, self._file_nbytes)
             os.fsync(self._fd)
             fsync_folder(os.path.dirname(self._where))

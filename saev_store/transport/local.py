@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Self
 
-import numpy as np
 import xxhash
 
 from saev_store._runtime.threads import in_threads, n_threads
@@ -29,7 +28,6 @@ from saev_store.transport.checks import (
     Request,
     check_path,
     check_ranges,
-    fill,
     os_errors,
     requests_into,
     too_big,
@@ -42,7 +40,7 @@ from saev_store.transport.durable import (
     write_file,
 )
 from saev_store.transport.files import (
-    Identity,
+    Key,
     OpenFile,
     behind,
     check_regular,
@@ -51,6 +49,7 @@ from saev_store.transport.files import (
     open_file,
     peek,
     read_at,
+    seek_end,
 )
 
 #: Parts of a large read that several threads copy from the page cache.
@@ -91,7 +90,7 @@ class LocalTransport(Transport):
         self._expected: dict[str, tuple[int, int]] = {}
         #: The digest of digests.json then: files of the same sizes that were only touched, or copied, are accepted with it.
         self._digests = b""
-        self._pins: dict[str, Identity] = {}
+        self._pins: dict[str, Key] = {}
         self._maps: dict[str, memoryview] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -122,14 +121,13 @@ class LocalTransport(Transport):
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         where = self.where(path)
-        with os_errors(where, "read"):
-            file = OpenFile(where)
-            if max_bytes is not None and file.identity[0] > max_bytes:
-                raise too_big(where, size=file.identity[0], max_bytes=max_bytes)
-            data = bytearray(file.identity[0])
-            _read_all(file.fd, [memoryview(data)], 0, where=where)
+        with os_errors(where, "read"), open(where, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if max_bytes is not None and size > max_bytes:
+                raise too_big(where, size=size, max_bytes=max_bytes)
+            data = file.read()
         self.tally.add(read=len(data))
-        return bytes(data)
+        return data
 
     def stat(self, path: str) -> FileStat:
         where = self.where(path)
@@ -180,9 +178,9 @@ class LocalTransport(Transport):
 
     def check_mapped(self, path: str, nbytes: int) -> None:
         # The shortest way first: it is on the path of every vector.
-        file = peek((f"{self.url}/{path}", self._pins.get(path)))
+        file = peek(self._pins.get(path))
         try:
-            if file is not None and file.size() >= nbytes:
+            if file is not None and seek_end(file.fd, 0, os.SEEK_END) >= nbytes:
                 return
         except OSError:
             pass
@@ -192,7 +190,7 @@ class LocalTransport(Transport):
         """Fill the buffers with `preadv`, straight from the page cache; large reads with one thread per core."""
         for path, starts, buffers in reads:
             n = n_threads(sum(buffer.nbytes for buffer in buffers), part_bytes=_PART_BYTES)
-            cost = ReadCost(0 if self.use_mmap else self.cost.max_gap_bytes, float("inf") if n == 1 else _PART_BYTES)
+            cost = ReadCost(0, float("inf") if n == 1 else _PART_BYTES)
             requests = requests_into(self.where(path), starts, buffers, cost)
             with self._opened(path, max((request.end for request in requests), default=0)) as file:
                 in_threads(partial(_read, file.fd, where=self.where(path)), requests, n)
@@ -230,7 +228,7 @@ class LocalTransport(Transport):
                 size != file.identity[0] or not self._digests or self._digest() != self._digests
             ):
                 raise _replaced(where, size, file.identity[0])
-        pinned = self._pins.setdefault(path, file.identity)
+        _, pinned = self._pins.setdefault(path, (where, file.identity))
         if pinned != file.identity:
             raise _replaced(where, pinned[0], file.identity[0])
         return file
@@ -333,17 +331,15 @@ def _replaced(where: str, before: int, now: int) -> CorruptShardError:
 
 
 def _read(fd: int, request: Request[memoryview], *, where: str) -> None:
-    """Read the bytes of a request to their places."""
-    views, reached = list[memoryview](), request.start
+    """Read the bytes of a request to their places, with one call of the system for neighbours."""
+    views, first, reached = list[memoryview](), request.start, request.start
     for start, end, view in request.pieces:
-        if start != reached:  # a gap, or bytes that are wanted twice
-            scratch = np.empty(request.end - request.start, np.uint8)
-            _read_all(fd, [scratch.data], request.start, where=where)
-            fill(request, scratch.data)
-            return
+        if start != reached:  # bytes that are wanted twice
+            _read_all(fd, views, first, where=where)
+            views, first = [], start
         views.append(view)
         reached = end
-    _read_all(fd, views, request.start, where=where)
+    _read_all(fd, views, first, where=where)
 
 
 def _read_all(fd: int, views: list[memoryview], position: int, *, where: str) -> None:

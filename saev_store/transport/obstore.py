@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from saev_store.errors import ArgumentError, MissingDependencyError, NotFoundError, SaevStoreError, TransportError
 from saev_store.transport import _obstore_options as theirs
@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 REQUEST_BYTES, _MAX_PARTS = 8 << 20, 9_000
 #: Parts of one upload that are under way at the same time.
 PARTS_IN_FLIGHT = 8
-#: A longer document is sent in parts.
-_MAX_PUT_BYTES = 32 << 20
 #: S3 copies larger objects in parts only.
 _MAX_COPY_BYTES = 5 << 30
-#: Attempts to create an object while another conditional write of it is undecided (409), and the wait between them.
-_N_CREATES, _CREATE_WAIT_S = 4, 0.3
 _ABORT_TIMEOUT_S = 10
 
 
@@ -183,22 +179,14 @@ class ObstoreTransport(RemoteTransport):
             self._check_absent(path)
         self._put("create", path, bytes(data), mode="create" if self.is_conditional else "overwrite")
 
-    def _put(self, doing: str, path: str, data: bytes, *, mode: str) -> None:
+    def _put(self, doing: str, path: str, data: bytes, *, mode: Literal["create", "overwrite"]) -> None:
         import obstore
 
-        key = self.key(path)
-        in_parts = mode == "overwrite" and len(data) > _MAX_PUT_BYTES
+        key, in_parts = self.key(path), mode == "overwrite" and len(data) > REQUEST_BYTES
 
         async def put() -> None:
-            for attempt in range(_N_CREATES):
-                try:
-                    async with self.slots:
-                        await obstore.put_async(self.store, key, data, mode=mode, use_multipart=in_parts)  # pyright: ignore[reportArgumentType]  # a literal
-                    return
-                except Exception as error:
-                    if theirs.status_of(error) != 409 or attempt + 1 == _N_CREATES:
-                        raise
-                await asyncio.sleep(_CREATE_WAIT_S)
+            async with self.slots:
+                await obstore.put_async(self.store, key, data, mode=mode, use_multipart=in_parts)
 
         self.unpin(path)
         self.call(doing, self.where(path), put, nbytes=len(data))
@@ -269,31 +257,25 @@ class ObstoreSink(Sink):
 
     def _finish(self) -> None:
         """Send the rest, with zeros behind it, and complete the upload."""
-        import obstore
 
-        store = self._transport.store
-
-        async def finish() -> int:
+        async def finish() -> None:
             for start in range(self._written, self._file_nbytes, self._part_bytes):
                 await self._writer.write(bytes(min(self._part_bytes, self._file_nbytes - start)))
             await self._writer.close()
-            return (await obstore.head_async(store, self._key))["size"]
 
-        size = self._call(finish, nbytes=self._file_nbytes)
+        self._call(finish, nbytes=self._file_nbytes)
         self._is_open = False
         self._transport.unpin(self._path)
-        self.tally.add(requests=1 + -(-self._file_nbytes // self._part_bytes), written=self._file_nbytes - self._used)
-        if size != self._file_nbytes:
-            raise TransportError(f"{size} bytes arrived of {self._file_nbytes:,}", where=self._where)
+        self.tally.add(requests=-(-self._file_nbytes // self._part_bytes), written=self._file_nbytes - self._used)
 
     def _release(self) -> None:
         """Abort the upload: the service deletes its parts."""
         with contextlib.suppress(SaevStoreError):
             self._transport.call("abort the upload", self._where, partial(_abort, self._writer))
 
-    def _call(self, work: Callable[[], Awaitable[object]], *, nbytes: int) -> object:
+    def _call(self, work: Callable[[], Awaitable[object]], *, nbytes: int) -> None:
         try:
-            return self._transport.call("upload", self._where, work, nbytes=nbytes)
+            self._transport.call("upload", self._where, work, nbytes=nbytes)
         except BaseException:
             self.abort()  # a failed upload cannot continue, and its parts cost money
             raise

@@ -23,7 +23,7 @@ import pytest
 from cloud_servers import Fault, Proxy
 from contract_places import FILES, SERVED, Place, filled
 from power_cut import PowerCut
-from retries import short_waits  # noqa: F401 (a fixture)
+from retries import few_tries, short_waits  # noqa: F401 (fixtures)
 from system_faults import SystemFaults
 from waiting import HANG_S, soon
 
@@ -288,7 +288,7 @@ def test_few_addresses_descriptors_and_maps_are_enough(limit: str, tmp_path) -> 
 
 
 @pytest.fixture(params=SERVED)
-def served(request: pytest.FixtureRequest, short_waits, tmp_path):
+def served(request: pytest.FixtureRequest, few_tries, short_waits, tmp_path):
     """A place, and the proxy in front of it that breaks things."""
     with filled(request.param, tmp_path) as place, Proxy(place.server) as proxy:
         yield place, proxy

@@ -372,7 +372,7 @@ def test_bar_counts_examples(tmp_path, capsys):
         with create(tmp_path, this, progress=True) as writer:
             writer.note("of a test")
             append_missing(writer, this)
-    assert "11 of 11" in capsys.readouterr().err
+    assert "11/11" in capsys.readouterr().err
 
 
 def test_budget_by_default_gives_32_shards_of_at_most_a_gibibyte():
