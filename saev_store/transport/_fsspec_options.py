@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import traceback
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, cast
@@ -89,19 +90,8 @@ def translated(error: Exception, options: Mapping[str, object], *, doing: str, w
         "TooManyRedirects",
         "ClientConnectorDNSError",
     }
-    texts = " ".join(map(str, _chain(error)))
+    texts = "".join(traceback.format_exception(error))  # also of what it came from
     return service_error(status, message, text=texts, doing=doing, where=where, passes=passes)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and all that it came from."""
-    found, todo = list[BaseException](), [error]
-    while todo:
-        link = todo.pop()
-        if not any(link is known for known in found):
-            found.append(link)
-            todo += [other for other in (link.__cause__, link.__context__) if other is not None]
-    return found
 
 
 def _status_of(error: BaseException) -> int | None:

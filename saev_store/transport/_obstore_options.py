@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from saev_store.errors import ArgumentError, SaevStoreError
 from saev_store.transport import base
-from saev_store.transport._options import authorities, redacted, tls_context
+from saev_store.transport._options import authorities, redacted
 from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, service_error
 
 if TYPE_CHECKING:
@@ -232,13 +232,12 @@ def open_store(place: Place) -> ObjectStore:
         "allow_http": endpoint.lower().startswith("http://") or bool(config.get("use_emulator")),
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
         "read_timeout": timedelta(seconds=base.READ_TIMEOUT_S),
-        # For the whole request, body included: the deadline of `Client.run` is what counts.
+        # For the whole request, body included: the deadline of `RemoteTransport.run` is what counts.
         "timeout": timedelta(hours=1),
         # A request that begins before the last connection is back opens another one.
         "pool_max_idle_per_host": str(2 * IN_FLIGHT),
     }
     if isinstance(place.verify, str):
-        tls_context(place.verify)  # an error if there is no certificate in it
         with open(place.verify, encoding="latin-1") as file:
             client_options["root_certificate"] = file.read()
     elif not place.verify:

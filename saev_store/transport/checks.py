@@ -23,6 +23,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
     UnsafeContentError,
+    brief,
 )
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -56,6 +57,8 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
     >>> check_path(".saev_store/receipts/0.json")
     '.saev_store/receipts/0.json'
     """
+    if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"{brief(path)} is no path below the root", where="path")
     if root_ok and path == "":
         return path
     rule = "a path below a store is relative, with parts between '/' that are not empty, '.' or '..'"
