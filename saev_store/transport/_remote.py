@@ -174,10 +174,10 @@ class RemoteTransport(Transport):
         check_ranges(where, [start], [end])
         if not self.is_async or not 0 < end - start <= self.cost.max_request_bytes:
             return await super().get_range_async(path, start=start, end=end)
-        limit_s = TIMEOUT_S + (end - start) / SLOWEST_BYTES_PER_S
+        loop, limit_s = self.loop(), TIMEOUT_S + (end - start) / SLOWEST_BYTES_PER_S
         with self.errors("read", where):
             work = within(lambda: self._get(path, start, end), limit_s)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop()))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
     # -- names and versions --------------------------------------------------------------------------------------------
 

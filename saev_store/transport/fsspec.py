@@ -19,7 +19,7 @@ from saev_store.transport._fsspec_options import NEAR_PROTOCOLS, open_filesystem
 from saev_store.transport._loop import check_fork
 from saev_store.transport._remote import RemoteTransport
 from saev_store.transport.base import Entry, FileStat, Transport, UnfinishedUpload
-from saev_store.transport.checks import Buffer, ReadCost, os_errors, too_big
+from saev_store.transport.checks import Buffer, ReadCost, os_errors, too_big, too_short
 from saev_store.transport.durable import FdSink
 
 T = TypeVar("T")
@@ -196,6 +196,8 @@ class FsspecTransport(RemoteTransport):
 
     def _checked(self, data: object, path: str, start: int, end: int) -> bytes:
         """The bytes, of the length that was requested: fsspec can return errors as data, and servers may ignore ranges."""
+        if not self.is_async and isinstance(data, bytes) and len(data) < end - start:  # a file that was cut
+            raise too_short(self.where(path), size=start + len(data), needed=end)
         if not isinstance(data, bytes) or len(data) != end - start:
             got = f"{len(data):,} bytes" if isinstance(data, bytes) else kind_of(data)
             raise TransportError(

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Self
 
+import numpy as np
 import xxhash
 
 from saev_store._runtime.threads import in_threads, n_threads
@@ -28,6 +29,7 @@ from saev_store.transport.checks import (
     Request,
     check_path,
     check_ranges,
+    fill,
     os_errors,
     requests_into,
     too_big,
@@ -190,7 +192,7 @@ class LocalTransport(Transport):
         """Fill the buffers with `preadv`, straight from the page cache; large reads with one thread per core."""
         for path, starts, buffers in reads:
             n = n_threads(sum(buffer.nbytes for buffer in buffers), part_bytes=_PART_BYTES)
-            cost = ReadCost(0, float("inf") if n == 1 else _PART_BYTES)
+            cost = ReadCost(0 if self.use_mmap else self.cost.max_gap_bytes, float("inf") if n == 1 else _PART_BYTES)
             requests = requests_into(self.where(path), starts, buffers, cost)
             with self._opened(path, max((request.end for request in requests), default=0)) as file:
                 in_threads(partial(_read, file.fd, where=self.where(path)), requests, n)
@@ -331,15 +333,17 @@ def _replaced(where: str, before: int, now: int) -> CorruptShardError:
 
 
 def _read(fd: int, request: Request[memoryview], *, where: str) -> None:
-    """Read the bytes of a request to their places, with one call of the system for neighbours."""
-    views, first, reached = list[memoryview](), request.start, request.start
+    """Read the bytes of a request to their places."""
+    views, reached = list[memoryview](), request.start
     for start, end, view in request.pieces:
-        if start != reached:  # bytes that are wanted twice
-            _read_all(fd, views, first, where=where)
-            views, first = [], start
+        if start != reached:  # a gap, or bytes that are wanted twice
+            scratch = np.empty(request.end - request.start, np.uint8)
+            _read_all(fd, [scratch.data], request.start, where=where)
+            fill(request, scratch.data)
+            return
         views.append(view)
         reached = end
-    _read_all(fd, views, first, where=where)
+    _read_all(fd, views, request.start, where=where)
 
 
 def _read_all(fd: int, views: list[memoryview], position: int, *, where: str) -> None:

@@ -162,7 +162,7 @@ def test_short_reads_and_writes_are_continued(engine: str, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("engine", ["mmap", "pread"])
 def test_a_folder_that_cannot_be_synced_is_written_to(engine: str, tmp_path) -> None:
-    """CIFS and some FUSE answer EINVAL. Not so in the old room, where this was an error. A failing disk stays one."""
+    """CIFS and some FUSE answer EINVAL. A failing disk stays one."""
     is_folder = lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode)  # noqa: E731  # short
     with filled(engine, tmp_path) as place:
         transport = place.open()
@@ -272,7 +272,6 @@ print(json.dumps(found))
 @linux
 @pytest.mark.parametrize("limit", ["addresses", "descriptors", "maps"])
 def test_few_addresses_descriptors_and_maps_are_enough(limit: str, tmp_path) -> None:
-    """Not so in the old room, where a map that the system refuses is an error."""
     (tmp_path / "0.bin").write_bytes(b"0123456789")
     done = subprocess.run(
         [sys.executable, "-c", _LIMITS, str(tmp_path), limit], capture_output=True, text=True, timeout=HANG_S
@@ -569,8 +568,6 @@ def test_what_is_written_is_whole_or_not_there(bucket: tuple[Place, Proxy]) -> N
 def test_awaited_reads_are_right_or_named_errors(served: tuple[Place, Proxy]) -> None:
     place, proxy = served
     transport = place.through(proxy)
-    if not hasattr(transport, "get_range_async"):
-        pytest.skip("the old room awaits no obstore")
     for fault, kind in (({"cut_at": 400, "times": 1}, None), ({"status": 403, "times": -1}, AccessError)):
         proxy.faults[:] = [Fault(method="GET", path="acts", **fault)]
         read = lambda: asyncio.run(transport.get_range_async("acts000000.bin", start=5, end=5000))  # noqa: E731  # short

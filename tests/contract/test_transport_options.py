@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +34,7 @@ from saev_store.errors import (
     TransportError,
 )
 from saev_store.transport import Transport, open_transport
+from saev_store.transport._obstore_options import bucket_region
 
 pytest.importorskip("obstore")
 s3fs = pytest.importorskip("s3fs")
@@ -111,7 +114,7 @@ def test_what_is_no_address_engine_or_option_is_refused(tmp_path) -> None:
         ("a\0b", None, "auto", "url"),
         (tmp_path, None, "magic", "engine"),
         (tmp_path, None, 3, "engine"),
-        (tmp_path, None, "memory", "engine"),  # the old room had it
+        (tmp_path, None, "memory", "engine"),
         (tmp_path, None, "obstore", "url"),
         ("s3://b/x", None, "mmap", "url"),
         ("http://h/x", None, "pread", "url"),
@@ -207,7 +210,6 @@ CHOICES = [
 def test_auto_takes_obstore_where_it_finds_what_fsspec_would(
     url: str, options: dict, environment: dict, config: str, engine: str, monkeypatch, tmp_path
 ) -> None:
-    """Not so in the old room where ~/.aws/config names an end point."""
     (tmp_path / "config").write_text(config)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -217,7 +219,6 @@ def test_auto_takes_obstore_where_it_finds_what_fsspec_would(
 
 
 def test_auto_takes_gcsfs_for_federated_credentials(monkeypatch, tmp_path) -> None:
-    """Not so in the old room: obstore cannot read them."""
     subject = tmp_path / "subject"
     subject.write_text("token")
     path = tmp_path / "credentials.json"
@@ -234,7 +235,6 @@ def test_auto_takes_gcsfs_for_federated_credentials(monkeypatch, tmp_path) -> No
 
 
 def test_an_end_point_of_a_configuration_file_is_asked(s3_bucket: Bucket, proxy: Proxy, monkeypatch, tmp_path) -> None:
-    """Not so in the old room, which sends the key to Amazon."""
     (tmp_path / "config").write_text(f"[default]\nendpoint_url = {proxy.url}\nregion = eu-west-3\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     for name, value in KEYS.items():
@@ -249,7 +249,6 @@ def test_an_end_point_of_a_configuration_file_is_asked(s3_bucket: Bucket, proxy:
 def test_a_provider_of_credentials_is_asked_again_when_they_expire(
     s3_bucket: Bucket, proxy: Proxy, chosen: str
 ) -> None:
-    """The old room does not know it."""
     asked: list[int] = []
 
     def provide() -> dict[str, object]:
@@ -286,7 +285,6 @@ def test_gcsfs_asks_the_end_point_that_is_given(gcs_json_bucket: Bucket, monkeyp
 @engines
 @pytest.mark.usefixtures("few_tries")
 def test_a_service_without_conditional_creation_needs_an_option(s3_bucket: Bucket, proxy: Proxy, engine: str) -> None:
-    """The old room does not know it."""
     proxy.faults.append(Fault(header="if-none-match", status=501, code="NotImplemented", times=-1))
     options = {**s3_bucket.options, "endpoint_url": proxy.url}
     with pytest.raises(TransportError) as refused:
@@ -376,3 +374,31 @@ def test_a_bucket_that_lets_nobody_in_is_an_access_error(s3_bucket: Bucket, prox
         for call in (transport.read, transport.size, lambda path, to=transport: to.put(path, b""), transport.list):
             with pytest.raises(AccessError):
                 call("a.bin")
+
+
+# What is asked of a service before it is used
+
+
+class _Regions(http.server.BaseHTTPRequestHandler):
+    """As AWS: every answer names the region, those that let nobody in, too."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200 if self.path == "/open" else 403)
+        self.send_header("x-amz-bucket-region", "eu-north-1")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_the_region_of_a_bucket_is_asked_for_without_credentials() -> None:
+    server = http.server.HTTPServer(("127.0.0.1", 0), _Regions)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        assert [bucket_region(bucket, endpoint=url) for bucket in ("open", "closed")] == ["eu-north-1"] * 2
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert bucket_region("open", endpoint=url) is None

@@ -86,7 +86,6 @@ def test_a_spawned_process_reads_the_same(places: dict[str, Place]) -> None:
 
 
 def test_a_forked_process_reads_files_and_no_bucket_that_its_parent_has_used(places: dict[str, Place]) -> None:
-    """Not so in the old room, where another client read the bucket."""
     transports = {name: place.open() for name, place in places.items()}
     assert {part_of(transport) for transport in transports.values()} == {TRUTH}
     stop = threading.Event()
@@ -117,7 +116,6 @@ def test_a_forked_process_reads_files_and_no_bucket_that_its_parent_has_used(pla
 
 
 def test_a_forked_process_writes_to_no_bucket_that_its_parent_has_used(places: dict[str, Place]) -> None:
-    """Not so in the old room, through s3fs and gcsfs."""
     transports = {name: place.open("forked") for name, place in places.items() if place.is_bucket}
     for transport in transports.values():
         transport.put("here.bin", b"0123")
@@ -226,7 +224,6 @@ os._exit(0)
 def test_a_blocking_call_on_the_loop_of_a_transport_is_an_error_and_no_hang(
     name: str, places: dict[str, Place]
 ) -> None:
-    """Not so in the old room, which waits for itself."""
     place = places[name]
     given = pickle.dumps((place.url, place.options, place.engine))
     done = subprocess.run([sys.executable, "-c", _IN_LOOPS], input=given, capture_output=True, timeout=HANG_S)
