@@ -14,7 +14,7 @@ import numpy as np
 
 from saev_store._runtime.optional import need
 from saev_store.core.chunk_grid import ChunkShape, Shape, chunk_shape, divisors
-from saev_store.core.layout import Layout
+from saev_store.core.layout import Layout, shard_name
 from saev_store.errors import ArgumentError, brief
 from saev_store.zarr.arrays import ChunkedArray, stored_arrays
 from saev_store.zarr.documents import attributes_of, coordinates, token_variables
@@ -158,7 +158,8 @@ def _manifest(array: ChunkedArray, base: str) -> ManifestArray:
     n_chunks = math.prod(array.counts)
     files, starts = np.divmod(np.arange(n_chunks, dtype=np.int64) * array.chunk_nbytes, array.file_nbytes)
     paths = np.array(
-        [f"{base}/{array.path(number)}" for number in range(int(files[-1]) + 1)], dtype=np.dtypes.StringDType()
+        [f"{base}/{array.file_name or shard_name(number)}" for number in range(int(files[-1]) + 1)],
+        dtype=np.dtypes.StringDType(),
     )
     ranges = ChunkManifest.from_arrays(
         paths=paths[files].reshape(array.counts),  # pyright: ignore[reportArgumentType]  # variable-width strings, which the annotation does not know yet

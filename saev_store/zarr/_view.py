@@ -104,36 +104,26 @@ class ZarrView(Store):
         if value is None:
             return None
         if isinstance(value, bytes):
-            found: Bytes = value[slice(*_bounds(byte_range, len(value)))]
+            found: Bytes = value if byte_range is None else value[_bounds(byte_range, len(value))]
         else:
             found = await self._read(value, byte_range)
         return (prototype or default_buffer_prototype()).buffer.from_bytes(found)  # no copy, except to a GPU
 
     async def _read(self, extent: Extent, part: ByteRequest | None) -> Bytes:
         """A part of a chunk as readers see it: with the zeros after its end, converted."""
-        # Numbers of two bytes are shown in four.
-        shown, stored = (FLOAT32.itemsize, FLOAT32.itemsize // 2) if extent.dtype else (1, 1)
-        first, last = _bounds(part, extent.nbytes // stored * shown)
-        low, high = first // shown * stored, -(-last // shown) * stored
-        in_file = extent.end - extent.start
-        start, end = extent.start + min(low, in_file), extent.start + min(high, in_file)
-        found = await self._fetch(extent.path, start, end) if start < end else b""
-        if end - start < high - low:
-            found = bytes(found).ljust(high - low, b"\0")
-        if not extent.dtype:
-            return found
-        numbers = converted(np.frombuffer(found, numpy_dtype(extent.dtype)), FLOAT32)
-        skipped = first // shown * shown
-        return numbers.view(np.uint8).data[first - skipped : last - skipped]
-
-    async def _fetch(self, path: str, start: int, end: int) -> Bytes:
+        path, nbytes = extent.path, extent.nbytes
         array = self._keys.token_arrays.get(path)
         if array is not None and path not in self._compared:
             layout = self._keys.layout
             await asyncio.to_thread(find_token_array, self._transport, layout, array, is_declared=True)
             self._compared.add(path)
+        # Numbers are converted as a whole.
+        wanted = slice(0, nbytes) if part is None or extent.dtype else _bounds(part, nbytes)
+        start, end = (min(extent.start + at, extent.end) for at in (wanted.start, wanted.stop))
         try:
-            if self._is_mapped:
+            if start == end:
+                found: Bytes = b""
+            elif self._is_mapped:
                 (found,) = self._transport.get_ranges(path, starts=[start], ends=[end])
             else:
                 found = await self._transport.get_range_async(path, start=start, end=end)
@@ -146,7 +136,12 @@ class ZarrView(Store):
             ) from error
         if array is not None:
             check_values(array, found, where=f"{self._transport.url}/{path}", start=start)
-        return found
+        if end - start < wanted.stop - wanted.start:
+            found = bytes(found).ljust(wanted.stop - wanted.start, b"\0")
+        if not extent.dtype:
+            return found
+        shown = converted(np.frombuffer(found, numpy_dtype(extent.dtype)), FLOAT32).view(np.uint8).data
+        return shown if part is None else shown[_bounds(part, len(shown))]
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -233,17 +228,15 @@ class ZarrView(Store):
         return printable(self._transport.url)
 
 
-def _bounds(request: ByteRequest | None, nbytes: int) -> tuple[int, int]:
-    """First byte and one past the last of a part of a value of that length."""
+def _bounds(request: ByteRequest, nbytes: int) -> slice[int, int, None]:
+    """The bytes of a part of a value of that length."""
     match request:
-        case None:
-            return 0, nbytes
         case RangeByteRequest(start, end):
             start = min(start, nbytes)
-            return start, max(start, min(end, nbytes))
+            return slice(start, max(start, min(end, nbytes)))
         case OffsetByteRequest(offset):
-            return min(offset, nbytes), nbytes
+            return slice(min(offset, nbytes), nbytes)
         case SuffixByteRequest(suffix):
-            return max(nbytes - suffix, 0), nbytes
+            return slice(max(nbytes - suffix, 0), nbytes)
         case _:
             raise ValueError(f"Unexpected byte_range, got {request!r}")  # zarr's own words

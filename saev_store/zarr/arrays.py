@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -58,6 +58,8 @@ class ChunkedArray:
         file_name: Its only file; "" for shards.
         values: The bytes of its only chunk, if that is in no file.
         shown_dtype: What readers see, if that is another dtype.
+        counts: Chunks along each axis.
+        chunk_nbytes: Stored bytes of a chunk.
     """
 
     dtype: str
@@ -70,15 +72,13 @@ class ChunkedArray:
     values: bytes | None = None
     shown_dtype: str = ""
 
-    @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """Chunks along each axis."""
-        return tuple(-(-full // part) for full, part in zip(self.shape, self.chunk, strict=True))
+    counts: tuple[int, ...] = field(init=False)
+    chunk_nbytes: int = field(init=False)
 
-    @cached_property
-    def chunk_nbytes(self) -> int:
-        """Stored bytes of a chunk."""
-        return math.prod(self.chunk) * self.itemsize
+    def __post_init__(self) -> None:
+        counts = tuple(-(-full // part) for full, part in zip(self.shape, self.chunk, strict=True))
+        # Frozen: fields cannot be assigned.
+        self.__dict__.update(counts=counts, chunk_nbytes=math.prod(self.chunk) * self.itemsize)
 
     @property
     def document(self) -> Document:
@@ -100,32 +100,27 @@ class ChunkedArray:
             "storage_transformers": [],
         }
 
-    def path(self, file_idx: int) -> str:
-        """Name of a file."""
-        return self.file_name or shard_name(file_idx)
-
-    def extent(self, number: int) -> Extent:
-        """Place of a chunk, by its number in C order.
+    def find(self, place: str) -> bytes | Extent | None:
+        """The chunk at a place in the grid as keys spell it, such as `0/2/0/0`; None if there is none.
 
         >>> labels = ChunkedArray("uint8", (7, 4), (3, 4), ("example", "content_token"), 1, 28, "labels.bin")
-        >>> labels.extent(2)
-        Extent(path='labels.bin', start=24, end=28, nbytes=12, dtype='')
+        >>> labels.find("2/0"), labels.find("3/0")
+        (Extent(path='labels.bin', start=24, end=28, nbytes=12, dtype=''), None)
         """
-        file_idx, start = divmod(number * self.chunk_nbytes, self.file_nbytes)
-        left = math.prod(self.shape) * self.itemsize - file_idx * self.file_nbytes
-        end = min(start + self.chunk_nbytes, left)
-        return Extent(self.path(file_idx), start, end, self.chunk_nbytes, self.dtype if self.shown_dtype else "")
-
-    def number(self, place: str) -> int | None:
-        """Number of a chunk in C order, by its place in the grid as keys spell it, such as `0/2/0/0`; None if there is none."""
-        parts, number = place.split("/"), 0
+        parts, number = place.split("/"), 0  # its number in C order
         if len(parts) != len(self.counts):
             return None
         for part, count in zip(parts, self.counts, strict=True):
             if not _NUMBER.fullmatch(part) or int(part) >= count:
                 return None
             number = number * count + int(part)
-        return number
+        if self.values is not None:
+            return self.values
+        file_idx, start = divmod(number * self.chunk_nbytes, self.file_nbytes)
+        left = math.prod(self.shape) * self.itemsize - file_idx * self.file_nbytes
+        end = min(start + self.chunk_nbytes, left)
+        path = self.file_name or shard_name(file_idx)
+        return Extent(path, start, end, self.chunk_nbytes, self.dtype if self.shown_dtype else "")
 
 
 def stored_arrays(
@@ -194,10 +189,7 @@ class TensorKeys:
             return self.documents[key]
         name, _, place = key.partition("/c/")
         array = self.every.get(name)
-        number = None if array is None else array.number(place)
-        if array is None or number is None:
-            return None
-        return array.extent(number) if array.values is None else array.values
+        return None if array is None else array.find(place)
 
     def list(self) -> Iterator[str]:
         """All keys; a store of millions of chunks has millions."""
@@ -216,7 +208,7 @@ class TensorKeys:
             yield from (_DOCUMENT, "c")
         elif array is not None and rest[0] == "c" and len(rest) <= len(array.counts):
             zeros = ["0"] * (len(array.counts) - len(rest) + 1)
-            if array.number("/".join([*rest[1:], *zeros])) is not None:
+            if array.find("/".join([*rest[1:], *zeros])) is not None:
                 yield from map(str, range(array.counts[len(rest) - 1]))
 
     def __getstate__(self) -> dict[str, object]:
