@@ -33,7 +33,7 @@ import inspect
 import reprlib
 from collections.abc import Sequence
 from types import GetSetDescriptorType
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from saev_store.names import one_line, printable
 
@@ -117,12 +117,12 @@ class SaevStoreError(Exception):
 
 
 def _shown_context(error: SaevStoreError) -> BaseException | None:
-    return None if error.__suppress_context__ else cast("BaseException | None", _CONTEXT.__get__(error))
+    return None if error.__suppress_context__ else _CONTEXT.__get__(error)
 
 
 # `raise … from None` hides a client's error, which may quote a request with its credentials. Tools that pickle an error with its
 # context (dask's workers) must not find it either.
-_CONTEXT = cast("GetSetDescriptorType", BaseException.__dict__["__context__"])
+_CONTEXT: GetSetDescriptorType = BaseException.__dict__["__context__"]
 setattr(SaevStoreError, "__context__", property(_shown_context, _CONTEXT.__set__))  # noqa: B010  # a plain assignment is a type error
 
 

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from saev_store._runtime.optional import need
+from saev_store.core.arguments import is_list, is_mapping
 from saev_store.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -23,27 +24,13 @@ if TYPE_CHECKING:
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store's folder: a path, or any fsspec URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
-StorageOptions = Annotated[
-    str | None,
-    typer.Option(
-        "--storage-options",
-        metavar="JSON",
-        help="""Options of the file system, as one JSON object, such as '{"anon": true}'.""",
-    ),
-]
-Pairs = Annotated[
+Options = Annotated[
     list[str] | None,
     typer.Option(
         "-o", "--option", metavar="KEY=VALUE", help="One option of the file system, such as anon=true; may be repeated."
     ),
 ]
 DstOptions = Annotated[
-    str | None,
-    typer.Option(
-        "--dst-storage-options", metavar="JSON", help="Options of the destination's file system, as one JSON object."
-    ),
-]
-DstPairs = Annotated[
     list[str] | None,
     typer.Option(
         "--dst-option", metavar="KEY=VALUE", help="One option of the destination's file system; may be repeated."
@@ -64,24 +51,6 @@ Scheduler = Annotated[
 PIPE_CLOSED = 141
 
 
-def json_object(text: str, *, where: str) -> dict[str, object]:
-    """The object of a JSON text.
-
-    Raises:
-        ArgumentError: the text is something else.
-
-    >>> json_object('{"anon": true}', where="--storage-options")
-    {'anon': True}
-    """
-    try:
-        parsed = cast("object", json.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{text!r} is not JSON ({error})", where=where) from None
-    if not isinstance(parsed, dict):
-        raise ArgumentError(f"{text!r} is JSON, but not an object", where=where, remedy="""Pass '{"key": value}'.""")
-    return cast("dict[str, object]", parsed)
-
-
 def pairs_of(pairs: Iterable[str], *, where: str) -> dict[str, str]:
     """Names and values of texts `NAME=VALUE`.
 
@@ -100,23 +69,21 @@ def pairs_of(pairs: Iterable[str], *, where: str) -> dict[str, str]:
     return found
 
 
-def storage_options(
-    text: str | None, pairs: list[str] | None, *, name: str = "--storage-options"
-) -> dict[str, object] | None:
-    """Options of a file system, from a JSON object and `key=value` pairs; None if there are none.
+def storage_options(pairs: list[str] | None, *, where: str = "--option") -> dict[str, object] | None:
+    """Options of a file system from texts `KEY=VALUE`; None if there are none.
 
-    A value is parsed as JSON (`anon=true`, `port=9000`), else taken as text. Pairs take precedence.
+    A value is parsed as JSON (`anon=true`, `port=9000`, `client_kwargs={"verify": false}`), else taken as text.
 
     Raises:
-        ArgumentError: the text is not a JSON object, or a pair has no `=`.
+        ArgumentError: a text has no `=`.
 
-    >>> storage_options('{"anon": true}', ["endpoint_url=http://127.0.0.1:9000"])
+    >>> storage_options(["anon=true", "endpoint_url=http://127.0.0.1:9000"])
     {'anon': True, 'endpoint_url': 'http://127.0.0.1:9000'}
     """
-    options = {} if text is None else json_object(text, where=name)
-    for key, value in pairs_of(pairs or (), where=name.replace("-storage-options", "-option")).items():
+    options: dict[str, object] = {}
+    for key, value in pairs_of(pairs or (), where=where).items():
         try:
-            options[key] = cast("object", json.loads(value))
+            options[key] = json.loads(value)
         except (ValueError, RecursionError):
             options[key] = value
     return options or None
@@ -194,10 +161,10 @@ def emit_json(value: object, *, indent: int | None = 2) -> None:
 def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in cast("dict[str, object]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in cast("Sequence[object]", value)]
+    if is_mapping(value):
+        return {key: _finite(item) for key, item in value.items()}
+    if is_list(value):
+        return [_finite(item) for item in value]
     return value
 
 

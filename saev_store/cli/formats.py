@@ -10,14 +10,11 @@ import typer
 from saev_store.cli._common import (
     AsJson,
     DstOptions,
-    DstPairs,
-    Pairs,
+    Options,
     Progress,
     Scheduler,
-    StorageOptions,
     emit,
     emit_json,
-    json_object,
     load_tokenizer,
     pairs_of,
     problem_dicts,
@@ -65,10 +62,8 @@ def convert(
     ] = True,
     scheduler: Scheduler = None,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
-    dst_options: DstOptions = None,
-    dst_option: DstPairs = None,
+    option: Options = None,
+    dst_option: DstOptions = None,
     progress: Progress = None,
 ) -> None:
     """Convert documents into shuffled batches, or batches or texts into documents; verified by reading back."""
@@ -82,8 +77,8 @@ def convert(
         "--dtype": dtype, "--tokenizer": tokenizer, "--part": part if part != "txt" else None,
         "--split": split if split != "all" else None,
     }  # fmt: skip
-    target = storage_options(dst_options, dst_option, name="--dst-storage-options")
-    with open_source(src, storage_options(options, option)) as source:
+    target = storage_options(dst_option, where="--dst-option")
+    with open_source(src, storage_options(option)) as source:
         if isinstance(source, IndexedDataset):
             if seq_len is None or batch_size is None:
                 raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
@@ -159,9 +154,6 @@ def prepare(
             help="The part that is a field, such as image=jpg or caption=json[caption]; may be repeated.",
         ),
     ] = None,
-    field_map: Annotated[
-        str | None, typer.Option(metavar="JSON", help='The fields as one JSON object, such as \'{"image": "jpg"}\'.')
-    ] = None,
     num_workers: Annotated[
         int | None, typer.Option(min=1, help="Number of processes that read tars [default: depends on the tars].")
     ] = None,
@@ -174,23 +166,20 @@ def prepare(
         typer.Option("--force-overwrite", hidden=True, help="The name that Energon's own command has for --overwrite."),
     ] = False,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
     progress: Progress = None,
 ) -> None:
     """Index and split tars, and write .nv-meta next to them: an Energon data set. The tars are not changed."""
     from saev_store.sources.energon.prepare import prepare as prepare_folder
 
-    fields: dict[str, object] = {} if field_map is None else json_object(field_map, where="--field-map")
-    fields |= pairs_of(field or (), where="--field")
     made = prepare_folder(
         path,
-        storage_options=storage_options(options, option),
+        storage_options=storage_options(option),
         split=split,
         split_parts=split_parts or (),
         exclude=exclude,
         sample_type=sample_type,
-        field_map={name: str(part) for name, part in fields.items()} or None,
+        field_map=pairs_of(field or (), where="--field") or None,
         num_workers=num_workers,
         overwrite=overwrite or force_overwrite,
         progress=progress,

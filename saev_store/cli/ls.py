@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saev_store._runtime.threads import ahead
-from saev_store.cli._common import AsJson, Pairs, StorageOptions, emit, emit_json, emit_table, storage_options
+from saev_store.cli._common import AsJson, Options, emit, emit_json, emit_table, storage_options
 from saev_store.core.layout import layer_name
 from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
@@ -29,12 +29,12 @@ Root = Annotated[
 ]
 
 
-def ls(root: Root, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
+def ls(root: Root, as_json: AsJson = False, option: Options = None) -> None:
     """List the stores in a folder, also unfinished and damaged ones; or the samples of an Energon data set."""
     from saev_store.store.card import human_bytes
     from saev_store.store.store import ShardStore
 
-    given = storage_options(options, option)
+    given = storage_options(option)
     if (found := dataset_at(root, given)) is not None:
         list_parts(*found, as_json=as_json)
         return

@@ -13,10 +13,9 @@ import typer
 
 from saev_store.cli._common import (
     AsJson,
-    Pairs,
+    Options,
     Progress,
     Scheduler,
-    StorageOptions,
     Url,
     emit,
     emit_json,
@@ -47,12 +46,12 @@ _SHOWN = 6
 _MOST_ROWS = 100_000
 
 
-def info(url: Url, as_json: AsJson = False, options: StorageOptions = None, option: Pairs = None) -> None:
+def info(url: Url, as_json: AsJson = False, option: Options = None) -> None:
     """Describe a store, or a data set that stores are recorded from. Opens damaged stores too."""
     from saev_store.store.card import card_rows, card_text
     from saev_store.store.store import ShardStore
 
-    given = storage_options(options, option)
+    given = storage_options(option)
     source = _source_at(url, given)
     if source is not None:
         _source_info(source, as_json=as_json)
@@ -109,15 +108,14 @@ def estimate(
         typer.Option(help="Show this dtype only [default: each]."),
     ] = None,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
 ) -> None:
     """Show the size of a store in each dtype, and what reading all of it would cost; no vector is read."""
     from saev_store.store.card import human_bytes
     from saev_store.store.sizes import sizes_by_dtype
     from saev_store.store.store import ShardStore
 
-    with ShardStore.open(url, storage_options(options, option)) as store:
+    with ShardStore.open(url, storage_options(option)) as store:
         arrays = [store.token_arrays.declared(name) for name in store.token_arrays]
         sizes = sizes_by_dtype(store.layout, arrays)
         chosen: list[StoredDtype] = [name for name in get_args(StoredDtype) if dtype in {None, name}]
@@ -190,8 +188,7 @@ def head(
         typer.Option(metavar="NAME", help="Show this token array too, such as token_ids; may be repeated."),
     ] = None,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
 ) -> None:
     """Show the first vectors of a layer with their example, token and norm."""
     import numpy as np
@@ -202,7 +199,7 @@ def head(
     wanted = None if layer is None else layer_keys(layer, where="--layer")
     if wanted is not None and len(wanted) > 1:
         raise ArgumentError(f"{layer!r} names several layers", where="--layer", remedy="Name one.")
-    with ShardStore.open(url, storage_options(options, option), damaged_ok=True) as store:
+    with ShardStore.open(url, storage_options(option), damaged_ok=True) as store:
         label = store.layout.layer_keys[0] if wanted is None else wanted[0]
         selection = store.sel(layer=label, tokens=tokens)
         rows = np.arange(min(n, len(selection)))
@@ -237,14 +234,13 @@ def validate(
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte: compare digests, find rows of zeros.")] = False,
     scheduler: Scheduler = None,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
     progress: Progress = None,
 ) -> None:
     """Validate a store or a data set; exit with 1 if there is an error."""
     from saev_store.store.store import ShardStore
 
-    given = storage_options(options, option)
+    given = storage_options(option)
     source = _source_at(url, given)
     if source is not None and scheduler is not None:
         raise ArgumentError(f"{url} is a data set; a cluster validates stores only", where="--scheduler")
@@ -284,14 +280,13 @@ def stats(
         bool, typer.Option("--save/--no-save", help="Keep the result in stats.json beside the store.")
     ] = True,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
     progress: Progress = None,
 ) -> None:
     """Show count, mean, std, mean norm, min, max, zeros, non-finite, saturated and subnormal values of each layer."""
     from saev_store.store.store import ShardStore
 
-    with ShardStore.open(url, storage_options(options, option)) as store:
+    with ShardStore.open(url, storage_options(option)) as store:
         found = store.stats(sample=sample, seed=seed, client=scheduler, refresh=refresh, save=save, progress=progress)
     emit_json(found.to_dict()) if as_json else emit(str(found))
 
@@ -311,14 +306,13 @@ def view(
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in the web browser.")] = False,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
 ) -> None:
     """Show a store on a local web page, until Ctrl-C: card, layers, examples, tokens and their neighbours. Writes nothing."""
     from saev_store.store.store import ShardStore
     from saev_store.view import View
 
-    given = storage_options(options, option)
+    given = storage_options(option)
     store = ShardStore.open(url, given, damaged_ok=True)
     second = None if other is None else ShardStore.open(other, given, damaged_ok=True)
     data = None if source is None else store.source(url=source)

@@ -7,23 +7,23 @@ import inspect
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from saev_store.cli._common import (
     AsJson,
-    Pairs,
+    Options,
     Progress,
-    StorageOptions,
     emit,
     emit_json,
     integers,
     storage_options,
 )
+from saev_store.core.arguments import is_list, is_mapping
 from saev_store.errors import ArgumentError, NotFoundError, ResumeError
 from saev_store.transport import open_transport
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 #: Options of one call, which a TOML file does not have.
-_ONLY_OPTIONS = {"context_", "config", "options", "option", "part", "dry_run", "as_json", "progress"}
+_ONLY_OPTIONS = {"context_", "config", "option", "part", "dry_run", "as_json", "progress"}
 _OF_TEXTS = ("context", "tokenizer", "text_key", "layout", "pack", "bos", "example_tokens")
 _OF_IMAGES = ("processor", "image_key", "masks", "on_bad_image")
 
@@ -57,11 +57,7 @@ def _read_config(context: typer.Context, config: Path | None) -> Path | None:
             raise ArgumentError(
                 f"{name!r} is not an option", where=str(config), remedy=f"Write {near[0]}." if near else None
             )
-    lists = {
-        name: ",".join(map(str, cast("list[object]", value)))
-        for name, value in found.items()
-        if isinstance(value, list)
-    }
+    lists = {name: ",".join(map(str, value)) for name, value in found.items() if is_list(value)}
     context.default_map = {**found, **lists}
     return config
 
@@ -146,13 +142,13 @@ class Inputs:
     ] = "raise"
 
     @classmethod
-    def of(cls, context: typer.Context, values: dict[str, object]) -> Inputs:
+    def of(cls, context: typer.Context, values: dict[str, Any]) -> Inputs:
         """The inputs of a command.
 
         Raises:
             ArgumentError: the model is missing, there is not exactly one source, or an option means nothing for it.
         """
-        found = cls(**cast("dict[str, Any]", values))
+        found = cls(**values)
         if found.model is None:
             raise ArgumentError("it is missing", where="--model", remedy="Give it, or a TOML file with --config.")
         if [found.text, found.tokens, found.images].count(None) != 2:
@@ -181,11 +177,11 @@ class Inputs:
         from saev_store.record import Texts, load_language_model
         from saev_store.sources import TextFile, open_source
 
-        bos = int(self.bos) if self.bos.isdecimal() else None if self.bos == "none" else self.bos
+        bos: Any = int(self.bos) if self.bos.isdecimal() else None if self.bos == "none" else self.bos
 
         def texts(documents: object, tokenizer: object) -> Texts:
             return Texts(
-                documents, tokenizer, context=self.context or 0, layout=self.layout, bos=cast("Literal['tokenizer']", bos),
+                documents, tokenizer, context=self.context or 0, layout=self.layout, bos=bos,
                 pack=self.pack, batch_size=self.batch_size or 8, example_tokens=self.example_tokens, text_key=self.text_key,
             )  # fmt: skip
 
@@ -212,10 +208,6 @@ class Inputs:
         return model, source
 
 
-class _Signed(Protocol):
-    __signature__: inspect.Signature
-
-
 def _with_inputs(command: Callable[..., None]) -> Callable[..., None]:
     """A command that takes `**inputs`, with the options of `Inputs` in their place."""
     own = [
@@ -227,7 +219,7 @@ def _with_inputs(command: Callable[..., None]) -> Callable[..., None]:
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(Inputs, eval_str=True).parameters.values()
     ]
-    cast("_Signed", command).__signature__ = inspect.Signature([*own, *shared])
+    command.__dict__["__signature__"] = inspect.Signature([*own, *shared])
     return command
 
 
@@ -258,8 +250,7 @@ def record(
         bool, typer.Option("--dry-run", help="Only show what it would take; exit code 1 if it does not fit the disk.")
     ] = False,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
     progress: Progress = None,
     **inputs: object,
 ) -> None:
@@ -273,7 +264,7 @@ def record(
 
     given, storage, blocks = (
         Inputs.of(context_, inputs),
-        storage_options(options, option),
+        storage_options(option),
         integers(layers, where="--layers"),
     )
     of_ranks, reports = None if part is None else _parse_part(part), list["RecordingReport"]()
@@ -348,8 +339,7 @@ def repair(
         typer.Option(help="What may differ from the first recording: nothing, rounding, or anything."),
     ] = "exact",
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
     progress: Progress = None,
     **inputs: object,
 ) -> None:
@@ -361,9 +351,9 @@ def repair(
     from saev_store.record import repair as repair_recording
     from saev_store.store import ShardStore
 
-    storage = storage_options(options, option)
+    storage = storage_options(option)
     data = ShardStore.open(url, storage, damaged_ok=True).metadata.data
-    if not isinstance(data, str) and "recording" not in cast("Mapping[str, object]", data):
+    if not isinstance(data, str) and not (is_mapping(data) and "recording" in data):
         raise ResumeError(
             "only a store that `saev-store record` has made can be recorded again",
             where=url,
@@ -383,8 +373,7 @@ def finalize(
         str, typer.Argument(metavar="URL", help="The folder of the unfinished store, as `record --part` prints it.")
     ],
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
 ) -> None:
     """Publish a store whose parts are all recorded; if they are not, show which examples are missing.
 
@@ -392,7 +381,7 @@ def finalize(
     """
     from saev_store.record import finalize as publish
 
-    store = publish(url, storage_options=storage_options(options, option))
+    store = publish(url, storage_options=storage_options(option))
     emit_json({"url": store.url, "published": True, "shape": store.shape}) if as_json else emit(store.url)
 
 

@@ -11,11 +11,9 @@ import typer
 from saev_store.cli._common import (
     AsJson,
     DstOptions,
-    DstPairs,
-    Pairs,
+    Options,
     Progress,
     Scheduler,
-    StorageOptions,
     emit,
     emit_json,
     emit_table,
@@ -78,10 +76,8 @@ def copy(
     ] = None,
     scheduler: Scheduler = None,
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
-    dst_options: DstOptions = None,
-    dst_option: DstPairs = None,
+    option: Options = None,
+    dst_option: DstOptions = None,
     progress: Progress = None,
 ) -> None:
     """Copy a store and verify every byte; an interrupted copy continues where it stopped."""
@@ -95,8 +91,8 @@ def copy(
         protocol=protocol,
         dtype=dtype,
         on_overflow=on_overflow,
-        storage_options=storage_options(options, option),
-        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+        storage_options=storage_options(option),
+        dst_storage_options=storage_options(dst_option, where="--dst-option"),
         resume=resume,
         max_mb_per_s=max_mb_per_s,
         max_requests_per_s=max_requests_per_s,
@@ -163,10 +159,8 @@ def import_(
         Literal["raise", "warn", "saturate"], typer.Option(help="What to do with numbers that would become infinite.")
     ] = "raise",
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
-    dst_options: DstOptions = None,
-    dst_option: DstPairs = None,
+    option: Options = None,
+    dst_option: DstOptions = None,
     progress: Progress = None,
 ) -> None:
     """Write the cache of another program as a store, bit for bit; an interrupted import continues where it stopped.
@@ -180,8 +174,8 @@ def import_(
         layers=None if layers is None else layer_keys(layers, where="--layers"),
         layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
         context=context, cls_token=cls_token, dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard,
-        resume=resume, verify=verify, storage_options=storage_options(options, option),
-        dst_storage_options=storage_options(dst_options, dst_option, name="--dst-storage-options"),
+        resume=resume, verify=verify, storage_options=storage_options(option),
+        dst_storage_options=storage_options(dst_option, where="--dst-option"),
         on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
     )  # fmt: skip
     with store:
@@ -200,15 +194,14 @@ def clean(
     ] = "1d",
     engine: Annotated[Literal["auto", "fsspec"], typer.Option(help="fsspec lists unfinished uploads on S3.")] = "auto",
     as_json: AsJson = False,
-    options: StorageOptions = None,
-    option: Pairs = None,
+    option: Options = None,
 ) -> None:
     """Remove what killed writers left: unfinished stores, hidden and temporary files, uploads. Published files stay."""
     from saev_store import writer
     from saev_store.store.card import human_bytes
 
     older_than_s = parse_age(older_than)
-    transport = open_transport(url, storage_options(options, option), engine=engine)
+    transport = open_transport(url, storage_options(option), engine=engine)
     cleaned = writer.clean(transport, dry_run=dry_run, older_than_s=older_than_s)
     if as_json:
         emit_json({

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
-from typing import SupportsFloat, SupportsIndex, TypeVar, cast, overload
+from collections.abc import Mapping, Sequence
+from typing import SupportsFloat, SupportsIndex, TypeGuard, TypeVar, cast, overload
 
 import numpy as np
 
@@ -16,6 +16,16 @@ T = TypeVar("T")
 #: Python's boolean and NumPy's, which is another type and means the same.
 BOOLEANS: tuple[type[object], ...] = (bool, np.bool_)
 _NUMBERS: tuple[type[object], ...] = (int, float, np.integer, np.floating)
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Return True for a mapping, such as an object of JSON."""
+    return isinstance(value, Mapping)
+
+
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
+    """Return True for a list or a tuple, such as an array of JSON."""
+    return isinstance(value, (list, tuple))
 
 
 @overload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -42,11 +42,11 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     import dask.array
 
     layout = store.layout
-    sizes = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
+    sizes: Any = (task_lengths(layout), *layout.shape[1:]) if isinstance(chunks, str) and chunks == "auto" else chunks
     try:
         return dask.array.from_array(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # dask is not annotated
             store,
-            chunks=cast("str", sizes),  # dask takes more than its annotation says
+            chunks=sizes,  # dask takes more than its annotation says
             asarray=False,
             fancy=True,
             meta=np.empty((0,) * 4, np.float32),

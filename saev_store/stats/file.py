@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from saev_store.core.arguments import is_mapping
 from saev_store.documents import parse_json
 from saev_store.errors import DocumentError, NotFoundError, SaevStoreError, brief
 from saev_store.stats.moments import Moments
@@ -57,7 +58,7 @@ def read_stats(store: ShardStore) -> Stats | None:
     except NotFoundError:
         return None
     document = parse_json(raw, where=where, max_nbytes=max_nbytes)
-    found: dict[str, Any] = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
+    found = document if is_mapping(document) else dict[str, object]()
     if found.get("version") != _VERSION or not recording_of(store).items() <= found.items():
         return None
     try:
@@ -67,11 +68,13 @@ def read_stats(store: ShardStore) -> Stats | None:
             numbers = np.array(found[name], dtype=np.float64)
             arrays[name] = np.where(np.isnan(numbers), replacement, numbers)
         n_examples, seed = found["n_examples"], found["seed"]
-        is_right &= type(n_examples) is int and 1 <= n_examples <= layout.n_examples
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DocumentError(f"an entry is missing or of another type: {brief(str(error))}", where=where) from error
-    if not is_right or any(array.shape != layout.shape[1:3] for array in arrays.values()):
+    is_right &= all(array.shape == layout.shape[1:3] for array in arrays.values())
+    if not is_right or type(n_examples) is not int or not (seed is None or isinstance(seed, int)):
         raise DocumentError(f"its numbers must be of shape {layout.shape[1:3]}, (layer, token)", where=where)
+    if not 1 <= n_examples <= layout.n_examples:
+        raise DocumentError(f"n_examples is {n_examples}; the store has {layout.n_examples}", where=where)
     return Stats(layout, Moments(**arrays), n_examples, seed)
 
 

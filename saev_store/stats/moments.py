@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -175,7 +175,8 @@ def _near_limits(piece: npt.NDArray[np.float32], stored_dtype: str) -> dict[str,
     none = np.zeros(piece.shape[1], np.int64)
 
     def count(chosen: npt.NDArray[np.bool_]) -> Counts:
-        return cast("Counts", chosen.sum(axis=(0, 2))) if chosen.any() else none
+        found: Counts = chosen.sum(axis=(0, 2)) if chosen.any() else none
+        return found
 
     n_small = count(magnitude < normal)
     n_zeros = count(magnitude == 0) if n_small.any() else none

@@ -122,7 +122,8 @@ def _digests_of(transport: Transport, metadata: Metadata, seen: Survey) -> tuple
             )
             found("digests_absent", message, severity="info")
         elif digests.block_bytes % layout.itemsize:
-            raise DocumentError(f"block_bytes is {digests.block_bytes}; it must be a multiple of {layout.itemsize}")
+            message = f"block_bytes is {digests.block_bytes}; it must be a multiple of {layout.itemsize}"
+            raise DocumentError(message, where=DIGESTS_NAME)
     except SaevStoreError as error:
         kind, digests = "digests_document" if isinstance(error, DocumentError) else "unreadable_digests", None
         found(kind, f"digests.json cannot be used, so contents were not compared with it: {error.message}")

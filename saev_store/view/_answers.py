@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.arguments import is_mapping
 from saev_store.core.layout import shard_name
 from saev_store.errors import SaevStoreError
 from saev_store.names import DIGESTS_NAME
@@ -100,7 +100,6 @@ def _source(viewed: Viewed) -> list[list[str]]:
     """The entries of the metadata that describe the data set, as (name, text)."""
     metadata, entries = viewed.store.metadata, viewed.described.get("source")
     found = [["dataset", metadata.dataset]] if metadata.dataset else []
-    if isinstance(entries, Mapping):
-        described = cast("Mapping[object, object]", entries)
-        found += [[str(name), str(value)] for name, value in described.items() if not isinstance(value, (list, dict))]
+    if is_mapping(entries):
+        found += [[name, str(value)] for name, value in entries.items() if not isinstance(value, (list, dict))]
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -79,7 +79,8 @@ def picture_bytes(viewed: Viewed, example: int) -> bytes:
         height, width = patches.image_px
         box = patches.framing.framing().original_box((0, 0, width, height), (image.height, image.width))
         if box is not None:
-            image = image.crop(cast("tuple[int, int, int, int]", tuple(round(edge) for edge in box)))
+            left, top, right, bottom = map(round, box)
+            image = image.crop((left, top, right, bottom))
             image = image.resize((min(width, 4096), min(height, 4096)))
     image.thumbnail((_MOST_PX, _MOST_PX))
     file = io.BytesIO()

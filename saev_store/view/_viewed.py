@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.arguments import is_mapping
 from saev_store.core.layout import layer_name
 from saev_store.errors import CorruptShardError, LayerNotFoundError, SaevStoreError, SelectionError, brief
 from saev_store.store.token_arrays import MASK
@@ -253,7 +254,7 @@ class Viewed:
                 data = json.loads(data)
             except (ValueError, RecursionError):
                 return {}
-        return cast("Mapping[str, object]", data) if isinstance(data, Mapping) else {}
+        return data if is_mapping(data) else {}
 
     def arrays(self) -> tuple[dict[str, npt.NDArray[np.generic]], list[str]]:
         """The token arrays that are not too large to read, and what is wrong with the others."""

@@ -68,7 +68,7 @@ class SaevBackend(BackendEntrypoint):
             return True
         if not isinstance(filename_or_obj, (str, os.PathLike)):
             return False
-        path = cast("object", os.fspath(cast("str | os.PathLike[str]", filename_or_obj)))
+        path: object = os.fspath(cast("str | os.PathLike[str]", filename_or_obj))
         if not isinstance(path, str) or ("://" in path and not path.startswith("file://")):
             return False
         try:

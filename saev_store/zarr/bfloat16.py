@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
@@ -96,7 +96,7 @@ class BFloat16(ZDType[np.dtype[np.generic], np.generic], HasEndianness, HasItemS
         if self._check_scalar(data):
             try:
                 number = float(data) if isinstance(data, str) else data
-                return cast("np.generic", np.array(number, dtype=_DTYPE)[()])
+                return _DTYPE.type(number)
             except ValueError:
                 pass
         raise TypeError(f"{data!r} is not a number, so it cannot be {NAME}")
@@ -116,7 +116,7 @@ class BFloat16(ZDType[np.dtype[np.generic], np.generic], HasEndianness, HasItemS
             return self.cast_scalar(_SPECIAL[data])
         if isinstance(data, str) and len(data) == 6 and data.startswith("0x"):
             try:
-                return cast("np.generic", np.array(int(data, 16), dtype=np.uint16).view(_DTYPE)[()])
+                return np.array([int(data, 16)], dtype=np.uint16).view(_DTYPE)[0]
             except ValueError:
                 pass
         elif isinstance(data, (int, float)) and not isinstance(data, bool):
@@ -127,7 +127,7 @@ class BFloat16(ZDType[np.dtype[np.generic], np.generic], HasEndianness, HasItemS
         """A fill value as documents spell it."""
         del zarr_format
         number = self.cast_scalar(data)
-        value, bits = float(cast("float", number)), int(np.asarray(number).view(np.uint16))
+        value, bits = float(number.item()), int(np.asarray(number).view(np.uint16))
         if math.isnan(value):
             return "NaN" if bits == _NAN_BITS else f"{bits:#06x}"
         return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

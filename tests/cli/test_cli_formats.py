@@ -39,11 +39,11 @@ def test_prepare_makes_a_data_set_that_ls_lists(run, photos):
     assert run("ls", photos / "x/nope").code == 1
     assert run("info", photos, "--json").json["n_samples"] == 20
     assert run("prepare", photos, "--split", "8,1,1").code == 1
-    again = ("--overwrite", "--field-map", '{"text": "txt"}', "--sample-type", "TextSample", "--no-progress")
+    again = ("--overwrite", "--field", "text=txt", "--sample-type", "TextSample", "--no-progress")
     assert run("prepare", photos, *again).code == 0
     (photos / "3.tar").unlink()
     assert [run(command, photos, "--json").code for command in ("info", "validate", "ls")] == [0, 1, 0]
-    for wrong in (("--field", "x"), ("--field", "=x"), ("--field-map", "{"), ("--field-map", "[1]"), ("--split", "x")):
+    for wrong in (("--field", "x"), ("--field", "=x"), ("--split", "x")):
         assert run("prepare", photos, "--overwrite", *wrong).code == 2, wrong
 
 

@@ -58,8 +58,7 @@ def test_mistakes_in_arguments_are_usage(run, folder):
         assert err.startswith("error: "), arguments
         assert run(*arguments, "--json").error["kind"] == "usage"
     for arguments in (
-        ("info", folder, "-o", "x"), ("info", folder, "-o", "=1"), ("info", folder, "--storage-options", "{"),
-        ("info", folder, "--storage-options", "[1]"), ("head", folder, "--layer", "two"), ("head", folder, "--layer", "1,2"),
+        ("info", folder, "-o", "x"), ("info", folder, "-o", "=1"), ("head", folder, "--layer", "two"), ("head", folder, "--layer", "1,2"),
         ("stats", folder, "--sample", "0"), ("clean", folder, "--older-than", "1"), ("clean", folder, "--older-than", "x"),
         ("head", folder, "--layer", "99"), ("head", folder, "--token-array", "nix"),
     ):  # fmt: skip
