@@ -135,8 +135,10 @@ def _digests_of(transport: Transport, metadata: Metadata, seen: Survey) -> tuple
     labels, is_optional = (
         LABELS.file_name,
         not metadata.declares_token_arrays,
-    )  # others may have written or removed them
-    for name in lengths.keys() - usable.keys():
+    )  # others may have written them afterwards
+    for name in lengths:
+        if name in usable:
+            continue
         if name != labels or not is_optional or name in digests.files:
             found("digests_document", f"{name} has no entry of its size in digests.json, so it was not compared")
         elif name in seen.files:
@@ -327,7 +329,8 @@ def _judge(layout: Layout, seen: Iterable[_Seen], digests: Digests) -> list[Prob
             problems += _judge_array(file.array, blocks, digests)
             continue
         of_shard, n = _judge_shard(layout, blocks, digests)
-        problems, n_zero_vectors = [*problems, *of_shard], n_zero_vectors + n
+        problems += of_shard
+        n_zero_vectors += n
     if n_zero_vectors:
         message = (
             f"{n_zero_vectors:,} vectors are zero in examples that are not; models that mask or gate tokens make these"
