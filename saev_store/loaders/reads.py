@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,8 @@ from saev_store.core.layout import IntArray, shard_name
 from saev_store.errors import NotFoundError
 from saev_store.loaders.memory import Bytes
 from saev_store.order import Pool
-from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import LocalTransport
+from saev_store.transport.checks import Buffer
 
 #: What one task reads, about: small enough to share the work, large enough for a request.
 TASK_BYTES = 4 << 20
@@ -89,81 +88,65 @@ class ReadTask:
             return
         reader, n_layers = self.side.rows.reader, self.starts.shape[1]
         reader.check(self.shard_idx, self.highest)
+        transport, path = reader.transport, shard_name(self.shard_idx)
         v, d_model = reader.layout.vector_nbytes, reader.layout.d_model
         out = self.side.vectors(pool, self.n_slots).reshape(self.n_slots, n_layers, d_model)
-        bounds = np.zeros(len(self.n_cells) + 1, np.int64)
-        np.cumsum(self.n_cells, out=bounds[1:])
-        if self.cells is None and out.dtype == reader.dtype and self._is_in_memory(reader):
-            self._copy(reader, out, bounds.tolist())
-            return
-        if self.is_direct:
-            first = int(self.slots[0])
-            in_pool: IntArray = (first + bounds) * v
-            self._fill(reader, out.reshape(-1).view(np.uint8).data, in_pool[None])
-            return
-        n_cells = int(bounds[-1])
-        memory = scratch.pop() if scratch else np.empty(2 * TASK_BYTES, np.uint8)
+        bounds = np.append(0, np.cumsum(self.n_cells))
+        # Layer after layer, so that the ranges of each follow each other in memory.
+        starts, sizes = self.starts.T.ravel(), np.tile(self.n_cells * v, n_layers)
+        ends = (starts + sizes).tolist()
+        get = transport.cached_ranges if transport.is_local else transport.get_ranges
+        memory = None
         try:
-            used = memory if memory.nbytes >= n_layers * n_cells * v else np.empty(n_layers * n_cells * v, np.uint8)
-            of_layers: IntArray = np.arange(n_layers, dtype=np.int64)[:, None] * n_cells + bounds
-            self._fill(reader, used.data, of_layers * v)
-            for layer in range(n_layers):
-                part = used[layer * n_cells * v : (layer + 1) * n_cells * v].view(reader.dtype)
-                self._scatter(part.reshape(n_cells, d_model), out[:, layer])
-        finally:
-            scratch.append(memory)
-
-    def _is_in_memory(self, reader: Reader) -> bool:
-        """Return True if the shard is mapped, and its ranges can be read without waiting for a disk."""
-        transport, last = reader.transport, reader.layout.vector_nbytes * self.n_cells - 1
-        if not hasattr(os, "RWF_NOWAIT") or not isinstance(transport, LocalTransport) or not transport.use_mmap:
-            return False
-        places = [*self.starts[:, 0].tolist(), *(self.starts[:, -1] + last).tolist()]
-        try:
-            fd = os.open(transport.where(shard_name(self.shard_idx)), os.O_RDONLY)
-            try:
-                return all(os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT) for place in places)
-            finally:
-                os.close(fd)
-        except OSError:  # it would wait, or the file system cannot tell
-            return False
-
-    def _copy(self, reader: Reader, out: npt.NDArray[np.generic], bounds: list[int]) -> None:
-        """Copy the rows from a map of the shard to their slots (slots, layers, d_model): each byte once."""
-        void, ends = (
-            np.dtype(f"V{reader.layout.vector_nbytes}"),
-            self.starts.T + self.n_cells * reader.layout.vector_nbytes,
-        )
-        views = reader.transport.get_ranges(
-            shard_name(self.shard_idx), starts=self.starts.T.ravel().tolist(), ends=ends.ravel().tolist()
-        )
-        for number, view in enumerate(views):
-            layer, i = divmod(number, len(self.starts))
-            slots = self.slots[bounds[i] : bounds[i + 1]]
-            to = slice(int(slots[0]), int(slots[-1]) + 1) if self.is_direct else slots
-            out[:, layer].view(void)[:, 0][to] = np.frombuffer(view, void)
-
-    def _fill(self, reader: Reader, memory: memoryview, bounds: IntArray) -> None:
-        """Read the ranges to memory: those of each layer one after the other, at (layers, ranges + 1) bounds in bytes."""
-        edges = bounds.tolist()
-        buffers = [memory[of[i] : of[i + 1]] for i in range(len(self.starts)) for of in edges]
-        try:
-            starts = self.starts.ravel().tolist()
-            reader.transport.readinto(shard_name(self.shard_idx), starts=starts, buffers=buffers)
+            found = get(path, starts=starts.tolist(), ends=ends)
+            if found is None and self.is_direct:
+                target = out.reshape(-1).view(np.uint8).data[int(self.slots[0]) * v :]
+                transport.readinto(path, starts=starts.tolist(), buffers=_cut(target, sizes))
+                return
+            if found is None:
+                memory = scratch.pop() if scratch else np.empty(2 * TASK_BYTES, np.uint8)
+                needed = int(sizes.sum())
+                used = memory if memory.nbytes >= needed else np.empty(needed, np.uint8)
+                transport.readinto(path, starts=starts.tolist(), buffers=_cut(used.data, sizes))
+                found = _cut(used.data, np.full(n_layers, bounds[-1] * v))
+                bounds = bounds[[0, -1]]
+            self._scatter(found, bounds.tolist(), out)
         except NotFoundError:
             reader.check_size(self.shard_idx)
             raise
+        finally:
+            if memory is not None:
+                scratch.append(memory)
 
-    def _scatter(self, vectors: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
-        """Copy the rows of one layer (ranges, d_model) to their slots (slots, d_model)."""
-        dtype, (_, d_model) = out.dtype, out.shape
-        void = np.dtype(f"V{d_model * dtype.itemsize}")
-        targets, slots, cells = out.view(void)[:, 0], self.slots, self.cells
-        step = len(slots) if vectors.dtype == dtype else max(1, _CONVERT_BYTES // void.itemsize)
-        for lo in range(0, len(slots), step):
-            some = slice(lo, lo + step)
-            part = converted(vectors[some] if cells is None else vectors[cells[some]], dtype)
-            targets[slots[some]] = part.view(void)[:, 0]
+    def _scatter(self, found: Sequence[Buffer], bounds: Sequence[int], out: npt.NDArray[np.generic]) -> None:
+        """Copy the rows to their slots (slots, layers, d_model).
+
+        Args:
+            found: The vectors of each layer, in parts.
+            bounds: First vector of each part, counted through the ranges of a layer, and the number of all.
+            out: The rows of the pool.
+        """
+        stored, dtype, first = self.side.rows.reader.dtype, out.dtype, int(self.slots[0])
+        edges = bounds if self.cells is None else np.searchsorted(self.cells, bounds).tolist()
+        void = np.dtype(f"V{out.shape[-1] * dtype.itemsize}")
+        step = len(self.slots) if stored == dtype else max(1, _CONVERT_BYTES // void.itemsize)
+        for number, part in enumerate(found):
+            layer, i = divmod(number, len(bounds) - 1)
+            vectors, targets = np.frombuffer(part, stored).reshape(-1, out.shape[-1]), out[:, layer].view(void)[:, 0]
+            for lo in range(edges[i], edges[i + 1], step):
+                hi = min(lo + step, edges[i + 1])
+                if self.cells is None:
+                    picked = vectors[lo - bounds[i] : hi - bounds[i]]
+                else:
+                    picked = vectors[self.cells[lo:hi] - bounds[i]]
+                slots = slice(first + lo, first + hi) if self.is_direct else self.slots[lo:hi]
+                targets[slots] = converted(picked, dtype).view(void)[:, 0]
+
+
+def _cut(memory: memoryview, sizes: IntArray) -> list[memoryview]:
+    """Return parts of memory of so many bytes, one after the other."""
+    ends = np.cumsum(sizes)
+    return [memory[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
 
 
 def plan_reads(pool: Pool, side: Side) -> list[ReadTask]:

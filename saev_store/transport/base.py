@@ -279,6 +279,14 @@ class Transport(ABC):
         del path, nbytes
         return None
 
+    def cached_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer] | None:
+        """As `get_ranges`, as views of a map whose bytes are in memory; None if this would wait for a disk, or copy.
+
+        Of each range its first and last byte are looked at. None is empty.
+        """
+        del path, starts, ends
+        return None
+
     def check_mapped(self, path: str, nbytes: int) -> None:  # noqa: B027  # only maps need it
         """Compare the file behind a map with `nbytes`, before bytes are copied out of it; nothing where files are not mapped.
 

@@ -582,10 +582,10 @@ class Hanging:
     def __getattr__(self, name: str) -> object:
         return getattr(self.below, name)
 
-    def readinto(self, path: str, **parts: object) -> None:
+    def cached_ranges(self, path: str, **parts: object) -> object:
         self.asked.set()
         self.go.wait(60)
-        self.below.readinto(path, **parts)
+        return self.below.cached_ranges(path, **parts)
 
 
 def hanging_rows(tmp_path: Path) -> tuple[Selection, Hanging]:
