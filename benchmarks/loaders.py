@@ -192,7 +192,7 @@ class Synthetic:
     """A store of any size: every vector is what its place says."""
 
     url, name, cost = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20)
-    is_local, local_path, reads_into, counters = False, None, False, Counters()
+    is_local, local_path, check_mapped, counters = False, None, None, Counters()
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         del path

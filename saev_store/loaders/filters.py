@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import overload
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,9 @@ from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_flag, check_number
 from saev_store.core.indexing import Progression
 from saev_store.errors import ArgumentError, SelectionError, brief, kind_of
-from saev_store.loaders.sample import sampled_rows
-from saev_store.stats import store_stats
-from saev_store.store.pair import PairSelection, StorePair
+from saev_store.loaders.sample import samples_by_layer
+from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
-from saev_store.store.store import ShardStore
 from saev_store.store.text import DOCUMENT_IDS, POSITIONS
 from saev_store.store.token_arrays import MASK, TokenArrays
 
@@ -29,63 +27,47 @@ _PIECE_TOKENS = 4 << 20
 TokenMask = npt.NDArray[np.bool_]
 
 
-@overload
-def filtered(
-    store: ShardStore, rows: Selection, *, remove_bos: bool = False, max_norm_multiple: float | None = None
-) -> Selection: ...
-@overload
-def filtered(
-    store: StorePair, rows: PairSelection, *, remove_bos: bool = False, max_norm_multiple: float | None = None
-) -> PairSelection: ...
-def filtered(
-    store: ShardStore | StorePair,
-    rows: Selection | PairSelection,
-    *,
-    remove_bos: bool = False,
-    max_norm_multiple: float | None = None,
-) -> Selection | PairSelection:
+R = TypeVar("R", Selection, PairSelection)
+
+
+def filtered(rows: R, *, remove_bos: bool = False, max_norm_multiple: float | None = None) -> R:
     """Return the same rows without tokens that trainers leave out; of a pair, without those that are left out of either.
 
     What is kept is known when this returns: lengths are exact, every loader takes the result, and a state is for the same tokens. Special
     tokens are kept.
 
     Args:
-        store: The store, or the pair, of the rows.
-        rows: `store.sel(…)`.
+        rows: `store.sel(…)`, or `pair(a, b).sel(…)`.
         remove_bos: Leave out the first token of each context; see `behind_bos`.
         max_norm_multiple: Leave out tokens whose vectors are longer than so many mean norms; see `below_norms`. The mean norm of each
-            layer is that of the statistics of the store, which are computed and kept beside it if need be; if something was left out
-            of `rows` before, that of a seeded sample of `rows`. The chosen layers are read once for it, now.
+            layer is that of a fixed, seeded sample of `rows`. The chosen layers are read once, now.
 
     Raises:
         SelectionError: special tokens are chosen; or the store does not record where documents begin, which `remove_bos` needs.
         ArgumentError: the multiple is not a positive number, or a mean norm is zero.
-        CorruptShardError: a shard is missing, short, or differs from its digests.
+        CorruptShardError: a shard is missing or short.
 
     >>> from saev_store import ShardStore
     >>> from saev_store.loaders import filtered
     >>> store = ShardStore.open(SAMPLE)
     >>> rows = store.sel(layer=5, tokens="content", ignore_labels=[0])
-    >>> len(rows), len(filtered(store, rows, max_norm_multiple=1.0))
+    >>> len(rows), len(filtered(rows, max_norm_multiple=1.0))
     (28, 14)
     """
     check_flag(remove_bos, name="remove_bos")
     multiple = None if max_norm_multiple is None else check_number(max_norm_multiple, name="max_norm_multiple")
-    if isinstance(rows, PairSelection) and isinstance(store, StorePair):
-        a, b = _filtered(store.a, rows.a, remove_bos, multiple), _filtered(store.b, rows.b, remove_bos, multiple)
+    if isinstance(rows, PairSelection):
+        a, b = _filtered(rows.a, remove_bos, multiple), _filtered(rows.b, remove_bos, multiple)
         return rows if a is rows.a and b is rows.b else PairSelection(a.only(b.kept), b.only(a.kept))
-    if isinstance(rows, Selection) and isinstance(store, ShardStore):
-        return _filtered(store, rows, remove_bos, multiple)
-    raise ArgumentError(
-        f"rows is {kind_of(rows)} and store is {kind_of(store)}", where="rows", remedy="Pass a store and store.sel(…)."
-    )
+    _check_rows(rows)
+    return _filtered(rows, remove_bos, multiple)
 
 
-def _filtered(store: ShardStore, rows: Selection, remove_bos: bool, multiple: float | None) -> Selection:
+def _filtered(rows: Selection, remove_bos: bool, multiple: float | None) -> Selection:
     if remove_bos:
         rows = _only(rows, behind_bos(rows))
     if multiple is not None:
-        rows = _only(rows, below_norms(rows, [multiple * norm for norm in mean_norms(store, rows)]))
+        rows = _only(rows, below_norms(rows, [multiple * norm for norm in mean_norms(rows)]))
     return rows
 
 
@@ -155,35 +137,24 @@ def _check_rows(rows: Selection) -> None:
         raise ArgumentError(f"rows is {kind_of(rows)}", where="rows", remedy="Pass store.sel(…).")
 
 
-def mean_norms(store: ShardStore, rows: Selection) -> list[float]:
-    """Return the mean L2 norm of the vectors of each chosen layer, without those that are not finite.
-
-    By the statistics of the store; if something was left out of `rows`, or the store has lost examples, by a seeded sample of at most
-    8,192 of them.
+def mean_norms(rows: Selection) -> list[float]:
+    """Return the mean L2 norm of the vectors of each chosen layer, of a seeded sample of at most 8,192, without those that are not finite.
 
     Raises:
         ArgumentError: all of these vectors are zero, or none is finite.
-        CorruptShardError: a shard is missing, short, or differs from its digests.
+        CorruptShardError: a shard is missing or short.
     """
-    space = rows.space
-    if space.ends is None and not store.readable_examples:
-        stats = store_stats(store)
-        found = [stats.mean_norm_of(key, "content") for key in rows.layer_keys]
-    else:
-        ends, found = space.ends, list[float]()
-        ends = None if ends is None else ends // space.rows_per_token  # of one layer
-        for layer in space.layer_idx:
-            part = replace(space, layer_idx=(layer,), ends=ends, stacks_layers=False)
-            norms = np.linalg.norm(sampled_rows(Selection(rows.reader, part)), axis=1)
-            norms = norms[np.isfinite(norms)]
-            found.append(float(norms.mean()) if len(norms) else 0.0)
-    for key, norm in zip(rows.layer_keys, found, strict=True):
-        if not norm > 0:
+    found = list[float]()
+    for key, sample in zip(rows.layer_keys, samples_by_layer(rows), strict=True):
+        norms = np.linalg.norm(sample, axis=1)
+        norms = norms[np.isfinite(norms)]
+        if not norms.any():
             raise ArgumentError(
                 f"the vectors of layer {key} are all zero, or none of them is finite",
                 where="max_norm_multiple",
                 remedy="Leave out this layer, or max_norm_multiple.",
             )
+        found.append(float(norms.mean()))
     return found
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from types import TracebackType
-from typing import Self, cast
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from saev_store.loaders.columns import TokenColumns, layer_columns
 from saev_store.loaders.explain import Explanation, explain
 from saev_store.loaders.iteration import PoolReader, Reading, ended
 from saev_store.loaders.memory import MOST_POOLS, Allocate, PoolMemory, allocate
-from saev_store.loaders.options import LoaderOptions, rank_and_world, with_changes
+from saev_store.loaders.options import LoaderOptions, chosen, rank_and_world
 from saev_store.loaders.reads import Scratch, Side
 from saev_store.loaders.state import Place, check_state, state_of
 from saev_store.order import Cut, Epoch, Pool
@@ -34,46 +35,24 @@ _N_THREADS_REMOTE = 16
 _ALIGN_BYTES = 64
 
 
-class Loader:
-    """Batches of rows, each row once in an epoch, in the same order for the same arguments on every machine.
+B = TypeVar("B")
 
-    Iterate it once for each epoch. A batch is a dict of arrays: `act` (n, d_model), or (n, layers, d_model) with stacked layers, of the
-    dtype of the rows; `example_idx` and `token_idx` int64 (n,), -1 for the special token; with several layers that are not stacked
-    `layer` int64 (n,), and in stores with hook points `layer_key_idx`, the position in `layer_keys`; and the token arrays asked for.
-    A pair of stores gives `act_a` and `act_b`. A batch keeps its values while it, or a view of it, is referred to.
 
-    An epoch ends when its last batch is handed out; the next iteration is the next epoch. An iteration that is left earlier does not
-    count: the next one has the same batches. A new iteration ends the one before.
+class BaseLoader(ABC, Generic[B]):
+    """Epochs, places and states of a loader; subclasses decide what a batch looks like.
 
     Args:
-        rows: `store.sel(…)`, or `pair(a, b).sel(…)`.
-        options: How to load; default: `LoaderOptions()`.
+        source: The first argument of the subclass, for pickles.
+        rows: What is loaded.
+        options: How to load.
         make_memory: Makes the memory of pools, such as pinned memory.
-        changed: Fields of `LoaderOptions`, instead of what `options` has.
-
-    Raises:
-        ArgumentError: an option is out of range, or does not divide what it must.
-
-    >>> from saev_store import ShardStore
-    >>> store = ShardStore.open(SAMPLE)
-    >>> with Loader(store.sel(layer=5, tokens="content"), batch_size=8, seed=1) as loader:
-    ...     [batch["act"].shape for batch in loader]
-    [(8, 8), (8, 8), (8, 8), (4, 8)]
     """
 
     def __init__(
-        self,
-        rows: Selection | PairSelection,
-        options: LoaderOptions | None = None,
-        *,
-        make_memory: Allocate = allocate,
-        **changed: object,
+        self, source: object, rows: Selection | PairSelection, options: LoaderOptions, make_memory: Allocate
     ) -> None:
-        given = cast("object", LoaderOptions() if options is None else options)
-        if not isinstance(given, LoaderOptions):
-            raise ArgumentError(f"options is {kind_of(given)}; it must be LoaderOptions(…)", where="options")
-        self.options = with_changes(given, changed)
-        self.rows, self._make_memory = rows, make_memory
+        self.options, self.rows = options, rows
+        self._source, self._make_memory = source, make_memory
         parts = _parts(rows)
         nbytes = [
             part.space.vectors_per_row * part.space.layout.d_model * part.dtype.itemsize for part in parts.values()
@@ -90,7 +69,7 @@ class Loader:
         self._reader: PoolReader | None = None
         #: The next batch, and the one that the next iteration begins with.
         self._epoch, self._batch, self._resume_at = 0, 0, 0
-        #: What a state said that was loaded.
+        #: What a state named that was loaded.
         self._loaded: Place | None = None
         self._ranks: tuple[int, int] | None = None
         self._cut = self._cut_now()
@@ -120,19 +99,18 @@ class Loader:
 
     def _adopted(self, cut: Cut, place: Place | None) -> Cut:
         """Return a cut with the pools and partitions of a state."""
-        if place is None or cut.n_partitions is None:
+        if place is None:
             return cut
-        needed = 2 * place.pool_batches * cut.batch_size * self._row_nbytes
-        if place.pool_batches > cut.pool_batches and min(place.pool_batches, cut.n_batches) > cut.pool_batches:
+        found = replace(cut, **place.order)  # pyright: ignore[reportArgumentType]  # checked
+        needed = 2 * found.pool_batches * cut.batch_size * self._row_nbytes
+        if min(found.pool_batches, cut.n_batches) > cut.pool_batches:
             raise ArgumentError(
                 f"the pools of the state take {needed:,} bytes on each of {cut.world} rank(s), but window_bytes is "
                 f"{self.options.window_bytes:,}",
                 where="load_state_dict",
                 remedy=f"Make the loader with window_bytes={needed}.",
             )
-        return replace(
-            cut, n_partitions=place.n_partitions, pool_batches=place.pool_batches, early_start=place.early_start
-        )
+        return found
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on every rank."""
@@ -177,16 +155,16 @@ class Loader:
         return self._epoch
 
     @property
-    def next_batch(self) -> int:
-        """The number, in its epoch, of the batch that is handed out next."""
-        return self._batch
+    def place(self) -> tuple[int, int]:
+        """Epoch and number of the batch that is handed out next."""
+        return self._epoch, self._batch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning."""
         self.end_iteration()
         self._epoch, self._batch, self._resume_at = check_count(epoch, name="epoch", least=0), 0, 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[B]:
         """Return the batches of the epoch; after `load_state_dict`, those that had not been handed out.
 
         Raises (from the iterator):
@@ -215,7 +193,24 @@ class Loader:
             scratch=self._scratch,
             timeout_s=self.options.batch_timeout_s,
         )
-        return self._batches(reader, sides, cut, first)
+        return self._handed_out(reader, self._converted(self._batches(reader, sides, cut, first)))
+
+    @abstractmethod
+    def _converted(self, batches: Iterator[Batch]) -> Iterator[B]:
+        """Return the batches as they are handed out; they may be made some time before that."""
+
+    def _handed_out(self, reader: PoolReader, batches: Iterator[B]) -> Iterator[B]:
+        """Yield the batches, of which nothing is kept here, and note the place of each."""
+        yield from map(partial(self._note, reader), batches)
+        if self._reader is not reader:
+            raise ended()
+
+    def _note(self, reader: PoolReader, batch: B) -> B:
+        if self._reader is not reader:
+            raise ended()
+        is_last = self._batch + 1 == self._cut.n_batches
+        self._epoch, self._batch = (self._epoch + 1, 0) if is_last else (self._epoch, self._batch + 1)
+        return batch
 
     def _batches(self, reader: PoolReader, sides: Sequence[Side], cut: Cut, first: int) -> Iterator[Batch]:
         """Yield the batches from number `first` on, each from a pool that is read while the one before is used."""
@@ -241,7 +236,7 @@ class Loader:
                     # While kept batches hold earlier pools back, batches are copies. So a pool is free when the next one is needed.
                     # The caller's variable still refers to the batch before, which may be of another pool.
                     held = reader.n_lent - 1 - (reader.following is not None)
-                    yield self._hand_out(sides, reader.current, batch, copies=held > is_first)
+                    yield self._batch_of(sides, reader.current, batch, copies=held > is_first)
                 reader.current = None
                 first, number = end, number + 1
         finally:
@@ -259,8 +254,8 @@ class Loader:
         }
         return pool, found if space.rows_per_token == 1 else {**found, **layer_columns(space, layer)}
 
-    def _hand_out(self, sides: Sequence[Side], reading: Reading, number: int, *, copies: bool) -> Batch:
-        """Return a batch of a pool, and note that it is handed out."""
+    def _batch_of(self, sides: Sequence[Side], reading: Reading, number: int, *, copies: bool) -> Batch:
+        """Return a batch of a pool."""
         pool, columns = reading.plan.pool, reading.plan.columns
         rows = slice(*pool.bounds[number - pool.first_batch :][:2].tolist())
         found: Batch = {side.name: side.vectors(reading.memory, pool.n_slots)[rows] for side in sides}
@@ -268,8 +263,6 @@ class Loader:
         if copies:
             found = {name: value.copy() for name, value in found.items()}
         found.update(self._columns.at(columns["example_idx"][rows], columns["token_idx"][rows]))
-        is_last = number + 1 == self._cut.n_batches
-        self._epoch, self._batch = (self._epoch + 1, 0) if is_last else (self._epoch, number + 1)
         return found
 
     @property
@@ -289,6 +282,7 @@ class Loader:
         """End the iteration that is under way, if there is one."""
         if self._reader is not None:
             self._reader.close()
+            self._reader = None
 
     def close(self) -> None:
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
@@ -331,14 +325,15 @@ class Loader:
 
         The states of all ranks are the same.
         """
+        return self.state_at(*self.place)
+
+    def state_at(self, epoch: int, batch: int) -> dict[str, object]:
+        """Return a state of this loader in front of another batch."""
         cut = self._cut_now()
-        state = {**state_of(self._parts, cut, self.options.seed), "epoch": self._epoch, "batch": self._batch}
+        state = {**state_of(self._parts, cut, self.options.seed), "epoch": epoch, "batch": batch}
         if cut.n_partitions is not None:
-            state |= {
-                "n_partitions": cut.n_partitions,
-                "pool_batches": cut.pool_batches,
-                "early_start": cut.early_start,
-            }
+            order = ("n_partitions", "pool_batches", "early_start")
+            state |= {name: getattr(cut, name) for name in order}
         return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -367,19 +362,64 @@ class Loader:
         if get_spawning_popen() is not None and self.world > 1:
             # In a process that is started now, torch.distributed is not initialised.
             options = replace(options, rank=self.rank, world=self.world)
-        return _again, (self.rows, options, self.state_dict(), self.is_bound)
+        return _again, (type(self), self._source, options, self.state_dict(), self.is_bound)
 
 
 def _again(
-    rows: Selection | PairSelection, options: LoaderOptions, state: Mapping[str, object], is_bound: bool
-) -> Loader:
+    make: Callable[[object, object], BaseLoader[B]],
+    source: object,
+    options: object,
+    state: Mapping[str, object],
+    is_bound: bool,
+) -> BaseLoader[B]:
     """Return the loader that was pickled, at its place."""
-    loader = Loader(rows, options)
+    loader = make(source, options)
     if is_bound:
         loader.load_state_dict(state)
     else:
         loader.set_epoch(check_count(state["epoch"], name="epoch", least=0))
     return loader
+
+
+class Loader(BaseLoader[Batch]):
+    """Batches of rows, each row once in an epoch, in the same order for the same arguments on every machine.
+
+    Iterate it once for each epoch. A batch is a dict of arrays: `act` (n, d_model), or (n, layers, d_model) with stacked layers, of the
+    dtype of the rows; `example_idx` and `token_idx` int64 (n,), -1 for the special token; with several layers that are not stacked
+    `layer` int64 (n,), and in stores with hook points `layer_key_idx`, the position in `layer_keys`; and the token arrays asked for.
+    A pair of stores gives `act_a` and `act_b`. A batch keeps its values while it, or a view of it, is referred to.
+
+    An epoch ends when its last batch is handed out; the next iteration is the next epoch. An iteration that is left earlier does not
+    count: the next one has the same batches. A new iteration ends the one before.
+
+    Args:
+        rows: `store.sel(…)`, or `pair(a, b).sel(…)`.
+        options: How to load; default: `LoaderOptions()`.
+        make_memory: Makes the memory of pools, such as pinned memory.
+        changed: Fields of `LoaderOptions`, instead of what `options` has.
+
+    Raises:
+        ArgumentError: an option is out of range, or does not divide what it must.
+
+    >>> from saev_store import ShardStore
+    >>> store = ShardStore.open(SAMPLE)
+    >>> with Loader(store.sel(layer=5, tokens="content"), batch_size=8, seed=1) as loader:
+    ...     [batch["act"].shape for batch in loader]
+    [(8, 8), (8, 8), (8, 8), (4, 8)]
+    """
+
+    def __init__(
+        self,
+        rows: Selection | PairSelection,
+        options: LoaderOptions | None = None,
+        *,
+        make_memory: Allocate = allocate,
+        **changed: object,
+    ) -> None:
+        super().__init__(rows, rows, chosen(LoaderOptions, options, changed), make_memory)
+
+    def _converted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        return batches
 
 
 def _parts(rows: object) -> dict[str, Selection]:

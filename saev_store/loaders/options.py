@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 from saev_store.core.arguments import check_choice, check_count, check_flag, check_number
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, brief, kind_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -93,26 +93,20 @@ class LoaderOptions:
         return max((n for n in range(world, _N_PARTITIONS + 1, world) if whole % n == 0), default=world)
 
 
-def with_changes(options: T, changed: Mapping[str, object]) -> T:
-    """Return options with other values of some fields.
+def chosen(kind: type[T], options: object, changed: Mapping[str, object]) -> T:
+    """Return options, by default those of their class, with other values of some fields.
 
     Raises:
-        ArgumentError: a name is not a field, or a value is out of range.
+        ArgumentError: they are of another class, a name is not a field, or a value is out of range.
     """
-    known = {field.name for field in fields(options)}
+    given = kind() if options is None else options
+    if not isinstance(given, kind):
+        raise ArgumentError(f"options is {kind_of(given)}; it must be {kind.__name__}(…)", where="options")
+    known = {field.name for field in fields(given)}
     for name in changed:
         if name not in known:
             raise ArgumentError(f"{name} is not an option", where=name)
-    return replace(options, **changed)  # pyright: ignore[reportArgumentType]  # checked by the class
-
-
-class _Distributed(Protocol):
-    """The part of `torch.distributed` that is used here."""
-
-    def is_available(self) -> bool: ...
-    def is_initialized(self) -> bool: ...
-    def get_rank(self) -> int: ...
-    def get_world_size(self) -> int: ...
+    return replace(given, **changed)  # pyright: ignore[reportArgumentType]  # checked by the class
 
 
 def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
@@ -141,10 +135,8 @@ def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
 def _found_ranks() -> tuple[int, int] | None:
     """Return rank and world from torch.distributed, which is not imported for it, otherwise from RANK and WORLD_SIZE."""
     module = sys.modules.get("torch.distributed")
-    if module is not None:
-        distributed = cast("_Distributed", module)
-        if distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
+    if module is not None and module.is_available() and module.is_initialized():
+        return module.get_rank(), module.get_world_size()
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not rank or not world:
         return None

@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -93,22 +95,22 @@ class ReadTask:
         out = self.side.vectors(pool, self.n_slots).reshape(self.n_slots, n_layers, d_model)
         bounds = np.append(0, np.cumsum(self.n_cells))
         # Layer after layer, so that the ranges of each follow each other in memory.
-        starts, sizes = self.starts.T.ravel(), np.tile(self.n_cells * v, n_layers)
-        ends = (starts + sizes).tolist()
+        starts = self.starts.T.ravel().tolist()
+        sizes: list[int] = (self.n_cells * v).tolist() * n_layers
         get = transport.cached_ranges if transport.is_local else transport.get_ranges
         memory = None
         try:
-            found = get(path, starts=starts.tolist(), ends=ends)
+            found = get(path, starts=starts, ends=list(map(add, starts, sizes)))
             if found is None and self.is_direct:
                 target = out.reshape(-1).view(np.uint8).data[int(self.slots[0]) * v :]
-                transport.readinto(path, starts=starts.tolist(), buffers=_cut(target, sizes))
+                transport.readinto(path, starts=starts, buffers=_cut(target, sizes))
                 return
             if found is None:
                 memory = scratch.pop() if scratch else np.empty(2 * TASK_BYTES, np.uint8)
-                needed = int(sizes.sum())
+                needed = sum(sizes)
                 used = memory if memory.nbytes >= needed else np.empty(needed, np.uint8)
-                transport.readinto(path, starts=starts.tolist(), buffers=_cut(used.data, sizes))
-                found = _cut(used.data, np.full(n_layers, bounds[-1] * v))
+                transport.readinto(path, starts=starts, buffers=_cut(used.data, sizes))
+                found = _cut(used.data, [needed // n_layers] * n_layers)
                 bounds = bounds[[0, -1]]
             self._scatter(found, bounds.tolist(), out)
         except NotFoundError:
@@ -143,10 +145,9 @@ class ReadTask:
                 targets[slots] = converted(picked, dtype).view(void)[:, 0]
 
 
-def _cut(memory: memoryview, sizes: IntArray) -> list[memoryview]:
+def _cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     """Return parts of memory of so many bytes, one after the other."""
-    ends = np.cumsum(sizes)
-    return [memory[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+    return [memory[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def plan_reads(pool: Pool, side: Side) -> list[ReadTask]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.rows import Layers, Tokens
 from saev_store.errors import ArgumentError
 from saev_store.order import Permutation
-from saev_store.stats import store_stats
 from saev_store.store.selection import Selection
-from saev_store.store.store import ShardStore
 
 Floats = npt.NDArray[np.float64]
 #: Rows whose norms are averaged: the standard error of the mean is then a hundredth of the norms' spread.
 _N_ROWS = 8192
 #: They are taken from this many places, in runs, so that few requests bring them.
 _N_RUNS = 64
-#: Examples whose vectors are looked at for `stats.json`: so many bytes' worth of all layers, within bounds.
-_SAMPLE_BYTES, _MIN_EXAMPLES, _MAX_EXAMPLES = 128 << 20, 64, 1024
 _SEED = 0x5A4E
 #: Smallest and largest factor: with others all numbers would become 0 or infinite.
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -31,16 +27,6 @@ def is_factor(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST <= value <= _MOST
 
 
-def stored_scale(store: ShardStore, layer: Layers, tokens: Tokens) -> float:
-    """Return `sqrt(d_model)` over the mean norm, by the statistics beside the store; those of a sample are made and kept if there are none.
-
-    Raises:
-        ArgumentError: the mean norm is zero or not finite.
-    """
-    n = min(max(_SAMPLE_BYTES // store.layout.example_nbytes, _MIN_EXAMPLES), _MAX_EXAMPLES)
-    return store_stats(store, sample=n, progress=False).scale(layer, tokens)
-
-
 def sampled_rows(rows: Selection) -> Floats:
     """Return the vectors of a fixed, seeded sample of at most 8,192 rows, fresh float64: the same rows in every process."""
     n, length = len(rows), min(_N_ROWS // _N_RUNS, max(len(rows), 1))
@@ -48,6 +34,14 @@ def sampled_rows(rows: Selection) -> Floats:
     places = Permutation(max(n_places, 1), _SEED).at(np.arange(min(n_places, _N_RUNS)))
     picked = (np.sort(places)[:, None] * length + np.arange(length)).reshape(-1)
     return rows.rows(picked[picked < n]).astype(np.float64)
+
+
+def samples_by_layer(rows: Selection) -> list[Floats]:
+    """Return `sampled_rows` of each chosen layer by itself."""
+    space = rows.space
+    ends = None if space.ends is None else space.ends // space.rows_per_token  # of one layer
+    parts = [replace(space, layer_idx=(layer,), ends=ends, stacks_layers=False) for layer in space.layer_idx]
+    return [sampled_rows(Selection(rows.reader, part)) for part in parts]
 
 
 def norm_scale(rows: Selection) -> float:

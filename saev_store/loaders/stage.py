@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -22,13 +20,11 @@ from saev_store.errors import (
     NotFoundError,
     WriterConflictError,
     brief,
-    kind_of,
 )
 from saev_store.names import DIGESTS_NAME
 from saev_store.store.identity import recording_identity
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
-from saev_store.transport.checks import os_errors
 
 _POLL_S = 0.5
 #: Document beside the copy: the recording that is copied and, when the copy is complete, its address and versions of its files.
@@ -89,15 +85,14 @@ def stage(
         recording = str(recording_identity(store.transport, store.layout, files=store.recorded_files()))
         name = f"staged-{xxh3_128(json.dumps([store.url, wanted, tokens]).encode()).hexdigest()}"
     place = root.at(name)
-    with os_errors(place.url, "create"):
-        os.makedirs(os.path.join(root.local_path, name), exist_ok=True)
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
             with root.lock(f"{name}.lock"):
                 found: dict[str, object] = _read(place)
                 if found.get("recording") != recording:
-                    _clear(os.path.join(root.local_path, name))
+                    place.delete(_STAGED)  # first: what is deleted in part is not a copy
+                    root.delete(name)
                     found = {"recording": recording}
                     place.put(_STAGED, json.dumps(found).encode())
                 if "copy" in found:
@@ -153,25 +148,14 @@ def _write(place: Transport, found: dict[str, object]) -> None:
         place.put(_STAGED, json.dumps(now).encode())
 
 
-def _clear(folder: str) -> None:
-    """Delete all in a folder, which is of an earlier recording, or of nothing known. Its document goes first."""
-    with os_errors(folder, "delete"):
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name != _STAGED):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
-
-
-def _folder_of(given: object) -> str:
+def _folder_of(given: str | os.PathLike[str]) -> str:
     """Return a folder, with the environment variables in it filled in.
 
     Raises:
-        ArgumentError: it is empty, or begins with a variable that is empty: the rest would begin at the root of the disk.
+        ArgumentError: it is empty, or a variable in it is not set.
     """
-    kind = kind_of(given)
-    text = os.fsdecode(cast("str", given)) if isinstance(given, (str, os.PathLike)) else ""
-    variable = re.match(r"\$(?:\w+|\{[^}]*\})", text)
-    if not text or (variable is not None and not os.path.expandvars(variable[0])):
-        raise ArgumentError(f"to is {brief(text or kind)}; it must be a folder", where="to")
-    return os.path.expandvars(text)
+    is_path = isinstance(given, (str, os.PathLike))  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+    text = os.path.expandvars(os.fsdecode(given)) if is_path else ""
+    if not text or "$" in text:
+        raise ArgumentError(f"to is {brief(given)}; it must be a folder", where="to", remedy="Set its variables.")
+    return text

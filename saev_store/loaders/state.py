@@ -6,8 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -67,20 +66,12 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Place:
-    """Content of a checked state: which batch comes next, and the cut of the order.
-
-    Attributes:
-        epoch, batch: Numbers of the next batch. At the end of an epoch, those of the next one's first.
-        n_partitions, pool_batches, early_start: See `Cut`.
-    """
+class Place(NamedTuple):
+    """Content of a checked state: the epoch and the number of its next batch, and the fields of `Cut` that its order depends on."""
 
     epoch: int
     batch: int
-    n_partitions: int | None
-    pool_batches: int
-    early_start: bool
+    order: Mapping[str, object]
 
 
 def state_of(parts: Mapping[str, Selection], cut: Cut, seed: int) -> dict[str, object]:
@@ -126,12 +117,13 @@ def check_state(state: object, mine: Mapping[str, object], cut: Cut) -> Place:
     if batch == cut.n_batches > 0:
         epoch, batch = epoch + 1, 0
     if cut.n_partitions is None:
-        return Place(epoch, batch, None, cut.pool_batches, cut.early_start)
+        return Place(epoch, batch, {})
     early = given.get("early_start")
     if not isinstance(early, bool):
         _compare("early_start", early, cut.early_start)
     n_partitions = _whole(given, "n_partitions", 1, cut.global_batch_size)
-    return Place(epoch, batch, n_partitions, _whole(given, "pool_batches", 1), bool(early))
+    order = {"n_partitions": n_partitions, "pool_batches": _whole(given, "pool_batches", 1), "early_start": early}
+    return Place(epoch, batch, order)
 
 
 def _mapping(value: object) -> Mapping[str, object]:

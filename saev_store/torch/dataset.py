@@ -18,7 +18,7 @@ from torch.utils.data import (
 from saev_store.core.layout import LayerKey
 from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.loaders.columns import TokenColumns, layer_columns
-from saev_store.loaders.options import with_changes
+from saev_store.loaders.options import chosen
 from saev_store.store.pair import PairSelection
 from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
 from saev_store.torch.rows import RowOptions, Source, choose_rows
@@ -52,7 +52,7 @@ class StoreDataset(Dataset[ExampleBatch]):
 
     def __init__(self, source: Source, *, token_arrays: Sequence[str] = (), **changed: object) -> None:
         self._made = source, tuple(token_arrays), changed
-        self.store, rows = choose_rows(source, with_changes(RowOptions(), changed))
+        self.store, rows = choose_rows(source, chosen(RowOptions, None, changed))
         if isinstance(rows, PairSelection):
             raise ArgumentError("rows of two stores have no map style", where="source", remedy="Use StoreLoader.")
         self.rows = rows

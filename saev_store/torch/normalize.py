@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
 
@@ -14,7 +14,7 @@ import torch
 
 from saev_store.core.layout import LayerKey
 from saev_store.errors import ArgumentError, brief
-from saev_store.loaders.sample import is_factor, sampled_rows
+from saev_store.loaders.sample import is_factor, norm_scale, samples_by_layer
 from saev_store.store.selection import Selection
 from saev_store.torch.batch import ExampleBatch, tensor_of
 
@@ -49,12 +49,8 @@ class Normalization:
             ArgumentError: there are no rows, or their mean or mean norm is zero or not finite.
             CorruptShardError: a shard of these rows is missing or short.
         """
-        space = rows.space
-        ends = None if space.ends is None else space.ends // space.rows_per_token  # of one layer
         found: list[tuple[Floats, float]] = []
-        for layer, key in zip(space.layer_idx, rows.layer_keys, strict=True):
-            part = replace(space, layer_idx=(layer,), ends=ends, stacks_layers=False)
-            sample = sampled_rows(Selection(rows.reader, part))
+        for key, sample in zip(rows.layer_keys, samples_by_layer(rows), strict=True):
             mean, scale = _mean_and_scale(sample, kind)
             if not (np.isfinite(mean).all() and 0 < scale < math.inf):
                 raise ArgumentError(
@@ -107,16 +103,15 @@ class Normalizer:
     Args:
         kind: What to do.
         parts: Names of vectors in a batch, to the rows of the loader.
-        scale: Returns the factor of `"scale_norm"` for a part.
+        factor: Of `"scale_norm"`; default: found by `norm_scale` for each part.
         dtype: What vectors are rounded to afterwards; None if they are of that dtype already.
     """
 
     def __init__(
-        self, kind: Normalize, parts: Mapping[str, Selection], scale: Callable[[str], float], dtype: torch.dtype | None
+        self, kind: Normalize, parts: Mapping[str, Selection], factor: float | None, dtype: torch.dtype | None
     ) -> None:
         self.kind: Normalize = kind
-        self._parts, self._scale_of, self._dtype = dict(parts), scale, dtype
-        self._scales: dict[str, float] = {}
+        self._parts, self._factor, self._dtype = dict(parts), factor, dtype
 
     @cached_property
     def found(self) -> dict[str, Normalization]:
@@ -125,33 +120,33 @@ class Normalizer:
             return {}
         return {name: Normalization.of(rows, self.kind) for name, rows in self._parts.items()}
 
-    @property
+    @cached_property
     def scales(self) -> dict[str, float]:
         """Name of vectors in a batch to their factor; empty unless it is `"scale_norm"`."""
-        if self.kind == "scale_norm" and not self._scales:
-            self._scales = {name: self._scale_of(name) for name in self._parts}
-        return self._scales
+        if self.kind != "scale_norm":
+            return {}
+        return {name: self._factor or norm_scale(rows) for name, rows in self._parts.items()}
 
     def state(self) -> dict[str, object]:
         """Return what a state has of it."""
         return {"normalize": self.kind, **({"scale": self.scales} if self.kind == "scale_norm" else {})}
 
-    def load_state(self, state: Mapping[str, object]) -> None:
-        """Take over the factors of a state, so that a continued run has the same scale.
+    def scales_of(self, state: Mapping[str, object]) -> dict[str, float]:
+        """Return the factors of a state, so that a continued run has the same; none unless it is `"scale_norm"`.
 
         Raises:
             ArgumentError: it has none that a loader writes.
         """
         if self.kind != "scale_norm":
-            return
-        scale = cast("object", state.get("scale"))
+            return {}
+        scale = state.get("scale")
         found = dict(cast("Mapping[str, object]", scale)) if isinstance(scale, Mapping) else {}
         if set(found) != set(self._parts) or not all(is_factor(one) for one in found.values()):
             raise ArgumentError(
                 f"the state has scale = {brief(state.get('scale'))}, which this loader never writes",
                 where="load_state_dict",
             )
-        self._scales = cast("dict[str, float]", found)
+        return cast("dict[str, float]", found)
 
     def __call__(self, batch: ExampleBatch) -> ExampleBatch:
         """Return the batch itself, whose vectors are normalized in place, and then rounded."""

@@ -9,8 +9,9 @@ from typing import cast, get_args
 
 from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.rows import Layers, Tokens
-from saev_store.errors import ArgumentError, kind_of
-from saev_store.loaders import LoaderOptions, filtered
+from saev_store.errors import ArgumentError, brief, kind_of
+from saev_store.loaders import LoaderOptions, filtered, stage
+from saev_store.loaders.sample import is_factor
 from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
@@ -63,8 +64,7 @@ class StoreOptions(RowOptions, LoaderOptions):
         scale_norm: The same as `normalize="scale_norm"`; or a factor.
         normalize: What is done to vectors, after they are on the device: `"scale_norm"` multiplies all by one factor, so that the mean
             norm is sqrt(d_model); `"scale_norm_per_layer"` each layer by a factor of its own; `"center"` subtracts the mean vector of the
-            layer; `"center_and_scale_norm"` does both. The factor of `"scale_norm"` comes from the statistics beside the store, or of a
-            seeded sample if some of its rows are left out; all else from a seeded sample.
+            layer; `"center_and_scale_norm"` does both. Means and factors come from a fixed, seeded sample of the rows.
         use_tmpdir: With $TMPDIR set, first copy the layers that are wanted there, once per machine.
 
     Raises:
@@ -80,6 +80,8 @@ class StoreOptions(RowOptions, LoaderOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flag(self.use_tmpdir, name="use_tmpdir")
+        if not isinstance(self.scale_norm, bool) and not is_factor(self.scale_norm):
+            raise ArgumentError(f"scale_norm is {brief(self.scale_norm)}", where="scale_norm")
         if self.normalize is not None:
             check_choice(self.normalize, get_args(Normalize), name="normalize")
             if self.scale_norm:
@@ -120,7 +122,7 @@ def choose_rows(
         ignore_labels=options.ignore_labels or None, where=options.where, masked=options.masked,
         dtype=read_dtype(normalize, options.dtype), stack_layers=options.stack_layers,
     )  # fmt: skip
-    rows = filtered(store, rows, remove_bos=options.remove_bos, max_norm_multiple=options.max_norm_multiple)
+    rows = filtered(rows, remove_bos=options.remove_bos, max_norm_multiple=options.max_norm_multiple)
     return store, rows
 
 
@@ -146,8 +148,6 @@ def near_copy(source: Source, options: StoreOptions) -> tuple[Source, StoreOptio
         return source, options
     if not isinstance(source, (str, os.PathLike)):
         raise ArgumentError("only a store at an address can be copied", where="use_tmpdir", remedy="Pass its address.")
-    from saev_store.loaders import stage  # the present one, until its turn comes
-
     address = os.fspath(source)
     if options.remove_bos:
         with ShardStore.open(address, options.storage_options) as store:

@@ -40,7 +40,7 @@ class Consumer:
         self._shared = shared
         #: The batch that comes next, counted through all epochs; the thread that asked last.
         self.number, self.thread = number, cast("threading.Thread | None", None)
-        self.is_between_epochs = True
+        self.is_between_epochs, self.is_placed = True, False
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -63,11 +63,11 @@ class Consumer:
         end = (self.epoch + 1) * self._shared.n_batches
         while self.number < end:
             yield self._shared.take(self)
-        self._shared.end_epoch(self)
+        self.is_between_epochs = True
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the loader in front of this consumer's next batch."""
-        return self._shared.state_of(self)
+        return self._shared.loader.state_at(*divmod(self.number, max(len(self), 1)))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue where `state_dict` was called. Other consumers may be at other batches: reading begins with the earliest.
@@ -75,7 +75,10 @@ class Consumer:
         Raises:
             ArgumentError: the state is of another loader, or of another order than the state of another consumer; or reading has begun.
         """
-        self._shared.move(self, state)
+        if _is_same(state, self.state_dict()):
+            self.is_placed = True
+        else:
+            self._shared.move(self, state)
 
     def close(self) -> None:
         """Take no more batches: the others do not wait for this consumer any more."""
@@ -112,12 +115,13 @@ class SharedLoader:
     Attributes:
         consumers: One for each loop.
         dropped: Name of a dropped consumer to the error.
+        loader: What is shared.
     """
 
     def __init__(
         self, loader: StoreLoader, names: int | Sequence[str], *, max_ahead: int = 4, timeout_s: float = 300.0
     ) -> None:
-        self._loader = loader
+        self.loader = loader
         self._max_ahead = check_count(max_ahead, name="max_ahead")
         self._timeout_s = check_number(timeout_s, name="timeout_s")
         self.n_batches = len(loader)
@@ -131,7 +135,7 @@ class SharedLoader:
         #: Batches by their numbers, and the event on a GPU after which each is there.
         self._window: dict[int, tuple[ExampleBatch, torch.cuda.Event | None]] = {}
         self._batches: Iterator[ExampleBatch] | None = None
-        self._has_begun = self._is_reading = self._has_order = self._is_closed = False
+        self._has_begun = self._is_reading = self._is_closed = False
 
     def __len__(self) -> int:
         """Number of consumers."""
@@ -173,43 +177,26 @@ class SharedLoader:
                 self._changed.wait(min(_SLICE_S, left_s))
                 left_s -= min(time.monotonic() - began_s, _SLICE_S)
 
-    def end_epoch(self, consumer: Consumer) -> None:
-        """Note that a consumer has had the last batch of an epoch."""
-        with self._changed:
-            consumer.is_between_epochs = True
-
     def move(self, consumer: Consumer, state: Mapping[str, object]) -> None:
-        """Let a consumer continue from a state."""
+        """Let a consumer continue from a state, which is another one than its own."""
         with self._changed:
-            if _is_same(state, self.state_of(consumer)):
-                self._has_order = True
-                return
             if self._has_begun:
                 raise ArgumentError(
                     f"the state of consumer {consumer.name!r} is of another batch than its next one, and reading has begun",
                     where="load_state_dict",
                     remedy="Load the states of all consumers before they take batches.",
                 )
-            loader = self._loader
-            before, order, place = loader.state_dict(), loader.state_at(0, 0), loader.place
-            try:
-                loader.load_state_dict(state)
-                if self._has_order and loader.state_at(0, 0) != order:
-                    raise ArgumentError(
-                        f"the state of consumer {consumer.name!r} has another order or scale than the state of another consumer",
-                        where="load_state_dict",
-                        remedy="Load states of consumers of one loader.",
-                    )
-                epoch, batch = loader.place
-                loader.load_state_dict(loader.state_at(*place))
-            except BaseException:
-                loader.load_state_dict(before)
-                raise
-            consumer.number, self._has_order = epoch * self.n_batches + batch, True
-
-    def state_of(self, consumer: Consumer) -> dict[str, object]:
-        """Return the loader's state in front of the consumer's next batch."""
-        return self._loader.state_at(*divmod(consumer.number, max(self.n_batches, 1)))
+            order, before = self.loader.state_at(0, 0), self.loader.state_dict()
+            self.loader.load_state_dict(state)
+            if any(other.is_placed for other in self.consumers) and self.loader.state_at(0, 0) != order:
+                self.loader.load_state_dict(before)
+                raise ArgumentError(
+                    f"the state of consumer {consumer.name!r} has another order or scale than the state of another consumer",
+                    where="load_state_dict",
+                    remedy="Load states of consumers of one loader.",
+                )
+            epoch, batch = self.loader.place
+            consumer.number, consumer.is_placed = epoch * self.n_batches + batch, True
 
     def leave(self, consumer: Consumer, error: BaseException | None = None) -> None:
         """Do not wait for a consumer any more; it is dropped if there is an error."""
@@ -229,7 +216,7 @@ class SharedLoader:
     def _start(self) -> None:
         """Begin to read with the earliest batch that a consumer needs."""
         self._end = min(other.number for other in self._live)
-        self._loader.load_state_dict(self._loader.state_at(*divmod(self._end, self.n_batches)))
+        self.loader.load_state_dict(self.loader.state_at(*divmod(self._end, self.n_batches)))
         self._has_begun = True
 
     def _read(self) -> None:
@@ -244,7 +231,7 @@ class SharedLoader:
             try:
                 # Tensors that are made in inference mode cannot be trained on, wherever they go.
                 with torch.inference_mode(False):
-                    self._batches = self._batches or iter(self._loader)
+                    self._batches = self._batches or iter(self.loader)
                     batch = next(self._batches)
                     event = _event(batch)
             finally:
@@ -257,7 +244,7 @@ class SharedLoader:
         except BaseException:
             self._batches = None
             if not self._is_closed:
-                self._loader.load_state_dict(self._loader.state_at(*divmod(self._end, self.n_batches)))
+                self.loader.load_state_dict(self.loader.state_at(*divmod(self._end, self.n_batches)))
             raise
         finally:
             self._is_reading = False
@@ -334,7 +321,7 @@ class SharedLoader:
             self._is_closed = True
             self._window.clear()
             self._changed.notify_all()
-        self._loader.close()
+        self.loader.close()
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,7 @@ def write(
 
 def left(store: ShardStore, **options: object) -> list[tuple[int, int]]:
     """The tokens that a loader of what passes hands out."""
-    rows = filtered(store, store.sel(layer=3, tokens="content"), **options)
+    rows = filtered(store.sel(layer=3, tokens="content"), **options)
     with Loader(rows, order="stored", batch_size=5) as loader:
         found = [one for b in loader for one in zip(b["example_idx"].tolist(), b["token_idx"].tolist(), strict=True)]
     assert len(found) == len(rows)
@@ -84,7 +84,7 @@ def test_remove_bos_leaves_out_the_first_shown_token_of_each_context(
 def test_remove_bos_of_a_special_token_leaves_out_nothing_more(tmp_path: Path) -> None:
     store = write(tmp_path, cls=True)
     rows = store.sel(layer=3, tokens="content")
-    assert filtered(store, rows, remove_bos=True) is rows
+    assert filtered(rows, remove_bos=True) is rows
     for tokens in ("all", "special"):
         with pytest.raises(SelectionError) as caught:
             behind_bos(store.sel(layer=3, tokens=tokens))
@@ -105,16 +105,16 @@ def test_max_norm_multiple_leaves_out_tokens_of_which_a_vector_is_long(tmp_path:
     store = write(tmp_path, layers=(3, 7), scale=scale)
     for layer in (3, (7, 3), "all"):
         rows = store.sel(layer=layer)
-        found = filtered(store, rows, max_norm_multiple=20)
+        found = filtered(rows, max_norm_multiple=20)
         assert {(e, t) for e in range(N) for t in range(TOKENS) if not found.kept[e, t]} == {(2, 3), (4, 0)}
         assert len(found) == len(rows) - 2 * len(rows.layers)
     both = pair(store, store)
     rows = both.sel(layer_a=3, layer_b=7)
-    assert len(filtered(both, rows, max_norm_multiple=20)) == len(rows) - 2
-    assert filtered(both, rows, max_norm_multiple=1e6, remove_bos=False) is not rows  # NaN is never below
+    assert len(filtered(rows, max_norm_multiple=20)) == len(rows) - 2
+    assert filtered(rows, max_norm_multiple=1e6, remove_bos=False) is not rows  # NaN is never below
     # Of what is left, the mean norm is that of the rest.
-    rest = filtered(store, store.sel(layer=3), max_norm_multiple=20)
-    assert filtered(store, rest, max_norm_multiple=20) is rest
+    rest = filtered(store.sel(layer=3), max_norm_multiple=20)
+    assert filtered(rest, max_norm_multiple=20) is rest
     exact = np.linalg.norm(store[:, 0].astype(np.float64), axis=-1)
     limit = float(np.sort(exact[np.isfinite(exact)])[20:22].mean())
     assert below_norms(store.sel(layer=3), [limit]).sum() == 21
@@ -124,10 +124,10 @@ def test_filters_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     store = write(tmp_path)
     rows, zeros = store.sel(layer=3), write(tmp_path / "zeros", scale=0.0)
     for call, where in (
-        (lambda: filtered(store, rows, remove_bos="yes"), "remove_bos"),
-        (lambda: filtered(store, rows, max_norm_multiple=0), "max_norm_multiple"),
-        (lambda: filtered(store, pair(store, store).sel(layer_a=3, layer_b=3)), "rows"),
-        (lambda: filtered(zeros, zeros.sel(layer=3), max_norm_multiple=2), "max_norm_multiple"),
+        (lambda: filtered(rows, remove_bos="yes"), "remove_bos"),
+        (lambda: filtered(rows, max_norm_multiple=0), "max_norm_multiple"),
+        (lambda: filtered(pair(store, store)), "rows"),
+        (lambda: filtered(zeros.sel(layer=3), max_norm_multiple=2), "max_norm_multiple"),
         (lambda: below_norms(rows, [1.0, 2.0]), "limits"),
         (lambda: below_norms(rows, [-1.0]), "limits"),
         (lambda: below_norms(rows, "long"), "limits"),

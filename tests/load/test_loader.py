@@ -239,7 +239,7 @@ class Runs(RuleBasedStateMachine):
     @rule(n=st.integers(1, 4), keeps=st.booleans())
     def take(self, n: int, keeps: bool) -> None:
         for _ in range(n):
-            epoch, number = self.loaders[0].epoch, self.loaders[0].next_batch
+            epoch, number = self.loaders[0].epoch, self.loaders[0].place[1]
             batches = [next(iterator, None) for iterator in self.iterators]
             if batches[0] is None:
                 assert batches == [None] * len(batches)
@@ -262,7 +262,7 @@ class Runs(RuleBasedStateMachine):
             del left
             assert loader.epoch == epoch
         self.iterators = [iter(loader) for loader in self.loaders]
-        assert self.loaders[0].next_batch == 0
+        assert self.loaders[0].place[1] == 0
 
     @rule()
     def save(self) -> None:
@@ -274,7 +274,7 @@ class Runs(RuleBasedStateMachine):
     @rule(world=st.sampled_from([1, 2, 4]))
     def go_on(self, world: int) -> None:
         self.make(world, self.state)
-        assert self.loaders[0].epoch * len(self.loaders[0]) + self.loaders[0].next_batch == (
+        assert self.loaders[0].epoch * len(self.loaders[0]) + self.loaders[0].place[1] == (
             self.state["epoch"] * len(self.loaders[0]) + self.state["batch"]
         )
 
@@ -400,7 +400,7 @@ def test_loader_that_was_left_has_the_same_batches_again() -> None:
         for n in (1, 3, 32):
             batches = iter(loader)
             found = [next(batches)["example_idx"].tolist() for _ in range(n)]
-            assert loader.next_batch == n and loader.state_dict()["batch"] == n
+            assert loader.place[1] == n and loader.state_dict()["batch"] == n
             again = iter(loader)
             assert [next(again)["example_idx"].tolist() for _ in range(n)] == found
             assert loader.epoch == 0
@@ -417,7 +417,7 @@ def test_state_of_a_finished_epoch_begins_the_next() -> None:
     loader, other = small(), small()
     list(loader)
     other.load_state_dict({**loader.state_dict(), "epoch": 0, "batch": 33})
-    assert (other.epoch, other.next_batch) == (1, 0)
+    assert other.place == (1, 0)
     assert [b["example_idx"].tolist() for b in other] == [b["example_idx"].tolist() for b in loader]
 
 
@@ -441,7 +441,7 @@ def test_state_that_is_not_of_this_loader_is_refused() -> None:
             loader.load_state_dict(state)
         assert caught.value.where == "load_state_dict"
         assert named in caught.value.message or "n_rows" in caught.value.message, (named, caught.value.message)
-        assert (loader.epoch, loader.next_batch) == (0, 0)
+        assert loader.place == (0, 0)
     with pytest.raises(ArgumentError, match="data"):
         Loader(foreign.sel(**base), **options).load_state_dict(state)
     other_set = store.sel(**base)

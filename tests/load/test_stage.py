@@ -103,7 +103,7 @@ def test_stage_refuses_what_is_not_a_folder_or_a_layer(tmp_path: Path, monkeypat
     made = token_store(tmp_path / "far")
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.setenv("NEAR", str(tmp_path / "near"))
-    for to in ("", "$EMPTY", "${EMPTY}/x", None, 3, "memory://near"):
+    for to in ("", "$EMPTY", "${UNSET}/x", None, 3, "memory://near"):
         with pytest.raises(ArgumentError) as caught:
             stage(made.path, to)
         assert caught.value.where == "to"
