@@ -165,7 +165,7 @@ class BaseLoader(ABC, Generic[B]):
         self._epoch, self._batch, self._resume_at = check_count(epoch, name="epoch", least=0), 0, 0
 
     def __iter__(self) -> Iterator[B]:
-        """Return the batches of the epoch; after `load_state_dict`, those that had not been handed out.
+        """Yield the batches of the epoch; after `load_state_dict`, those that had not been handed out. It begins when the first is asked for.
 
         Raises (from the iterator):
             CorruptShardError, TransportError: a shard could not be read; the message names it.
@@ -193,17 +193,14 @@ class BaseLoader(ABC, Generic[B]):
             scratch=self._scratch,
             timeout_s=self.options.batch_timeout_s,
         )
-        return self._handed_out(reader, self._converted(self._batches(reader, sides, cut, first)))
+        # Nothing is kept here of what is yielded.
+        yield from map(partial(self._note, reader), self._converted(self._batches(reader, sides, cut, first)))
+        if self._reader is not reader:
+            raise ended()
 
     @abstractmethod
     def _converted(self, batches: Iterator[Batch]) -> Iterator[B]:
         """Return the batches as they are handed out; they may be made some time before that."""
-
-    def _handed_out(self, reader: PoolReader, batches: Iterator[B]) -> Iterator[B]:
-        """Yield the batches, of which nothing is kept here, and note the place of each."""
-        yield from map(partial(self._note, reader), batches)
-        if self._reader is not reader:
-            raise ended()
 
     def _note(self, reader: PoolReader, batch: B) -> B:
         if self._reader is not reader:

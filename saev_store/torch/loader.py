@@ -82,12 +82,12 @@ class StoreLoader(BaseLoader[ExampleBatch]):
     # -- iterating -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[ExampleBatch]:
-        """Return the batches of the epoch; after `load_state_dict`, those that had not been handed out."""
+        """Yield the batches of the epoch; after `load_state_dict`, those that had not been handed out. It begins when the first is asked for."""
         if self._moved is not None and (stale := self._moved()) is not None:
             stale.close()  # its batches hold pools until they are copied
         if not self._is_new:
             self._was_left, self._is_new = self.place[1] > 0, True
-        return super().__iter__()
+        yield from super().__iter__()
 
     def _converted(self, batches: Iterator[Batch]) -> Iterator[ExampleBatch]:
         found = map(tensors, batches)

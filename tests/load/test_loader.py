@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from token_stores import ARRAYS, TokenStore, token_store
 
-from saev_store import ShardStore, pair
+from saev_store import ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, MissingShardError
 from saev_store.loaders import Batch, Loader, LoaderOptions
 from saev_store.store.selection import Selection
@@ -600,7 +600,7 @@ def test_read_that_hangs_is_a_deadline_and_its_memory_is_not_used_again(tmp_path
     loader = Loader(rows, batch_size=2, window_bytes=128, batch_timeout_s=0.3, n_threads=2, order="stored")
     expected = [bits(batch["act"]) for batch in loader]
     transport.go.clear()
-    for _ in range(2):  # three pools are taken by reads that hang
+    for _ in range(3):  # three pools are taken by reads that hang
         with pytest.raises(DeadlineError):
             next(iter(loader))
     transport.go.set()
@@ -679,3 +679,47 @@ def test_long_examples_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
                 assert bits(batch["act"]) == bits(expected)
                 n += len(batch["act"])
             assert n == len(rows)
+
+
+def test_loader_without_maps_reads_to_its_place(tmp_path: Path) -> None:
+    """Whole blocks straight to the pool in storage order, others through memory of their own; a missing shard is named."""
+    made = token_store(tmp_path, n=13, content=5, per_shard=3, layers=(2, 5, 7))
+    store = ShardStore.open(str(made.path), engine="pread")
+    for layer, order in ((5, "stored"), (5, "shuffled"), ((7, 2), "stored")):
+        sel = {"layer": layer, "masked": True}
+        with Loader(store.sel(tokens="content", **sel), batch_size=7, order=order) as loader:
+            rows = [row for batch in loader for row in check(made, sel, batch, "float32")]
+        assert sorted(rows) == sorted(kept_of(made, sel))
+        if layer == 5:
+            assert (rows == kept_of(made, sel)) == (order == "stored")
+    (made.path / "acts000002.bin").unlink()
+    for order in ("stored", "shuffled"):
+        rows = ShardStore.open(str(made.path), engine="pread", damaged_ok=True).sel(layer=5, examples=slice(3))
+        assert len(list(Loader(rows, batch_size=2, order=order))) > 0
+        with pytest.raises(CorruptShardError) as caught:
+            list(Loader(store.sel(layer=5), batch_size=7, order=order))
+        assert "acts000002.bin" in str(caught.value.where)
+
+
+def test_layers_with_hook_points_are_numbered(tmp_path: Path) -> None:
+    metadata = new_metadata(
+        family="x", ckpt="x", layers=[5, 5], hook_points=["resid_pre", "resid_post"], content_tokens_per_example=2, cls_token=False,
+        d_model=4, n_examples=3, max_tokens_per_shard=4,
+    )  # fmt: skip
+    acts = np.random.default_rng(0).standard_normal((3, 2, 2, 4), dtype=np.float32)
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts)
+    rows = ShardStore.open(str(tmp_path / metadata.hash)).sel(layer=[(5, "resid_post"), (5, "resid_pre")])
+    with Loader(rows, batch_size=5) as loader:
+        for batch in loader:
+            assert set(batch["layer"].tolist()) == {5}
+            expected = acts[batch["example_idx"], 1 - batch["layer_key_idx"], batch["token_idx"]]
+            np.testing.assert_array_equal(batch["act"], expected)
+        assert loader.layer_keys == ((5, "resid_post"), (5, "resid_pre"))
+
+
+def test_fill_is_the_share_of_the_pool_that_is_left() -> None:
+    with small("stored") as loader:
+        assert loader.fill == 0.0
+        fills = [loader.fill for _ in loader]
+    assert set(fills) == {0.0, 0.25, 0.5, 0.75} and fills[:4] == [0.75, 0.5, 0.25, 0.0]

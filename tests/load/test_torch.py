@@ -216,6 +216,7 @@ def test_scale_norm_multiplies_by_one_factor_that_a_state_keeps(path: Path) -> N
         assert loader.scale == pytest.approx(math.sqrt(D) / norm, rel=1e-4)
         for batch, one in zip(loader, exact, strict=True):
             assert torch.equal(batch["act"], one * loader.scale)
+    assert loader.normalization is None and make(path, normalize="center").scale is None
     fixed = make(path, scale_norm=2.0)
     assert fixed.scale == 2.0 and make(path).scale is None and make(path).normalization is None
     state = json.loads(json.dumps(fixed.state_dict()))
@@ -361,3 +362,56 @@ def test_pickled_loader_is_at_the_same_place(path: Path) -> None:
     assert again.place == (0, 1)
     with loader, again:
         assert rows_of(again) == rows_of(batches)
+
+
+def test_vectors_of_sixteen_bits_and_of_hook_points_are_normalized(tmp_path: Path) -> None:
+    metadata = new_metadata(
+        family="x", ckpt="x", layers=[5, 5], hook_points=["pre", "post"], content_tokens_per_example=4, cls_token=False, d_model=D,
+        n_examples=6, dtype="bfloat16",
+    )  # fmt: skip
+    acts = np.random.default_rng(0).standard_normal((6, 2, 4, D), dtype=np.float32) + np.array([0, 5])[:, None, None]
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(acts.astype(np.float32))
+    store = ShardStore.open(str(tmp_path / metadata.hash))
+    for dtype in ("stored", "float32"):
+        for batch in StoreLoader(store, normalize="center", dtype=dtype, batch_size=16):
+            layer = batch["layer_key_idx"].numpy()
+            stored = store[:, :].astype(np.float64)
+            expected = stored[batch["example_idx"].numpy(), layer, batch["token_idx"].numpy()]
+            expected = expected - stored.mean((0, 2))[layer]
+            np.testing.assert_allclose(batch["act"].float().numpy(), expected, atol=0.05)
+
+
+def test_vectors_without_a_norm_have_no_scale(tmp_path: Path) -> None:
+    metadata = new_metadata(
+        family="x", ckpt="x", layers=[5], content_tokens_per_example=4, cls_token=False, d_model=D, n_examples=3
+    )
+    with ShardStore.create(tmp_path, metadata, progress=False) as writer:
+        writer.append(np.zeros((3, 1, 4, D), np.float32))
+    for options, where in (({"scale_norm": True}, "scale_norm"), ({"normalize": "center_and_scale_norm"}, "normalize")):
+        with pytest.raises(ArgumentError) as caught:
+            next(iter(StoreLoader(tmp_path / metadata.hash, **options)))
+        assert caught.value.where == where
+
+
+def test_ranks_are_those_of_torch_distributed(path: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        loader = make(path)
+        assert (loader.rank, loader.world) == (0, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_iterator_of_an_earlier_iteration_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for late in (False, True):
+        if late:
+            monkeypatch.setattr("saev_store.torch.loader.copies_to", lambda device: LateCopies())
+        loader = make(path)
+        stale = iter(loader)
+        next(stale)
+        later = iter(loader)
+        next(later)
+        with pytest.raises(ArgumentError):
+            next(stale)
+        assert loader.place == (0, 1) and len(list(later)) == 21

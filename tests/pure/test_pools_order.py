@@ -125,6 +125,9 @@ def test_orders_are_golden() -> None:
 def test_permutation_of_many_is_a_permutation(n: int, key: int) -> None:
     found = Permutation(n, key).at(np.arange(n))
     assert (np.bincount(found, minlength=n) == 1).all()
+    for m in (n, 100):
+        order = Permutation(m, key)
+        assert order.position_of(order.at(np.arange(m))).tolist() == list(range(m))
 
 
 def test_cut_of_pools_grows_to_its_size() -> None:
