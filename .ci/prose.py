@@ -14,7 +14,7 @@ from pathlib import Path
 ALLOWED = 25
 WORDS = re.compile(
     r"\b(?<![Tt]here )(?:is|are|was|were) no (?!more\b|longer\b)"
-    r"|\b(?:told|tells?|said|says?|lies|goes on|stands (?!for\b))\b"
+    r"|\b(?:told|tells?|said|says?|lies|goes on|stands (?!for\b))\b(?![(=:])"
 )
 QUESTION = re.compile(r"(?:What|Whether|Where|When|How|Who)\b")
 

@@ -128,7 +128,7 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
             if any(exists(transport, name) for name in (INFO_JSON, INFO_YAML)):
                 return EnergonDataset("", transport=transport, damaged_ok=True), "/".join(reversed(inner))
         except DocumentError:
-            if not inner:  # in a parent folder it says nothing about this one
+            if not inner:  # in a parent folder it is not about this one
                 raise
             return None
         except SaevStoreError:

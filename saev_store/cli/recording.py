@@ -244,7 +244,7 @@ def record(
     ] = True,
     part: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Record the I-th of N parts, from 1; auto: as torchrun or Slurm says."),
+        typer.Option(metavar="I/N", help="Record the I-th of N parts, from 1; auto: as torchrun or Slurm numbers it."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what it would take; exit code 1 if it does not fit the disk.")

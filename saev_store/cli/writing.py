@@ -52,7 +52,7 @@ def copy(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
-            help="Round the numbers to this dtype, as a new store, and say what that changed [default: the source's]."
+            help="Round the numbers to this dtype, as a new store, and report what that changed [default: the source's]."
         ),
     ] = None,
     on_overflow: Annotated[

@@ -46,7 +46,7 @@ def from_store(store: ShardStore, *, chunks: Literal["auto"] | Sequence[object] 
     try:
         return dask.array.from_array(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # dask is not annotated
             store,
-            chunks=sizes,  # dask takes more than its annotation says
+            chunks=sizes,  # dask takes more than it annotates
             asarray=False,
             fancy=True,
             meta=np.empty((0,) * 4, np.float32),

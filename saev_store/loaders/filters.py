@@ -107,7 +107,7 @@ def behind_bos(rows: Selection) -> TokenMask:
     mask = arrays[MASK] if arrays is not None and MASK in arrays else None
     step, is_found = max(1, _PIECE_TOKENS // layout.content_tokens_per_example), False
     for first in range(0, layout.n_examples, step):
-        # Contexts are counted from 0, the one that goes on from the piece before.
+        # Contexts are counted from 0, the one that continues from the piece before.
         context = np.cumsum(begins[first : first + step].reshape(-1))
         shown = np.arange(context.size) if mask is None else np.flatnonzero(mask[first : first + step])
         of_shown = context[shown]

@@ -19,7 +19,7 @@ STATE_VERSION = 2
 
 
 def rows_identity(rows: Selection) -> dict[str, object]:
-    """Return what tells rows from others, as small JSON: the recording, and what was chosen of it.
+    """Return what identifies rows, as small JSON: the recording, and what was chosen of it.
 
     Not the place of the store, its shards or dtype, nor which other layers and tokens it has: a staged copy continues a state.
     """
@@ -89,7 +89,7 @@ def state_of(parts: Mapping[str, Selection], cut: Cut, seed: int) -> dict[str, o
 
 
 def check_state(state: object, mine: Mapping[str, object], cut: Cut) -> Place:
-    """Return what a state says, after a comparison.
+    """Return the content of a state, after a comparison.
 
     Args:
         state: A state that was saved. It may come from a file.

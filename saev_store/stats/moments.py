@@ -165,7 +165,7 @@ def _equal_counts(count: int, *, like: Floats) -> Counts:
 
 
 def _near_limits(piece: npt.NDArray[np.float32], stored_dtype: str) -> dict[str, Counts]:
-    """How many numbers are zero, saturated and subnormal, for each token.
+    """Counts of zero, saturated and subnormal numbers, for each token.
 
     The bits are compared, without the sign: that is exact and quiet also for NaN, and where a thread treats subnormal numbers
     as zeros.

@@ -46,7 +46,7 @@ class Stats:
 
     @property
     def is_sample(self) -> bool:
-        """Whether only some of the examples were read."""
+        """True if only some of the examples were read."""
         return self.n_examples < self.layout.n_examples
 
     @property
@@ -158,7 +158,7 @@ class Stats:
 
     @property
     def covers(self) -> str:
-        """How many examples and tokens it is over, in words."""
+        """Numbers of examples and tokens, in words."""
         of = f" (a sample of {self.layout.n_examples:,})" if self.is_sample else ""
         return f"over {self.n_examples:,} examples{of} and {self.layout.tokens_per_example:,} tokens"
 

@@ -35,7 +35,7 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
     """Return the same memory as a tensor."""
     if array.dtype.name == "bfloat16":  # torch knows the bits, not the dtype of `ml_dtypes`
         return tensor_of(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing about the array
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]  # torch does not annotate the array
 
 
 def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:

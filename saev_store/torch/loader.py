@@ -63,7 +63,7 @@ class StoreLoader(BaseLoader[ExampleBatch]):
         self.datasets: weakref.WeakSet[BatchDataset] = weakref.WeakSet()
         #: The number that a framework gave last; whether no batch was handed out since, or since the loader was placed; and whether an
         #: iterator was left within its epoch. See `begin_epoch`.
-        self._told: int | None = None
+        self._framework_epoch: int | None = None
         self._is_new, self._was_left = True, False
         #: The batches of the latest iteration on their way to the device.
         self._moved: weakref.ref[Generator[ExampleBatch]] | None = None
@@ -76,7 +76,7 @@ class StoreLoader(BaseLoader[ExampleBatch]):
 
     @property
     def normalization(self) -> dict[str, Normalization] | None:
-        """What `normalize` does to the vectors, by their name in a batch; None without it. A sample is read when it is first asked for."""
+        """Mean and scale that `normalize` applies to the vectors, by their name in a batch; None without it. A sample is read when it is first asked for."""
         return None if self._normalizer is None else self._normalizer.found or None
 
     # -- iterating -----------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class StoreLoader(BaseLoader[ExampleBatch]):
 
     @property
     def sampler(self) -> EpochSampler:
-        """What Lightning gives the number of its epoch to; see `begin_epoch`."""
+        """Receiver of the number of Lightning's epoch; see `begin_epoch`."""
         return EpochSampler(self)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -118,10 +118,10 @@ class StoreLoader(BaseLoader[ExampleBatch]):
         epochs would have the same rows. So does one whose state was taken there, if the number follows the state's. One that has
         handed out no batch begins with the given epoch, unless a state was loaded, or this epoch is past.
         """
-        told, self._told = self._told, epoch
+        last, self._framework_epoch = self._framework_epoch, epoch
         is_within = self.place[1] > 0
         was_left = self._was_left or (not self._is_new and is_within)
-        if told is not None and ((was_left and told != epoch) or (self._is_new and is_within and told + 1 == epoch)):
+        if last is not None and ((was_left and last != epoch) or (self._is_new and is_within and last + 1 == epoch)):
             self.set_epoch(max(self.epoch + 1, epoch))
         elif self._is_new and not self.is_bound and epoch > self.epoch:
             self.set_epoch(epoch)
@@ -159,7 +159,7 @@ class StoreLoader(BaseLoader[ExampleBatch]):
         state = super().state_at(epoch, batch)
         if self._normalizer is not None:
             state.update(self._normalizer.state())
-        return state if self._told is None else {**state, "told": self._told}
+        return state if self._framework_epoch is None else {**state, "framework_epoch": self._framework_epoch}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue where `state_dict` was called; see `saev_store.loaders.Loader`.
@@ -176,12 +176,16 @@ class StoreLoader(BaseLoader[ExampleBatch]):
                 where="load_state_dict",
                 remedy="Make the loader with the same normalize.",
             )
-        told = check_count(given["told"], name="told", least=0) if "told" in given else None
+        last = (
+            check_count(given["framework_epoch"], name="framework_epoch", least=0)
+            if "framework_epoch" in given
+            else None
+        )
         scales = {} if self._normalizer is None else self._normalizer.scales_of(given)
         super().load_state_dict(state)
         if self._normalizer is not None and scales:
             self._normalizer.scales = scales
-        self._is_new, self._was_left, self._told = True, False, told
+        self._is_new, self._was_left, self._framework_epoch = True, False, last
         self._move_datasets()
 
     def _move_datasets(self) -> None:

@@ -19,7 +19,7 @@ from saev_store.store.selection import Selection
 from saev_store.torch.batch import ExampleBatch, tensor_of
 
 Floats = npt.NDArray[np.float64]
-#: What is done to activations; the configs of loaders say what each means.
+#: What is done to activations; the configs of loaders describe each.
 Normalize = Literal["scale_norm", "scale_norm_per_layer", "center", "center_and_scale_norm"]
 #: What configs may want.
 DType = Literal["float32", "float64", "bfloat16", "float16", "stored"]

@@ -235,7 +235,7 @@ class Transport(ABC):
 
     @abstractmethod
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        """Read half-open ranges, in any order; neighbours share requests as `cost` says.
+        """Read half-open ranges, in any order; neighbours share requests according to `cost`.
 
         Returns:
             One read-only buffer per range, in order, each exactly `end - start` bytes long. Ranges that shared a request share its

@@ -52,13 +52,13 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
     """`path` itself, once it is certain that it stays below the root.
 
     Raises:
-        UnsafeContentError: the path is absolute, holds `..`, an empty part, a NUL or something that is no text.
+        UnsafeContentError: the path is absolute, holds `..`, an empty part, a NUL or something other than text.
 
     >>> check_path(".saev_store/receipts/0.json")
     '.saev_store/receipts/0.json'
     """
     if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"{brief(path)} is no path below the root", where="path")
+        raise ArgumentError(f"{brief(path)} is not a path below the root", where="path")
     if root_ok and path == "":
         return path
     rule = "a path below a store is relative, with parts between '/' that are not empty, '.' or '..'"
@@ -67,7 +67,7 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
     try:
         os.fsencode(path)
     except UnicodeEncodeError as error:
-        raise UnsafeContentError(f"{path!r} is no file name: {error.reason}", where="path") from error
+        raise UnsafeContentError(f"{path!r} is not a file name: {error.reason}", where="path") from error
     return path
 
 

@@ -156,14 +156,14 @@ class LocalTransport(Transport):
         return [part.toreadonly() for part in parts]
 
     def cached_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer] | None:
-        """As `get_ranges`, if the system can tell that the bytes are in its page cache."""
+        """As `get_ranges`, if the system knows that the bytes are in its page cache."""
         if not self.use_mmap or not hasattr(os, "RWF_NOWAIT"):
             return None
         with self._opened(path, 0) as file:
             try:
                 for place in (*starts, *(end - 1 for end in ends)):
                     os.preadv(file.fd, [bytearray(1)], place, os.RWF_NOWAIT)
-            except OSError:  # it would wait, or the file system cannot tell
+            except OSError:  # it would wait, or the file system does not know
                 return None
         return self.get_ranges(path, starts=starts, ends=ends)
 

@@ -70,7 +70,7 @@ def validate(
         The report. Damage is part of it and never raised; call `raise_if_bad` to raise it.
 
     Raises:
-        ArgumentError: `deep` or `progress` is no boolean, the client is asynchronous, or there is one without `deep`.
+        ArgumentError: `deep` or `progress` is not a boolean, the client is asynchronous, or there is one without `deep`.
         MissingDependencyError: `client` is an address, and distributed is not installed.
         SaevStoreError: the folder cannot be accessed, no scheduler answers, or workers died, one after the other.
     """

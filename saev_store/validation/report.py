@@ -66,7 +66,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no problem is an error; there may be warnings and infos."""
+        """True if no problem is an error; there may be warnings and infos."""
         return not self.errors
 
     @property

@@ -13,7 +13,7 @@ from saev_store.view._arithmetic import Floats, linear_cka
 if TYPE_CHECKING:
     from saev_store.view._viewed import Sample, Viewed
 
-#: A dimension stands out where its root mean square is so many times the median of all dimensions.
+#: A dimension is an outlier if its root mean square is so many times the median of all dimensions.
 OUTLIER_RATIO = 6.0
 #: Points of a plot over tokens, and dimensions that are listed.
 _MOST_TOKENS, _MOST_DIMENSIONS = 1024, 24

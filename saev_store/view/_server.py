@@ -34,7 +34,7 @@ class View:
     Args:
         store: An opened store; it must stay open.
         other: A second one, to compare it with.
-        source: The data set that it was recorded from; default: where its metadata say, if that is on this machine.
+        source: The data set that it was recorded from; default: the one that its metadata name, if that is on this machine.
         tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
         height_px: The height of the frame in a notebook.
         port: The port to listen on; 0 takes any free one.

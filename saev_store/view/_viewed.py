@@ -96,7 +96,7 @@ class Viewed:
 
     Args:
         store: An opened store; damaged ones too. It must stay open.
-        source: The data set that it was recorded from; default: opened where its metadata say, if that is on this machine.
+        source: The data set that it was recorded from; default: the one that its metadata name, if that is on this machine.
         tokenizer: Gives the text of a token id, for stores of texts.
     """
 

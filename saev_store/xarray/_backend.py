@@ -140,7 +140,7 @@ class SaevBackend(BackendEntrypoint):
             wanted = {"complete", "damaged"} if damaged_ok else {"complete"}
             entries = list_stores(root)
             left_out = [f"{entry.name} ({entry.state})" for entry in entries if entry.state not in wanted]
-            # Opening a root without stores raises the error that says why.
+            # Opening a root without stores raises the error with the reason.
             folders = [entry.name for entry in entries if entry.state in wanted] or [""]
             if left_out:
                 warnings.warn(

@@ -91,7 +91,7 @@ class BFloat16(ZDType[np.dtype[np.generic], np.generic], HasEndianness, HasItemS
         """A number as one of this data type.
 
         Raises:
-            TypeError: it is no number.
+            TypeError: it is not a number.
         """
         if self._check_scalar(data):
             try:

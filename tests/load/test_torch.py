@@ -230,7 +230,7 @@ def test_scale_norm_multiplies_by_one_factor_that_a_state_keeps(path: Path) -> N
     for other in (make(path), make(path, normalize="center")):
         with pytest.raises(ArgumentError):
             other.load_state_dict(state)
-    for junk in ([], None, {**state, "told": -1}, {**state, "normalize": np.arange(3)}):
+    for junk in ([], None, {**state, "framework_epoch": -1}, {**state, "normalize": np.arange(3)}):
         with pytest.raises(ArgumentError):
             loader.load_state_dict(junk)
     masked = make(path, scale_norm=True, ignore_labels=[1])
@@ -341,7 +341,7 @@ def test_epochs_follow_a_framework_that_counts_them(path: Path) -> None:
     assert part(1, 3) == expected[1][:12]
     assert part(1, 2) == expected[1][:8]
     state = loader.state_dict()
-    assert state["told"] == 1
+    assert state["framework_epoch"] == 1
     loader = make(path)
     loader.load_state_dict(state)
     assert part(2, None) == expected[2]
