@@ -16,6 +16,7 @@ from written import LOCAL, Case, a_case, append_missing, content, copy_whole, cu
 
 from saev_store import ShardStore
 from saev_store.errors import (
+    ArgumentError,
     CorruptShardError,
     IncompleteStoreError,
     SaevStoreError,
@@ -106,6 +107,43 @@ def test_copy_as_another_protocol_links_the_shards(tmp_path):
     assert this.matches(copy)
     one, other = (Path(folder) / "acts000001.bin" for folder in (store.url, copy.url))
     assert one.samefile(other) or one.read_bytes() == other.read_bytes()
+
+
+def test_copy_as_another_protocol_where_nothing_can_be_linked_moves_the_bytes(tmp_path, monkeypatch):
+    this = a_case()
+    finish(tmp_path / "a", this)
+    source = tmp_path / "a" / this.name
+    with open(source / "acts000001.bin", "ab") as file:
+        file.write(b"more")
+    url = copy_store(source, "memory://protocols", protocol="1.0.0", progress=False)
+    assert this.matches(ShardStore.open(url))
+    os.truncate(source / "acts000001.bin", len(this.files()["acts000001.bin"]))
+
+    def link(old, new, **_):
+        raise OSError(18, "not across file systems")
+
+    metadata = in_protocol(ShardStore.open(source).metadata, "1.0.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", link)
+        copied(source, tmp_path / "b", metadata)
+    assert this.matches(ShardStore.open(tmp_path / "b" / metadata.hash))
+    same = ShardStore.open(source).metadata.protocol
+    assert copy_store(source, tmp_path / "c" / this.name, protocol=same, progress=False) == str(
+        tmp_path / "c" / this.name
+    )
+    for options in ({"dst": ""}, {"protocol": 2.0}, {"protocol": "9.0"}):
+        with pytest.raises(ArgumentError):
+            copy_store(source, **{"dst": tmp_path / "d", **options}, progress=False)
+
+
+def test_copy_takes_labels_that_were_written_after_the_digests(tmp_path):
+    this = a_case()
+    finish(tmp_path / "a", replace(this, labels=None))
+    source = tmp_path / "a" / this.name
+    (source / "labels.bin").write_bytes(this.files()["labels.bin"])
+    for _ in range(2):
+        copied(source, tmp_path / "b")
+    this.check(content(tmp_path / "b" / this.name))
 
 
 def test_copy_within_a_service_sends_nothing_through_this_machine():

@@ -263,6 +263,11 @@ def test_from_array_by_a_cluster_writes_the_bytes_of_one_process(tmp_path):
         ShardStore.from_array(array, tmp_path / "many", **OPTIONS, token_arrays=arrays, client=client)
         with pytest.raises(StoreExistsError):
             ShardStore.from_array(array, tmp_path / "many", **OPTIONS, token_arrays=arrays, client=client, resume=False)
+        begun = tmp_path / "begun/.saev_store" / store.name
+        begun.mkdir(parents=True)
+        (begun / "metadata.json").write_bytes(store.metadata.raw)
+        with pytest.raises(IncompleteStoreError):
+            ShardStore.from_array(array, begun.parents[1], **OPTIONS, token_arrays=arrays, client=client, resume=False)
         fails = da.map_blocks(failing, da.from_array(acts[:, :1], chunks=5), flag=flag, dtype=acts.dtype, meta=acts[:0])
         flag.unlink()
         right = ShardStore.from_array(fails, tmp_path / "right", **OPTIONS | {"layers": [1]})

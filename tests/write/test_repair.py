@@ -237,9 +237,21 @@ def test_repair_is_refused_where_it_may_not_be(tmp_path):
             repair(tmp_path, this)
         append_missing(writer, this)  # the refused one has taken nothing away
     this.check(content(tmp_path / this.name))
-    (tmp_path / this.name / "digests.json").write_bytes(b"{}")
-    with pytest.raises(DocumentError):
-        repair(tmp_path, this)
+    path = tmp_path / this.name / "digests.json"
+    right = json.loads(path.read_bytes())
+    name, file = next(iter(right["files"].items()))
+    wrong = [
+        b"", b"{", b"[]", b"[" * 100_000, b"\xff", *(json.dumps({**right, **change}).encode() for change in (
+            {"version": 2}, {"algorithm": "md5"}, {"block_bytes": 0}, {"block_bytes": 1 << 40}, {"block_bytes": True}, {"files": []},
+            *({"files": {name: {**file, **entry}}} for entry in (
+                {"nbytes": -1}, {"nbytes": 1 << 30}, {"nbytes": "1"}, {"digests": []}, {"digests": None}, {"digests": ["x" * 32]},
+            )),
+        )),
+    ]  # fmt: skip
+    for raw in wrong:
+        path.write_bytes(raw)
+        with pytest.raises(DocumentError):
+            repair(tmp_path, this)
     (tmp_path / this.name / "digests.json").unlink()
     for options in ({"deep": 1}, {"exact": "yes"}, {"on_nonfinite": "no"}, {"on_overflow": "no"}):
         with pytest.raises(ArgumentError):

@@ -70,6 +70,35 @@ def test_append_of_other_dtypes_strides_and_layers_stores_the_same_numbers(tmp_p
         this.check(content(tmp_path / name / this.name))
 
 
+def test_append_of_layers_by_any_of_their_names_takes_each_once(tmp_path):
+    points = ["resid_post", "attn_out", "resid_post"]
+    metadata = new_metadata(
+        family="gpt2", ckpt="x", layers=[2, 5, 5], hook_points=points, content_tokens_per_example=2, cls_token=False, d_model=4,
+        n_examples=8,
+    )  # fmt: skip
+    acts = np.random.default_rng(2).standard_normal((8, 3, 2, 4), np.float32)
+    first, second, third = (acts[:, layer] for layer in range(3))
+    with create(tmp_path, replace(a_case(), metadata=metadata)) as writer:
+        writer.append(
+            {"blocks.2.hook_resid_post": first[:4], "blocks.5.attn_out": second[:4], (5, "resid_post"): third[:4]}
+        )
+        wrong = [
+            {2: first, (5, "attn_out"): second},  # one is missing
+            {2: first, 5: second, (5, "resid_post"): third},  # 5 has two hook points
+            {2: first, (2, "resid_post"): first, (5, "attn_out"): second, (5, "resid_post"): third},
+            {True: first, (5, "attn_out"): second, (5, "resid_post"): third},
+            {2: first, (5, "attn_out"): second[:3], (5, "resid_post"): third},
+            {2: first, (5, "attn_out"): second.astype(np.float16), (5, "resid_post"): third},
+            {2: np.float32(1), (5, "attn_out"): np.float32(1), (5, "resid_post"): np.float32(1)},
+            [[1.0], [1.0, 2.0]],
+        ]
+        for given in wrong:
+            with pytest.raises(ArgumentError):
+                writer.append(given)
+        writer.append({2: first[4:], (5, "attn_out"): second[4:], "blocks.5.hook_resid_post": third[4:]})
+    assert np.array_equal(ShardStore.open(tmp_path / metadata.hash)[...], acts)
+
+
 def test_append_copies_what_it_is_given(tmp_path):
     this = a_case()
     acts, labels = this.acts.copy(), this.labels.copy()
