@@ -18,7 +18,7 @@ import numpy as np
 
 from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.layout import shard_name
-from saev_store.core.token_arrays import LABELS, TokenArray
+from saev_store.core.token_arrays import TokenArray
 from saev_store.errors import (
     AccessError,
     ArgumentError,
@@ -261,10 +261,6 @@ class RepairWriter(ShardWriter):
     def absent_arrays(self) -> list[str]:
         """The token arrays that are not there, and not known to be lost: without digests `restore_array` takes these, too."""
         return [name for name, state in self._target.arrays.items() if state == "absent"]
-
-    def restore_labels(self, labels: object) -> None:
-        """`restore_array("labels", labels)`."""
-        self.restore_array(LABELS.name, labels)
 
     def restore_array(self, name: str, values: object) -> None:
         """Write a token array that is lost.

@@ -133,11 +133,6 @@ class ShardWriter:
         return [range(found[0].start + self._example, found[0].stop), *found[1:]] if found else []
 
     @property
-    def n_missing(self) -> int:
-        """Number of examples that are still to be appended."""
-        return self._n_left
-
-    @property
     def next_example(self) -> int:
         """The example that the next `append` begins with; behind the last one of the store where none is missing."""
         if self._at == len(self._shards):
@@ -265,17 +260,14 @@ class ShardWriter:
             position = -1 if isinstance(example, BOOLEANS) else operator.index(cast("SupportsIndex", example))
         except TypeError:
             position = -1
-        is_left = self._n_left and self.next_example <= position < self.layout.n_examples
-        if not is_left or position in self._held or not self._is_ours(position):
+        is_left = self.next_example <= position < self.layout.n_examples and position not in self._held
+        if not is_left or position // self.layout.examples_per_shard not in self._shards[self._at :]:
             raise ArgumentError(
                 f"example is {brief(example)}; it must be an integer, one of the missing examples, given once",
                 where="example",
                 remedy=f"The first one that is missing is {self.next_example}." if self._n_left else "None is missing.",
             )
         return position
-
-    def _is_ours(self, example: int) -> bool:
-        return example // self.layout.examples_per_shard in self._shards[self._at :]
 
     def _checked(
         self, acts: object, labels: object, token_arrays: dict[str, object], first_example: int

@@ -293,7 +293,7 @@ def test_parts_are_written_side_by_side(tmp_path):
     this = a_case(23, 2)
     writers = [create(tmp_path, this, part=(rank, 4)) for rank in range(4)]
     assert [writer.missing for writer in writers] == [[range(6)], [range(6, 12)], [range(12, 18)], [range(18, 23)]]
-    while any(writer.n_missing for writer in writers):
+    while any(writer.missing for writer in writers):
         for writer in writers:
             append_missing(writer, this, most=1)
     for writer in writers:
