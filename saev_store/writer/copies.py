@@ -23,7 +23,7 @@ from saev_store.errors import CorruptShardError, SaevStoreWarning, TransportErro
 from saev_store.names import DIGESTS_NAME, SHARDS_NAME
 from saev_store.store.reader import NumberArray
 from saev_store.store.store import ShardStore
-from saev_store.transport import Transport
+from saev_store.transport import Buffer, Transport
 from saev_store.transport.checks import os_errors
 from saev_store.transport.durable import fsync_folder, make_folders
 from saev_store.writer.create import is_as_written, is_whole
@@ -34,8 +34,8 @@ from saev_store.writer.shard_writer import ShardWriter
 from saev_store.writer.work import Receipt, Work, each, read
 
 PROVENANCE_NAME = "provenance.json"
-#: How much of the source is read, and kept in memory, at a time; or one example.
-_BATCH_BYTES = 64 << 20
+#: How much of the source is read, and kept in memory, at a time for each shard; or one example.
+_BATCH_BYTES = 32 << 20
 #: What equal copies say alike of their origin.
 _SAME = ("source_hash", "source_digests", "source_identity", "layers", "tokens")
 
@@ -232,51 +232,65 @@ class Copy:
         # Pairs also if the copy has no hook points: the source may have several of a layer.
         hook_points = layout.hook_points or (RESID_POST,) * layout.n_layers
         layers = [self.store.layout.layer_index(pair) for pair in zip(layout.layers, hook_points, strict=True)]
-        step = max(1, _BATCH_BYTES // self.store.layout.example_nbytes)
+        step, last = max(1, _BATCH_BYTES // self.store.layout.example_nbytes), dict[tuple[int, int], Buffer]()
         for start in range(first, end, step):
             stop = min(start + step, end)
             if promised is None:
                 yield start, self.store.read((slice(start, stop), layers, self.tokens), dtype="stored")
             else:
-                found = self._compared(promised, start, stop, layers)
+                found = self._compared(promised, start, stop, layers, last)
                 yield start, found if self.is_whole else found[:, layers, self.tokens]
 
-    def _compared(self, promised: Digests, start: int, stop: int, layers: Sequence[int]) -> NumberArray:
-        """(examples, layers, tokens, d_model) as they are stored, compared with digests; layers that are not kept may be anything."""
+    def _compared(
+        self, promised: Digests, start: int, stop: int, layers: Sequence[int], last: dict[tuple[int, int], Buffer]
+    ) -> NumberArray:
+        """(examples, layers, tokens, d_model) as they are stored, compared with digests; layers that are not kept may be anything.
+
+        `last` keeps the last block for the next call, by its shard and number.
+        """
         layout, at = self.store.layout, 0
         memory = np.empty((stop - start) * layout.example_nbytes, np.uint8)
         while start < stop:
             shard_idx, in_shard = divmod(start, layout.examples_per_shard)
             n = min(stop - start, layout.examples_in(shard_idx) - in_shard)
             nbytes = n * layout.example_nbytes
-            self._fill(promised, memory[at : at + nbytes], shard_idx, in_shard * layout.example_nbytes, layers)
+            self._fill(promised, memory[at : at + nbytes], shard_idx, in_shard * layout.example_nbytes, layers, last)
             at, start = at + nbytes, start + n
         return memory.view(self.store.dtype).reshape(-1, *layout.shape[1:])
 
     def _fill(
-        self, promised: Digests, memory: npt.NDArray[np.uint8], shard_idx: int, offset: int, layers: Sequence[int]
+        self,
+        promised: Digests,
+        memory: npt.NDArray[np.uint8],
+        shard_idx: int,
+        offset: int,
+        layers: Sequence[int],
+        last: dict[tuple[int, int], Buffer],
     ) -> None:
         """Fill memory with the bytes of a shard from `offset` on: the blocks that bytes of these layers are in."""
         layout, name, block_bytes = self.store.layout, shard_name(shard_idx), promised.block_bytes
-        end, used, layer_nbytes = (
-            offset + len(memory),
-            layout.used_nbytes(shard_idx),
-            layout.example_nbytes // layout.n_layers,
-        )
+        end, used = offset + len(memory), layout.used_nbytes(shard_idx)
+        layer_nbytes = layout.example_nbytes // layout.n_layers
         examples = np.arange(offset, end, layout.example_nbytes)
         firsts = (examples[:, None] + np.asarray(layers) * layer_nbytes).ravel()
         # Of each block, how many pieces of a layer are in it: begun until then, less those that have ended.
         begun, ended = (np.bincount(at // block_bytes) for at in (firsts, firsts + layer_nbytes - 1 + block_bytes))
         n_in = np.cumsum(np.pad(begun, (0, len(ended) - len(begun))) - ended)
-        numbers = np.flatnonzero(n_in).tolist()
-        starts = [number * block_bytes for number in numbers]
+        numbers: list[int] = np.flatnonzero(n_in).tolist()
+        new = [number for number in numbers if (shard_idx, number) not in last]
+        starts = [number * block_bytes for number in new]
         ends = [min(start + block_bytes, used) for start in starts]
-        blocks = self.store.transport.get_ranges(name, starts=starts, ends=ends)
-        for number, start, stop, block in zip(numbers, starts, ends, blocks, strict=True):
+        for number, block in zip(new, self.store.transport.get_ranges(name, starts=starts, ends=ends), strict=True):
             if digest(memoryview(block)) != promised.files[name].digests[number]:
-                raise damaged(self.store, name, start, stop)
-            low, high = max(start, offset), min(stop, end)
-            memory[low - offset : high - offset] = np.frombuffer(block, np.uint8)[low - start : high - start]
+                raise damaged(self.store, name, number * block_bytes, min((number + 1) * block_bytes, used))
+            last[shard_idx, number] = block
+        for number in numbers:
+            block = np.frombuffer(last[shard_idx, number], np.uint8)
+            start = number * block_bytes
+            low, high = max(start, offset), min(start + len(block), end)
+            memory[low - offset : high - offset] = block[low - start : high - start]
+        for key in [key for key in last if key != (shard_idx, numbers[-1])]:
+            del last[key]
 
     # -- the finished copy ---------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 Url = str | os.PathLike[str]
 #: In the work folder: of which recording a copy is.
 _ORIGIN = "origin.json"
+#: Shards that are copied at once: each takes up to 200 MiB of memory, or two examples.
+_MAX_THREADS = 8
 
 
 class Copied(str):
@@ -102,6 +104,8 @@ def copy_store(
     With `dtype` a new store of that dtype is written: as protocol 2.0 if that can say everything, else as 3.0. Numbers are rounded
     to nearest even. `rounding` of the result, which is also `conversion` in the copy's `provenance.json`, has what that changed;
     it is the same however often the copy was interrupted.
+
+    Up to eight shards are copied at once, each with up to 200 MiB of memory, or two examples if those are larger.
 
     `metadata.json` comes last, so a partial copy never opens. After an interruption the same call continues: whole shards are
     read again and kept, the others copied.
@@ -211,7 +215,7 @@ def _copied(copy: Copy, shards: Sequence[int], client: Client | str | None) -> G
     if client is not None:
         yield from map_shards(replaced(copy, store=copy.store.unmapped()).copy_shard, shards, client)
         return
-    with ThreadPoolExecutor(2 * n_cores(), "saev-store-copy") as pool:
+    with ThreadPoolExecutor(min(2 * n_cores(), _MAX_THREADS), "saev-store-copy") as pool:
         try:
             for future in [pool.submit(copy.copy_shard, shard_idx) for shard_idx in shards]:
                 yield future.result()

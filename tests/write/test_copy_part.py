@@ -188,10 +188,11 @@ def test_copy_of_layers_reads_the_blocks_that_they_are_in_once_and_compares_them
         return real(self, path, starts=starts, ends=ends)
 
     monkeypatch.setattr(LOCAL, "get_ranges", get_ranges)
-    for block_bytes in (4, 100, 256, 4096):
+    for block_bytes, batch_bytes in ((4, 1 << 20), (100, 1 << 20), (100, 1), (256, 1 << 20), (4096, 1)):
         source.write_digests(block_bytes)
         read.clear()
-        copy_store(source.path, tmp_path / f"to-{block_bytes}", layers=[5], progress=False)
+        monkeypatch.setattr("saev_store.writer.copies._BATCH_BYTES", batch_bytes)
+        copy_store(source.path, tmp_path / f"to-{block_bytes}-{batch_bytes}", layers=[5], progress=False)
         layer = np.zeros(source.acts.shape, bool)
         layer[:, 1] = True
         for shard_idx in range(source.n_shards):
