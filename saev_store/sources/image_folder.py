@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import time
 from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import xxhash
 
 from saev_store._runtime.threads import ahead
-from saev_store.core.arguments import check_flag
+from saev_store.core.arguments import check_choice
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, SelectionError, brief
 from saev_store.problems import Problem
 from saev_store.sources._files import ALGORITHM, digest_files
@@ -20,11 +19,9 @@ from saev_store.sources.pixels import FORMATS, decode_rgb
 from saev_store.transport import Engine, Entry, Transport, open_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
-
-    from saev_store.validation import Report
 
 #: Files and folders below the root at most this deep; a link to a folder above itself would have no end.
 _MAX_DEPTH = 32
@@ -70,10 +67,9 @@ class ImageFolder(Source[np.ndarray]):
         else:
             self.transport = transport.at(str(url))
         self.url = self.transport.url
-        self.problems = ()
         found = sorted(_images_in(self.transport), key=lambda entry: entry.path)
         self.paths = tuple(entry.path for entry in found)
-        self._sizes = [-1 if entry.size is None else entry.size for entry in found]
+        self._n_files, self._sizes = len(found), [-1 if entry.size is None else entry.size for entry in found]
         if not found:
             raise NotFoundError(
                 "there is no image in the folder or below it",
@@ -123,6 +119,7 @@ class ImageFolder(Source[np.ndarray]):
         `"sampled"` digests all paths and sizes, and the bytes of up to 1,024 of the files, evenly spread: each up to 1 MiB, of larger
         ones 32 pieces. In a larger folder it does not see that other files were replaced by files of the same sizes; `"full"` does.
         """
+        check_choice(digest, ("sampled", "full"), name="digest")
         every = max(1, -(-len(self) // _N_SAMPLED)) if digest == "sampled" else 1
         hasher = xxhash.xxh3_128()
         for found in ahead(lambda path: self._digest(path, digest), self.paths[::every], _N_THREADS):
@@ -139,13 +136,10 @@ class ImageFolder(Source[np.ndarray]):
     def _digest(self, path: str, scope: DigestScope) -> str:
         return digest_files(self.transport, [(path, self.transport.size(path))], scope=scope)
 
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
         """Report images that are empty; `deep` decodes every one."""
-        from saev_store.validation import Report
-
         del progress
-        deep = check_flag(deep, name="deep")
-        started, problems = time.perf_counter(), list[Problem]()
+        problems = list[Problem]()
         for position, path in enumerate(self.paths):
             try:
                 if self._sizes[position] == 0:
@@ -153,9 +147,8 @@ class ImageFolder(Source[np.ndarray]):
                 if deep:
                     self[position]
             except SaevStoreError as error:
-                problems.append(Problem(error.kind, error.message, where=path, lost=((position, position + 1),)))
-        checked = sum(self._sizes) if deep else 0
-        return Report(self.url, len(self), len(self), tuple(problems), deep, checked, time.perf_counter() - started)
+                problems.append(self._lost(error, path, position, position + 1))
+        return problems, sum(self._sizes) if deep else 0
 
     def close(self) -> None:
         """Release maps and connections."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
-from saev_store.core.arguments import check_flag
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, TransportError, brief
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 
@@ -13,11 +12,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from saev_store.validation import Report
-
 
 class DataSet(Protocol):
-    """What has numbered samples: a list, an array, a data set of torch or of Hugging Face."""
+    """Numbered samples: a list, an array, a data set of torch or of Hugging Face."""
 
     def __len__(self) -> int: ...
 
@@ -43,7 +40,6 @@ class MapStyle(Source[object]):
 
     format = "map_style"
     url = ""
-    problems = ()
 
     def __init__(self, data: DataSet) -> None:
         try:
@@ -51,9 +47,7 @@ class MapStyle(Source[object]):
         except Exception:  # arrays without axes have a method that raises, and other libraries raise what they like
             is_numbered = False
         if not is_numbered:
-            raise ArgumentError(
-                f"{brief(data)} is no map-style data set: it has no length, or no numbered samples", where="data"
-            )
+            raise ArgumentError(f"must have a length and numbered samples, got {brief(data)}", where="data")
         self.data = data
 
     def __len__(self) -> int:
@@ -74,37 +68,26 @@ class MapStyle(Source[object]):
             return self.data[position]
         except (SaevStoreError, MemoryError):
             raise
-        except OSError as error:
-            # Pillow's errors of damaged files are OSErrors without a number; those of the system have one.
-            kind = DocumentError if error.errno is None else TransportError
-            raise kind(f"sample {position} cannot be read: {error}", where=type(self.data).__name__) from error
         except Exception as error:
-            raise DocumentError(
-                f"sample {position} cannot be read: {type(error).__name__}: {error}", where=type(self.data).__name__
-            ) from error
+            # Pillow's errors of damaged files are OSErrors without a number; those of the system have one.
+            is_systems = isinstance(error, OSError) and error.errno is not None
+            message = f"sample {position} cannot be read: {type(error).__name__}: {error}"
+            raise (TransportError if is_systems else DocumentError)(message, where=type(self.data).__name__) from error
 
     def rows(self, indices: npt.ArrayLike | slice) -> Iterator[object]:
         """Samples by position, one after the other."""
         return map(self.__getitem__, check_positions(indices, len(self), what="sample").tolist())
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
-        """The description for `metadata.data`; samples are not read, whatever `digest` says."""
+        """The description for `metadata.data`; samples are not read."""
         del digest
-        fingerprint, split = getattr(self.data, "_fingerprint", None), getattr(self.data, "split", None)
+        marks = {"split": getattr(self.data, "split", None), "fingerprint": getattr(self.data, "_fingerprint", None)}
         return {
             "format": self.format,
             "class": type(self.data).__name__,
             "n_samples": len(self),
-            **({"split": str(split)} if isinstance(split, str) else {}),
-            **({"fingerprint": fingerprint} if isinstance(fingerprint, str) else {}),
+            **{name: str(mark) for name, mark in marks.items() if isinstance(mark, str)},
         }
-
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """A report without problems: nothing is known of such data."""
-        from saev_store.validation import Report
-
-        del progress
-        return Report(self.url, len(self), 1, (), check_flag(deep, name="deep"))
 
     def close(self) -> None:
         """Do nothing: the data set is the caller's."""

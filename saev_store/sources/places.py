@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, ClassVar, Self, cast
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray
 from saev_store.errors import SelectionError
 from saev_store.sources.framing import Box, Framing, SizePx
@@ -46,13 +45,26 @@ class Framed(Part):
 
 
 class Patches(Part):
-    """Content tokens are patches of an image, row by row."""
+    """Content tokens are patches of an image, row by row. Without `patch_px` they fill it."""
 
     grid: Pair
     image_px: Pair
     patch_px: Pair | None = None
     framing: Framed | None = None
     image_key: str | int | None = None
+
+    @property
+    def size_px(self) -> SizePx:
+        """(height, width) of a patch."""
+        return self.patch_px or (self.image_px[0] // self.grid[0], self.image_px[1] // self.grid[1])
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        for n, px, image_px in zip(self.grid, self.size_px, self.image_px, strict=True):
+            if n * px > image_px or (self.patch_px is None and n * px != image_px):
+                rule = "be" if self.patch_px is None else "fit into"
+                raise ValueError(f"{n} patches of {px} pixels must {rule} {image_px}; pass patch_px=… if they do not fill it")
+        return self
 
 
 class Content(Part):
@@ -111,9 +123,8 @@ def token_place(ids: npt.NDArray[np.integer], token: int, position: int, neighbo
             f"content token {token} is token {position} of a sample that has {len(ids)}: it is padding",
             where="token_idx",
         )
-    reach = check_count(neighbours, name="neighbours", least=0)
-    before = ids[max(0, position - reach) : position].tolist()
-    after = ids[position + 1 : position + 1 + reach].tolist()
+    before = ids[max(0, position - neighbours) : position].tolist()
+    after = ids[position + 1 : position + 1 + neighbours].tolist()
     return TokenPlace(position, ids[position].item(), tuple(before), tuple(after))
 
 
@@ -125,19 +136,17 @@ def patch_place(patches: Patches, token: int, original_px: SizePx | None) -> Pat
         token: The content token.
         original_px: (height, width) of the original image, if known.
     """
-    (rows, columns), (height, width) = patches.grid, patches.image_px
+    (rows, columns), (high, wide) = patches.grid, patches.size_px
     if token >= rows * columns:
         return None
-    # Pixels behind the last whole patch belong to none.
-    high, wide = patches.patch_px or (height // rows, width // columns)
     row, column = divmod(token, columns)
     box = (column * wide, row * high, (column + 1) * wide, (row + 1) * high)
     original_box = None
     if patches.framing is not None and original_px is not None:
         framing = patches.framing.framing()
-        if framing.input_px(original_px) == (height, width):
+        if framing.input_px(original_px) == patches.image_px:
             original_box = framing.original_box(box, original_px)
-    return PatchPlace(row, column, box, (height, width), original_box)
+    return PatchPlace(row, column, box, patches.image_px, original_box)
 
 
 def sample_of(examples: IntArray, skipped: Sequence[int]) -> IntArray:

@@ -123,51 +123,33 @@ def recorded_from(
     {'first': 1}
     """
     if by_token and (first or samples is not None or first_token is not None or patches is not None):
-        raise ArgumentError("by_token says where each token comes from; leave the others out", where="by_token")
+        raise ArgumentError("by_token traces each token; leave the others out", where="by_token")
     examples: dict[str, object]
     if by_token:
         examples = {"by_token": True}
-    elif samples is None:
+    elif samples is not None:
+        examples = {"samples": [check_index(sample, len(source), what="sample") for sample in samples]}
+    else:
         examples = {"first": check_count(first, name="first", least=0)}
         if skipped:
             checked = [check_index(sample, len(source), what="sample") for sample in skipped]
             if checked != sorted({*checked}) or checked[0] < first:
-                raise ArgumentError(
-                    f"skipped is {brief(list(skipped))}; it must be samples from {first} on, in ascending order",
-                    where="skipped",
-                )
+                message = f"must be samples from {first} on, in ascending order, got {brief(list(skipped))}"
+                raise ArgumentError(message, where="skipped")
             examples["skipped"] = checked
+    content: dict[str, object]
+    if patches is None and image_px is None:
+        first_token = None if first_token is None else check_count(first_token, name="first_token", least=0)
+        content = {"tokens": {"first": first_token}}
     else:
-        examples = {"samples": [check_index(sample, len(source), what="sample") for sample in samples]}
-    if (patches is None) != (image_px is None):
-        raise ArgumentError("patches and image_px must be given together", where="patches")
-    if patches is None or image_px is None:
-        if first_token is not None:
-            first_token = check_count(first_token, name="first_token", least=0)
-        content: dict[str, object] = {"tokens": {"first": first_token}}
-    else:
-        rows, columns = (check_count(n, name="patches") for n in patches)
-        height, width = (check_count(n, name="image_px") for n in image_px)
-        high, wide = patch_px or (height // rows, width // columns)
-        if patch_px is None and (height % rows or width % columns):
-            raise ArgumentError(
-                f"an image of {height} x {width} pixels has no grid of {rows} x {columns} equal patches",
-                where="patches",
-                remedy="Pass patch_px=… if patches do not fill it.",
-            )
-        if rows * high > height or columns * wide > width:
-            raise ArgumentError(
-                f"{rows} x {columns} patches of {high} x {wide} pixels are larger than {height} x {width}",
-                where="patch_px",
-            )
-        found: dict[str, object] = {"grid": [rows, columns], "image_px": [height, width]}
-        if patch_px is not None:
-            found["patch_px"] = [high, wide]
-        if framing is not None:
-            found["framing"] = {"resize": framing.resize, "crop": framing.crop}
-        if image_key is not None:
-            found["image_key"] = image_key
-        content = {"patches": found}
+        framed = None if framing is None else {"resize": framing.resize, "crop": framing.crop}
+        given = {"grid": patches, "image_px": image_px, "patch_px": patch_px, "framing": framed, "image_key": image_key}
+        try:
+            found = Patches.model_validate(given).model_dump(mode="json")
+        except ValidationError as error:
+            message = f"{brief(given)} describes no patches: {error.errors()[0]['msg']}"
+            raise ArgumentError(message, where="patches") from None
+        content = {"patches": {name: value for name, value in found.items() if value is not None}}
     described = source.describe(digest=digest)
     return {"__class__": "Source", "source": described, "examples": examples, "content": content}
 
@@ -236,7 +218,7 @@ def origin_of(
         DocumentError: the description in the metadata is not usable.
     """
     metadata, layout = store.metadata, store.metadata.layout
-    described = _described(metadata)
+    described, reach = _described(metadata), check_count(neighbours, name="neighbours", least=0)
     example = check_index(example_idx, layout.n_examples, what="example")
     if token_idx == -1 and layout.cls_token:
         token_idx = None
@@ -249,51 +231,38 @@ def origin_of(
     examples = _part(_Examples, "examples", described, metadata)
     _check_given(source, described)
     if examples.by_token:
-        return _origin_by_token(store, source, example, token_idx, neighbours)
-    sample_idx = _sample_of(examples, example, source, metadata)
-    sample = source[sample_idx]
-    place = None
+        return _origin_by_token(store, source, example, token_idx, reach)
+    sample_idx = _sample_of(examples, example, metadata)
+    sample, place = _checked_sample(source, sample_idx, example, metadata), None
     if token_idx is not None:
         content = _part(Content, "content", described, metadata)
         if content.patches is not None:
-            place = _patch(content.patches, int(token_idx), source, sample, metadata)
+            place = _patch(content.patches, token_idx, source, sample, metadata)
         else:
-            place = _token(content.tokens, int(token_idx), sample, neighbours, metadata)
+            place = _token(content.tokens, token_idx, sample, reach, metadata)
     return Origin(sample_idx, source.key(sample_idx), sample, place)
 
 
 def _origin_by_token(
-    store: TextReading, source: Source[object], example: int, token_idx: int | None, neighbours: int
+    store: TextReading, source: Source[object], example: int, token_idx: int | None, reach: int
 ) -> Origin:
     """The origin of a token by what the store recorded for it."""
-    metadata, token_arrays = store.metadata, store.token_arrays
-    for name in ("document_ids", "positions"):
-        if name not in token_arrays:
-            raise DocumentError(
-                f"says that tokens are traced by {name}, which the store does not have",
-                where=metadata.where,
-                remedy=_REMEDY,
-            )
-    token = token_idx or 0
+    metadata, token_arrays, token = store.metadata, store.token_arrays, token_idx or 0
+    if missing := {"document_ids", "positions"}.difference(token_arrays):
+        message = f"tokens are traced by {missing.pop()}, which the store does not have"
+        raise DocumentError(message, where=metadata.where, remedy=_REMEDY)
     sample_idx, position = (int(token_arrays[name][example, token]) for name in ("document_ids", "positions"))
     if sample_idx < 0:
-        raise SelectionError(
-            f"content token {token} of example {example} is padding: it is of no sample", where="token_idx"
-        )
-    _check_sample(sample_idx, example, source, metadata)
-    sample = source[sample_idx]
+        message = f"content token {token} of example {example} is padding: it is of no sample"
+        raise SelectionError(message, where="token_idx")
+    sample = _checked_sample(source, sample_idx, example, metadata)
     ids, place = ids_of(sample), None
     if token_idx is not None and ids is not None:
-        place = token_place(ids, token, position, neighbours)
+        place = token_place(ids, token, position, reach)
         recorded = int(token_arrays["token_ids"][example, token]) if "token_ids" in token_arrays else place.token_id
         if place.token_id != recorded:
-            raise CorruptShardError(
-                f"token {position} of sample {sample_idx} is {place.token_id}, but was {recorded} when the store was recorded",
-                where="source",
-                remedy="Pass the data set that was recorded.",
-            )
+            raise _other_data(f"token {position} of sample {sample_idx}", place.token_id, recorded)
     elif token_idx is not None and "token_ids" in token_arrays:
-        reach = check_count(neighbours, name="neighbours", least=0)
         found = store.context(example, token, before=reach, after=reach)
         place = TokenPlace(position, found.token_id, found.before, found.after)
     return Origin(sample_idx, source.key(sample_idx), sample, place)
@@ -321,47 +290,41 @@ def _part(kind: type[PartT], name: str, described: Mapping[str, object], metadat
 
 
 def _unusable(name: str, value: object, metadata: Metadata) -> DocumentError:
-    return DocumentError(
-        f"data.{name} is {brief(value)}, which does not tell where examples come from",
-        where=metadata.where,
-        remedy=_REMEDY,
-    )
+    message = f"data.{name} is {brief(value)}, which does not show where examples come from"
+    return DocumentError(message, where=metadata.where, remedy=_REMEDY)
 
 
-def _sample_of(examples: _Examples, example: int, source: Source[object], metadata: Metadata) -> int:
+def _sample_of(examples: _Examples, example: int, metadata: Metadata) -> int:
     if examples.samples is not None and example < len(examples.samples):
-        sample = examples.samples[example]
-    elif examples.samples is None and examples.first is not None:
-        sample = int(sample_of(np.array([examples.first + example]), examples.skipped or [])[0])
-    else:
-        raise _unusable("examples", examples.model_dump(), metadata)
-    _check_sample(sample, example, source, metadata)
-    return sample
+        return examples.samples[example]
+    if examples.samples is None and examples.first is not None:
+        return int(sample_of(np.array([examples.first + example]), examples.skipped or [])[0])
+    raise _unusable("examples", examples.model_dump(), metadata)
 
 
 def _check_given(source: Source[object], described: Mapping[str, object]) -> None:
-    """Compare what the caller opened with the description, where that reads nothing; others were compared when they were opened."""
+    """Compare the caller's source with the description, if that reads nothing; others were compared when they were opened."""
     description = cast("Mapping[str, object]", described["source"])
     if source.format not in {"map_style", "text"} or description.get("format") != source.format:
         return
     now = source.describe()
     for name in ("n_samples", "fingerprint", "digest"):
         if name in description and name in now and now[name] != description[name]:
-            raise CorruptShardError(
-                f"{name} is {brief(now[name])}, but was {brief(description[name])} when the store was recorded",
-                where="source",
-                remedy="Pass the data set that was recorded.",
-            )
+            raise _other_data(name, now[name], description[name])
 
 
-def _check_sample(sample: int, example: int, source: Source[object], metadata: Metadata) -> None:
-    """Check that the source has a sample; `DocumentError` if not."""
-    if not 0 <= sample < len(source):
-        raise DocumentError(
-            f"example {example} is said to be sample {brief(sample)}, but the source has {len(source)}",
-            where=metadata.where,
-            remedy="Check that the metadata describe this source.",
-        )
+def _other_data(name: str, now: object, then: object) -> CorruptShardError:
+    message = f"{name} is {brief(now)}, but was {brief(then)} when the store was recorded"
+    return CorruptShardError(message, where="source", remedy="Pass the data set that was recorded.")
+
+
+def _checked_sample(source: Source[object], sample_idx: int, example: int, metadata: Metadata) -> object:
+    """A sample; `DocumentError` if the source does not have it."""
+    if 0 <= sample_idx < len(source):
+        return source[sample_idx]
+    message = f"example {example} is sample {brief(sample_idx)}, but the source has {len(source)}"
+    remedy = "Check that the metadata describe this source."
+    raise DocumentError(message, where=metadata.where, remedy=remedy)
 
 
 def _token(tokens: Tokens | None, token: int, sample: object, neighbours: int, metadata: Metadata) -> TokenPlace | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -14,6 +12,7 @@ from saev_store.errors import (
     CorruptShardError,
     DocumentError,
     NotFoundError,
+    SaevStoreError,
     TransportError,
     brief,
 )
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from saev_store.sources._source import Source
 
 _MAGICS = {b"LLMBATCH": "llmbatch", b"MMIDIDX\0\0": "mmididx"}
-#: Endings of the files that a folder is searched for.
-_ENDINGS = (".batch", ".idx")
+#: Endings of the files that a folder is searched for, and their formats.
+_ENDINGS = {".idx": "mmididx", ".batch": "llmbatch"}
 _MAX_SHOWN = 8
 
 
@@ -71,7 +70,7 @@ def sniff(
 ) -> Found | None:
     """The data set at an address; None if there is none of a known format. Reads a few bytes.
 
-    An address may be the file itself, the `.bin` beside an index, a name without its ending, or a folder that contains
+    An address may be the file itself, the `.bin` next to an index, a name without its ending, or a folder that contains
     exactly one data set.
 
     Raises:
@@ -83,21 +82,24 @@ def sniff(
 
 def _sniffed(there: Transport, name: str) -> Found | None:
     """The data set of this name below a transport, or in its root, which is ""; as `sniff`."""
-    if not name:
-        candidates = list[str]()
-    elif name.endswith(".bin"):
-        candidates = [name.removesuffix(".bin") + ".idx"]
+    if name.endswith(".bin"):
+        candidates = [f"{name.removesuffix('.bin')}.idx"]
     else:
-        candidates = [name] if name.endswith(_ENDINGS) else [name, *(name + ending for ending in reversed(_ENDINGS))]
-    for candidate in candidates:
+        candidates = [name] if name.endswith(tuple(_ENDINGS)) else [name, *(name + ending for ending in _ENDINGS)]
+    for candidate in candidates if name else ():
         if (kind := _format_of(there, candidate)) is not None:
             return Found(kind, there, candidate)
     folder = "" if name == ".nv-meta" else name
     for info in (".info.json", ".info.yaml"):
-        with contextlib.suppress(NotFoundError, CorruptShardError):
-            there.size("/".join(part for part in (folder, ".nv-meta", info) if part))
+        if _head(there, "/".join(part for part in (folder, ".nv-meta", info) if part)) is not None:
             return Found("energon", there, folder)
-    return _in_folder(there, name)
+    names = [entry.path for entry in _listed(there, name) if not entry.is_dir and entry.path.endswith(tuple(_ENDINGS))]
+    found = [Found(kind, there, path) for path in names if (kind := _format_of(there, path)) is not None]
+    if len(found) > 1:
+        shown = ", ".join(each.path.rpartition("/")[2] for each in found[:_MAX_SHOWN])
+        message = f"the folder holds {len(found)} data sets: {shown}{', …' if len(found) > _MAX_SHOWN else ''}"
+        raise ArgumentError(message, where=full_url(there, name), remedy="Name one.")
+    return found[0] if found else None
 
 
 def find_source(
@@ -111,34 +113,23 @@ def find_source(
 
     Raises:
         NotFoundError: nothing exists there.
-        DocumentError: the file is of no known format.
+        DocumentError: nothing of a known format is there.
         AccessError, TransportError: the storage could not be read.
     """
     there, name = locate(url, storage_options, engine=engine, transport=transport, root_ok=True)
     found = _sniffed(there, name)
     if found is not None:
         return found
-    where, folder = full_url(there, name), not name
-    try:
-        if name:
-            there.size(name)
-    except NotFoundError:
-        folder = bool(_listed(there, name))
-        if not folder:
+    where = full_url(there, name)
+    if name and _head(there, name) is None:
+        try:
+            there.list(name)
+        except SaevStoreError as error:
+            if not _absent(error):
+                raise
             raise NotFoundError("there is nothing of that name", where=where) from None
-    except CorruptShardError:
-        folder = True
-    except TransportError as error:
-        if error.transient:
-            raise
-        if there.local_path is not None and not os.path.isdir(os.path.join(there.local_path, name)):  # such as a pipe
-            raise DocumentError(error.message, where=where, remedy="Name a file or a folder.") from error
-        folder = True
-    if folder:
-        raise DocumentError("the folder holds no data set of a known format", where=where)
-    raise DocumentError(
-        "the file is of no known format: neither LLMBATCH (.batch) nor MMIDIDX (.idx beside .bin)", where=where
-    )
+    remedy = "Known are LLMBATCH (.batch), MMIDIDX (.idx next to .bin), and folders with .nv-meta (Energon)."
+    raise DocumentError("there is no data set of a known format", where=where, remedy=remedy)
 
 
 def open_source(
@@ -179,23 +170,23 @@ def reopen(
     """The source that `Source.describe` described, opened again; its digest is compared.
 
     Args:
-        description: What `describe` returned, such as from a store's `metadata.data`.
+        description: The result of `describe`, such as from a store's `metadata.data`.
         storage_options: As in `open_source`.
         engine: As in `open_source`.
         transport: As in `open_source`.
         url: The address of the data now, if they were moved.
 
     Raises:
-        DocumentError: the description is none.
+        DocumentError: the description is not one.
         CorruptShardError: the data there are not those that were described.
     """
-    address, digest = description.get("url"), description.get("digest")
+    digest, text_key = description.get("digest"), description.get("text_key", "text")
     scope = cast("dict[str, object]", digest).get("scope") if isinstance(digest, dict) else None
-    if not isinstance(address, str) or not isinstance(scope, str) or scope not in {"sampled", "full"}:
-        raise DocumentError(
-            f"{brief(dict(description))} describes no source: it needs a 'url' and a 'digest'", where="description"
-        )
-    address = url if url is not None else address
+    address = description.get("url") if url is None else url
+    if not isinstance(description.get("url"), str) or scope not in ("sampled", "full") or not isinstance(text_key, str):
+        message = f"{brief(dict(description))} describes no source: it needs a 'url' and a 'digest'"
+        raise DocumentError(message, where="description")
+    address = cast("Url", address)
     source: Source[object]
     if description.get("format") == "images":
         from saev_store.sources.image_folder import ImageFolder
@@ -204,9 +195,6 @@ def reopen(
     elif description.get("format") == "text":
         from saev_store.sources.text_file import TextFile
 
-        text_key = description.get("text_key", "text")
-        if not isinstance(text_key, str):
-            raise DocumentError(f"text_key is {brief(text_key)}; it must be a name", where="description")
         source = TextFile(address, storage_options, text_key=text_key, engine=engine, transport=transport)
     else:
         source = open_source(address, storage_options, engine=engine, transport=transport)
@@ -228,49 +216,41 @@ def reopen(
     return source
 
 
+def _absent(error: SaevStoreError) -> bool:
+    """Return True if an error of a name means that no file is there; errors that may pass mean nothing."""
+    is_folder = isinstance(error, TransportError) and not (isinstance(error, AccessError) or error.transient)
+    return is_folder or isinstance(error, (NotFoundError, CorruptShardError))
+
+
+def _head(transport: Transport, path: str) -> bytes | None:
+    """The first bytes of a file; None if there is no file."""
+    try:
+        return bytes(transport.get_ranges(path, starts=[0], ends=[min(transport.size(path), 9)])[0])
+    except SaevStoreError as error:
+        if not _absent(error):
+            raise
+        return None
+
+
 def _format_of(transport: Transport, path: str) -> str | None:
     """The format of a file: from its first bytes, or for an empty or damaged one from its name; None if there is none."""
-    try:
-        nbytes = transport.size(path)
-        (head,) = transport.get_ranges(path, starts=[0], ends=[min(nbytes, 9)])
-    except AccessError:
-        raise
-    except (NotFoundError, CorruptShardError):
+    head = _head(transport, path)
+    if head is None:
         return None
-    except TransportError as error:
-        if error.transient:
-            raise
-        return None  # a folder
     for magic, kind in _MAGICS.items():
-        if bytes(head[: len(magic)]) == magic:
+        if head.startswith(magic):
             return kind
     if path.endswith(".tar.idx"):  # sample offsets of a tar
         return None
-    # A damaged file is opened in the format of its name, whose reader says what is wrong.
-    return {"batch": "llmbatch", "idx": "mmididx"}.get(path.rpartition(".")[2])
+    # A damaged file is opened in the format of its name, whose reader reports the damage.
+    return next((kind for ending, kind in _ENDINGS.items() if path.endswith(ending)), None)
 
 
 def _listed(transport: Transport, path: str) -> Sequence[Entry]:
-    """What a folder holds; nothing where there is none, or where the storage does not list."""
+    """The names in a folder; empty if there is none, or if the storage does not list."""
     try:
         return transport.list(path)
-    except NotFoundError:
-        return []
-    except TransportError as error:
-        if error.transient:
+    except SaevStoreError as error:
+        if not _absent(error):
             raise
         return []
-
-
-def _in_folder(transport: Transport, path: str) -> Found | None:
-    names = [entry.path for entry in _listed(transport, path) if not entry.is_dir and entry.path.endswith(_ENDINGS)]
-    found = [(name, kind) for name in names if (kind := _format_of(transport, name)) is not None]
-    if len(found) > 1:
-        shown = ", ".join(name.rpartition("/")[2] for name, _ in found[:_MAX_SHOWN])
-        more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
-        raise ArgumentError(
-            f"the folder holds {len(found)} data sets: {shown}{more}",
-            where=full_url(transport, path),
-            remedy="Name one.",
-        )
-    return Found(found[0][1], transport, found[0][0]) if found else None

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from array import array
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import xxhash
 
-from saev_store.core.arguments import check_flag
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, brief
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, brief
 from saev_store.problems import Problem
-from saev_store.sources._files import ALGORITHM, CHUNK_BYTES, chunks
+from saev_store.sources._files import ALGORITHM, CHUNK_BYTES, DataFile, chunks
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
-from saev_store.sources.address import Url, full_url, locate
+from saev_store.sources.address import Url, locate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
     from saev_store.transport import Engine, Transport
-    from saev_store.validation import Report
 
 _HEAD_NBYTES = 4096
 #: How gzip, Zstandard, bzip2, xz, LZ4 and zip files begin.
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0", b"\x04\x22\x4d\x18", b"PK\x03\x04")
-#: A JSON object that goes on in its line, and one in an array or of several lines.
+#: A JSON object that continues in its line, and one in an array or of several lines.
 _OBJECT = re.compile(rb'\s*\{[ \t]*"')
 _ONE_DOCUMENT = re.compile(rb'\s*(?:\[\s*\{\s*"|\{[ \t]*[\r\n]\s*")')
 
@@ -36,7 +33,8 @@ _ONE_DOCUMENT = re.compile(rb'\s*(?:\[\s*\{\s*"|\{[ \t]*[\r\n]\s*")')
 class TextFile(Source[str]):
     """The texts of a UTF-8 file as a source: of JSON lines one in each line, which is an object; any other file is one text.
 
-    JSON lines are files named `*.jsonl`, and those that begin with a JSON object whatever their name is. Lines without content are left out. The file is read once when it is opened, for its digest and to find its lines; of the texts,
+    JSON lines are files named `*.jsonl`, and those that begin with a JSON object whatever their name is. Lines without
+    content are left out. The file is read once when it is opened, for its digest and to find its lines; of the texts,
     24 bytes each are kept.
 
     Args:
@@ -59,7 +57,6 @@ class TextFile(Source[str]):
     """
 
     format = "text"
-    problems = ()
 
     def __init__(
         self,
@@ -70,20 +67,15 @@ class TextFile(Source[str]):
         engine: Engine = "auto",
         transport: Transport | None = None,
     ) -> None:
-        self.transport, self._path = locate(url, storage_options, engine=engine, transport=transport)
-        self.url, self.text_key = full_url(self.transport, self._path), text_key
-        try:
-            nbytes = self.transport.size(self._path)
-        except NotFoundError:
-            remedy = "If this is the text itself, write it to a file. From Python pass a list of texts."
-            raise NotFoundError("there is no such file", where=self.url, remedy=remedy) from None
-        (head,) = self.transport.get_ranges(self._path, starts=[0], ends=[min(nbytes, _HEAD_NBYTES)])
-        self._has_lines = self._look(bytes(head))
+        self.transport, path = locate(url, storage_options, engine=engine, transport=transport)
+        self._file, self.text_key = DataFile(self.transport, path), text_key
+        self.url, nbytes = self._file.url, self._file.nbytes
+        self._has_lines = self._look(self._file.head(_HEAD_NBYTES))
         #: The first byte of each text, the one behind its last, and the number of its line.
         self._starts, self._ends, self._lines = array("q"), array("q"), array("q")
         # The same digest as that of `digest_files`.
         hasher = xxhash.xxh3_128(nbytes.to_bytes(8, "little"))
-        for number, (start, line) in enumerate(self._scanned(nbytes, hasher), 1):
+        for number, (start, line) in enumerate(self._scanned(hasher), 1):
             if line.strip():
                 self._starts.append(start)
                 self._ends.append(start + len(line))
@@ -96,7 +88,7 @@ class TextFile(Source[str]):
         """Return True for JSON lines, from the first bytes of the file; refuse what is neither these nor a text."""
         if head.startswith(_COMPRESSED):
             raise DocumentError("it is compressed; texts are read as they are", where=self.url, remedy="Decompress it.")
-        is_named = self._path.endswith(".jsonl")
+        is_named = self._file.path.endswith(".jsonl")
         if not is_named and _ONE_DOCUMENT.match(head):
             remedy = "Write one object with a text in each line."
             raise DocumentError("it is one JSON document, not a text", where=self.url, remedy=remedy)
@@ -105,6 +97,21 @@ class TextFile(Source[str]):
             message = f"text_key is {brief(self.text_key)}, but the file is one text, not JSON lines"
             raise ArgumentError(message, where="text_key", remedy="Leave it out.")
         return has_lines
+
+    def _scanned(self, hasher: xxhash.xxh3_128) -> Iterator[tuple[int, bytes]]:
+        """Digest the file, and yield the start of each line and its bytes."""
+        start, begun = 0, list[bytes]()
+        for chunk in chunks(self.transport, self._file.path, self._file.nbytes):
+            hasher.update(chunk)
+            if not self._has_lines:
+                continue
+            *whole, rest = bytes(chunk).split(b"\n")
+            for end in whole:
+                line = b"".join([*begun, end])
+                yield start, line
+                start, begun = start + len(line) + 1, []
+            begun.append(rest)
+        yield start, b"".join(begun)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -117,25 +124,55 @@ class TextFile(Source[str]):
         """The text at a position.
 
         Raises:
-            DocumentError: it is not UTF-8, or the line is no object with a text.
+            DocumentError: it is not UTF-8, or the line is not an object with a text.
         """
-        position = check_index(index, len(self), what="sample")
-        return next(iter(self.rows([position])))
+        return next(self.rows([check_index(index, len(self), what="sample")]))
 
     def rows(self, indices: npt.ArrayLike | slice) -> Iterator[str]:
-        """Texts by position, in the order asked for; neighbours are read together."""
-        positions = check_positions(indices, len(self), what="sample")
-        wanted, first = cast("list[int]", positions.tolist()), 0
+        """Texts by position, in the order asked for; some MiB are read at a time."""
+        wanted: list[int] = check_positions(indices, len(self), what="sample").tolist()
+        return self._rows(wanted)
+
+    def _rows(self, wanted: list[int]) -> Iterator[str]:
+        first = 0
         while first < len(wanted):
-            end = self._run_end(wanted, first)
-            start = self._starts[wanted[first]]
-            (raw,) = self.transport.get_ranges(self._path, starts=[start], ends=[self._ends[wanted[end - 1]]])
-            for position in wanted[first:end]:
-                yield self._text(bytes(raw[self._starts[position] - start : self._ends[position] - start]), position)
+            end, nbytes = first, 0
+            while end < len(wanted) and (nbytes < CHUNK_BYTES or end == first):
+                nbytes += self._ends[wanted[end]] - self._starts[wanted[end]]
+                end += 1
+            starts, ends = (
+                [column[position] for position in wanted[first:end]] for column in (self._starts, self._ends)
+            )
+            for position, raw in zip(wanted[first:end], self._file.ranges(starts, ends), strict=True):
+                yield self._text(bytes(raw), position)
             first = end
 
+    def _text(self, raw: bytes, position: int) -> str:
+        """The text of the bytes of a line, or of the file."""
+        where, remedy = f"{self.url}:{self._lines[position]}" if self._has_lines else self.url, None
+        try:
+            decoded = raw.decode()
+            if not self._has_lines:
+                return decoded.replace("\r\n", "\n").replace("\r", "\n")
+            found = cast("object", json.loads(decoded))
+            if isinstance(found, dict):
+                text = cast("dict[str, object]", found).get(self.text_key)
+                if isinstance(text, str):
+                    return text
+                remedy = "Pass text_key=…."
+            message = (
+                f"the line must be an object with a text under {self.text_key!r}, got {brief(cast('object', found))}"
+            )
+        except UnicodeDecodeError as error:
+            message = f"it is not UTF-8: {error.reason}"
+        except (ValueError, RecursionError) as error:
+            # A line is parsed alone, so the parser's own number of it is always 1.
+            why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            message = f"the line is not JSON: {why}"
+        raise DocumentError(message, where=where, remedy=remedy)
+
     def describe(self, *, digest: DigestScope = "full") -> dict[str, object]:
-        """The description for `metadata.data`; its digest is of all bytes, whatever `digest` says."""
+        """The description for `metadata.data`; its digest is always of all bytes."""
         del digest
         return {
             "format": self.format,
@@ -145,83 +182,17 @@ class TextFile(Source[str]):
             "digest": {"algorithm": ALGORITHM, "scope": "full", "value": self._digest},
         }
 
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
+    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
         """Report texts that cannot be read; only `deep` reads them."""
-        from saev_store.validation import Report
-
         del progress
-        deep = check_flag(deep, name="deep")
-        started, problems = time.perf_counter(), list[Problem]()
+        problems = list[Problem]()
         for position in range(len(self) if deep else 0):
             try:
                 self[position]
             except SaevStoreError as error:
-                where = self._where(position)
-                problems.append(Problem(error.kind, error.message, where=where, lost=((position, position + 1),)))
-        checked = sum(self._ends) - sum(self._starts) if deep else 0
-        return Report(self.url, len(self), 1, tuple(problems), deep, checked, time.perf_counter() - started)
+                problems.append(self._lost(error, error.where or self.url, position, position + 1))
+        return problems, sum(self._ends) - sum(self._starts) if deep else 0
 
     def close(self) -> None:
         """Release maps and connections."""
-        self.transport.close()
-
-    def _scanned(self, nbytes: int, hasher: xxhash.xxh3_128) -> Iterator[tuple[int, bytes]]:
-        """Digests the file; gives the start of each line and its bytes."""
-        start, begun = 0, list[bytes]()
-        for chunk in chunks(self.transport, self._path, nbytes):
-            hasher.update(chunk)
-            if not self._has_lines:
-                continue
-            *whole, rest = bytes(chunk).split(b"\n")
-            for end in whole:
-                line = b"".join([*begun, end])
-                yield start, line
-                start, begun = start + len(line) + 1, []
-            begun.append(rest)
-        yield start, b"".join(begun)
-
-    def _run_end(self, positions: list[int], first: int) -> int:
-        """The end of the neighbouring texts from `first` on that are read together."""
-        end, limit = first + 1, self._starts[positions[first]] + CHUNK_BYTES
-        while end < len(positions) and positions[end] == positions[end - 1] + 1:
-            if self._ends[positions[end]] > limit:
-                break
-            end += 1
-        return end
-
-    def _text(self, raw: bytes, position: int) -> str:
-        """The text of the bytes of a line, or of the file."""
-        try:
-            decoded = raw.decode()
-        except UnicodeDecodeError as error:
-            raise DocumentError(f"it is not UTF-8: {error.reason}", where=self._where(position)) from None
-        if not self._has_lines:
-            return decoded.replace("\r\n", "\n").replace("\r", "\n")
-        try:
-            found = cast("object", json.loads(decoded))
-        except (ValueError, RecursionError) as error:
-            # A line is parsed alone, so the parser's own number of it is always 1.
-            why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DocumentError(f"the line is no JSON: {why}", where=self._where(position)) from None
-        if not isinstance(found, dict):
-            raise DocumentError(
-                f"the line is {brief(found)}; it must be an object with a text", where=self._where(position)
-            )
-        document = cast("dict[str, object]", found)
-        text = document.get(self.text_key)
-        if self.text_key in document and not isinstance(text, str):
-            raise DocumentError(
-                f"the value of {brief(self.text_key)} is {brief(text)}; it must be a text",
-                where=self._where(position),
-                remedy="If the text has another key, pass text_key=….",
-            )
-        if not isinstance(text, str):
-            raise DocumentError(
-                f"the line has no text under the key {self.text_key!r}; its keys are {brief(list(document))}",
-                where=self._where(position),
-                remedy="Pass text_key=….",
-            )
-        return text
-
-    def _where(self, position: int) -> str:
-        return f"{self.url}:{self._lines[position]}" if self._has_lines else self.url
+        self._file.close()
