@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
@@ -12,7 +11,6 @@ from saev_store.core.arguments import check_choice
 from saev_store.errors import CorruptShardError
 from saev_store.sources._source import DigestScope
 from saev_store.transport import Buffer, Transport
-from saev_store.transport.checks import os_errors
 
 ALGORITHM = "xxh3_128"
 #: Bytes of a file that are read or written at once.
@@ -74,20 +72,6 @@ def chunks(transport: Transport, path: str, nbytes: int, *, start: int = 0) -> I
     """The bytes of a file from `start` on, `CHUNK_BYTES` at a time."""
     for first in range(start, nbytes, CHUNK_BYTES):
         yield from transport.get_ranges(path, starts=[first], ends=[min(first + CHUNK_BYTES, nbytes)])
-
-
-def file_identity(transport: Transport, path: str) -> tuple[int, ...]:
-    """Numbers that differ for another file of the same name: device, inode, size and times; elsewhere the size.
-
-    It looks at the name again; `Transport.version` is that of the file that the transport has pinned.
-    """
-    folder = transport.local_path
-    if folder is None:
-        return (transport.size(path),)
-    where = f"{folder}/{path}"
-    with os_errors(where, "look at"):
-        status = os.stat(where)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def sample_ranges(nbytes: int) -> tuple[list[int], list[int]]:

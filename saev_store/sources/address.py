@@ -13,7 +13,6 @@ Url = str | os.PathLike[str]
 
 #: File systems of fsspec whose root is what the next link of the address names.
 _ARCHIVES = frozenset({"zip", "tar", "libarchive"})
-address_below = joined_url
 
 
 def split_address(url: Url) -> tuple[str, str]:

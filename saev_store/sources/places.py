@@ -63,7 +63,9 @@ class Patches(Part):
         for n, px, image_px in zip(self.grid, self.size_px, self.image_px, strict=True):
             if n * px > image_px or (self.patch_px is None and n * px != image_px):
                 rule = "be" if self.patch_px is None else "fit into"
-                raise ValueError(f"{n} patches of {px} pixels must {rule} {image_px}; pass patch_px=… if they do not fill it")
+                raise ValueError(
+                    f"{n} patches of {px} pixels must {rule} {image_px}; pass patch_px=… if they do not fill it"
+                )
         return self
 
 

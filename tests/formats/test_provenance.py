@@ -71,9 +71,7 @@ def test_only_samples_that_the_source_has_are_opened(text: Path, tmp_path: Path,
         if sample == 2:
             assert store.origin(example).sample_idx == 2
             continue
-        with pytest.raises(
-            DocumentError
-        ):
+        with pytest.raises(DocumentError):
             store.origin(example)
 
 

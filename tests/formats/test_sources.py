@@ -6,13 +6,14 @@ import itertools
 import json
 import shutil
 import tarfile
+import zipfile
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
 from api import MemoryTransport
-from energon_tars import sample_files, tar_bytes
+from energon_tars import METADATASET_HEAD, sample_files, tar_bytes
 from photographs import write_energon, write_folder
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import DATA, llmbatch_bytes, mmididx_bytes
@@ -33,6 +34,7 @@ from saev_store.sources import ImageFolder, MapStyle, TextFile, open_source, reo
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.address import split_address
 from saev_store.sources.energon import EnergonDataset
+from saev_store.sources.energon.metadataset import read_metadataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.llmbatch import BatchFileReader
 from saev_store.sources.mmididx import IndexedDataset, TokenSamples
@@ -109,6 +111,16 @@ def test_open_source_by_any_address_reads_the_same(tmp_path, s3_bucket):
     assert type(refusal(open_source, "../x.idx", transport=MemoryTransport())) is UnsafeContentError
     for url, options in (("a", {}), ("", None), (3, None)):
         assert type(refusal(IndexedDataset, url, options, transport=MemoryTransport())) is ArgumentError
+
+
+def test_read_metadataset_in_an_archive_names_what_is_in_the_archive(tmp_path):
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr(
+            "d/meta.yaml", f"{METADATASET_HEAD}  train: {{path: texts, aux: {{files: 'filesystem://./x//y'}}}}\n"
+        )
+    found = read_metadataset(f"zip://d/meta.yaml::file://{tmp_path}/all.zip")["train"]
+    assert found.primary == f"zip://d/texts::file://{tmp_path}/all.zip"
+    assert found.folders == {"files": f"zip://d/x/y::file://{tmp_path}/all.zip"}
 
 
 # -- what is found -------------------------------------------------------------------------------------------------------

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import xxhash
 
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, SaevStoreError, SelectionError
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    NotFoundError,
+    SaevStoreError,
+    SelectionError,
+)
 from saev_store.sources import TextFile, reopen
 
 LINES = b"".join(json.dumps({"text": text, "n": 1}).encode() + b"\n" for text in ("a cat", "the end"))
