@@ -309,17 +309,12 @@ def from_description(source: Source[object], samples: object) -> TokenSamples:
     """
     settings = cast("dict[str, Any]", samples)
     try:
-        documents = settings["documents"]
-        if isinstance(documents, dict):
-            raise DocumentError(
-                "only the program that chose the documents of the samples knows them",
-                where="description",
-                remedy="Make TokenSamples with documents= as then.",
-            )
         options = {name: settings[name] for name in ("seq_length", "num_samples", "seed", "separate_below")}
-        return TokenSamples(cast("IndexedDataset", source), documents=range(*documents), **options)
+        return TokenSamples(cast("IndexedDataset", source), documents=range(*settings["documents"]), **options)
     except (ArgumentError, TypeError, KeyError, AttributeError) as error:
-        raise DocumentError(f"{brief(samples)} describes no samples: {error}", where="description") from None
+        message = f"{brief(samples)} describes no samples: {error}"
+        remedy = "Make TokenSamples; only the program that chose documents which are not a range knows them."
+        raise DocumentError(message, where="description", remedy=remedy) from None
 
 
 def split_documents(n_documents: int, weights: Sequence[float]) -> list[range]:
