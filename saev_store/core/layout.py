@@ -14,7 +14,7 @@ from typing import SupportsIndex, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.arguments import BOOLEANS, check_count
+from saev_store.core.arguments import BOOLEANS
 from saev_store.core.dtypes import ITEMSIZES
 from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError, brief
 
@@ -233,31 +233,17 @@ class Layout:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def examples_in(self, shard_idx: int) -> int:
-        """How many examples a shard holds: the capacity, but for the last one; 0 beyond it.
-
-        Raises:
-            ArgumentError: the number is no integer of at least 0.
-        """
-        first = check_count(shard_idx, name="shard_idx", least=0) * self.examples_per_shard
-        return max(0, min(self.examples_per_shard, self.n_examples - first))
+        """Number of examples in a shard: the capacity, but for the last one; 0 beyond it."""
+        return max(0, min(self.examples_per_shard, self.n_examples - shard_idx * self.examples_per_shard))
 
     def used_nbytes(self, shard_idx: int) -> int:
-        """Bytes of a shard that hold vectors; the rest of a padded file is zeros.
-
-        Raises:
-            ArgumentError: the number is no integer of at least 0.
-        """
+        """Bytes of a shard that hold vectors; the rest of a padded file is zeros."""
         return self.examples_in(shard_idx) * self.example_nbytes
 
     def example_range(self, shard_idx: int) -> tuple[int, int]:
-        """The half-open range of examples that a shard holds.
-
-        Raises:
-            ArgumentError: the number is no integer of at least 0.
-        """
-        n = self.examples_in(shard_idx)
+        """Half-open range of the examples in a shard."""
         start = shard_idx * self.examples_per_shard
-        return start, start + n
+        return start, start + self.examples_in(shard_idx)
 
     # -- coordinates ---------------------------------------------------------------------------------------------------
 

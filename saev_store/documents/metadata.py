@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -19,13 +19,11 @@ from saev_store.core.dtypes import ITEMSIZES, StoredDtype, dtype_name
 from saev_store.core.layout import RESID_POST, IntArray, Layout
 from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents._parse import Findings, parse_json, shown
+from saev_store.documents._rules import check_document
 from saev_store.documents.versions import PROTOCOLS, SPEC, WRITABLE_VERSIONS, Recipe, WrittenVersion
-from saev_store.documents.writing import composed, content_hashes, known_names, replaced
+from saev_store.documents.writing import composed, content_hashes, replaced
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief, outside
 from saev_store.problems import Problem
-
-if TYPE_CHECKING:
-    from saev_store.documents._model import Document
 
 #: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
 METADATA_MAX_NBYTES = 16 * 2**20
@@ -157,17 +155,16 @@ def parse_metadata(raw: bytes, *, where: str) -> Metadata:
     Warns:
         SaevStoreWarning: a minor version that is not known; it is read like the one before.
     """
-    from saev_store.documents._model import check_document
-
     contents = parse_json(raw, where=where, max_nbytes=METADATA_MAX_NBYTES)
     findings = Findings(where)
     if not isinstance(contents, dict):
         findings.add("wrong_type", f"it is {shown(contents)}; it must be an object")
         raise findings.error(remedy="Check that this is the metadata.json of a store.")
-    checked, version, layout = check_document(cast("dict[str, object]", contents), findings)
-    _find_oddities(checked, version, findings)
+    values, version, layout = check_document(cast("dict[str, object]", contents), findings)
+    values.pop("spec", None)
+    _find_oddities(values["protocol"], values["data"], values["layers"], version, findings)
     return Metadata(
-        **{name: getattr(checked, name) for name in version.fields if name != "spec"},
+        **values,
         version=version,
         count_key=version.spelling.count_key,
         raw=raw,
@@ -177,13 +174,14 @@ def parse_metadata(raw: bytes, *, where: str) -> Metadata:
     )
 
 
-def _find_oddities(document: Document, version: WrittenVersion, findings: Findings) -> None:
+def _find_oddities(
+    protocol: str, data: object, layers: tuple[int, ...], version: WrittenVersion, findings: Findings
+) -> None:
     """Add a warning for each oddity of a document that is right.
 
     Warns:
         SaevStoreWarning: a minor version that is not known.
     """
-    protocol, data, layers = document.protocol, document.data, document.layers
     if protocol not in PROTOCOLS:
         message = (
             f'"protocol" is {shown(protocol)}, a minor version that is not known; it is read like {version.protocol}, '
@@ -253,7 +251,12 @@ def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
     >>> match_hash(meta, meta.hash), match_hash(meta, "renamed")
     ('sorted-ascii', None)
     """
-    return known_names(_contents_of(meta)).get(dirname)
+    document = _contents_of(meta)
+    for plus in (b"+", b""):  # writers of the field order print 1e16 as 1e+16 or as 1e16, by the age of their library
+        for recipe, name in content_hashes(document, plus=plus).items():
+            if name == dirname:
+                return recipe
+    return None
 
 
 def new_metadata(

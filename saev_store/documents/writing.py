@@ -11,14 +11,14 @@ from typing import Literal, cast
 
 import numpy as np
 
-from saev_store.core.layout import Layout, shard_name
+from saev_store.core.layout import Layout
 from saev_store.documents._parse import key_list, shown
-from saev_store.documents.versions import COUNT_KEYS, NEW_FIELDS, RECIPES, WRITABLE_VERSIONS, Recipe, WrittenVersion
+from saev_store.documents.versions import COUNT_KEYS, NEW_FIELDS, WRITABLE_VERSIONS, Recipe, WrittenVersion
 from saev_store.errors import ArgumentError
 
 #: The most bytes that a shards.json may have: room for about eight million shards.
 SHARDS_MAX_NBYTES = 512 * 2**20
-_SHORTEST_ENTRY_NBYTES = 45
+SHORTEST_ENTRY_NBYTES = 45
 #: Fields that say which version a document is of; a change would make another version of it.
 _FIXED = frozenset({"dtype", "protocol", "spec"})
 #: What a new document has where no value was given, in the versions that write the key.
@@ -27,7 +27,7 @@ _DEFAULTS = {"dataset": "", "pixel_agg": "majority"}
 _STRING_OR_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|(\d[eE])\+?(?=\d)')
 
 
-def content_hashes(document: Mapping[str, object]) -> dict[Recipe, str]:
+def content_hashes(document: Mapping[str, object], *, plus: bytes = b"+") -> dict[Recipe, str]:
     """The hash of a metadata document by each recipe (docs/protocol.md, section 6).
 
     * `"sorted-ascii"`: 64 hex digits of SHA-256 over compact JSON, keys sorted at every level, all else than ASCII
@@ -38,6 +38,7 @@ def content_hashes(document: Mapping[str, object]) -> dict[Recipe, str]:
 
     Args:
         document: The parsed metadata.json, in the order of the file; unknown keys count.
+        plus: The sign of positive exponents in the field order; older writers have none.
 
     Raises:
         ArgumentError: something in it has no JSON form.
@@ -45,63 +46,29 @@ def content_hashes(document: Mapping[str, object]) -> dict[Recipe, str]:
     >>> content_hashes({"protocol": "2.1", "layers": [2, 5]})["field-order-8"]
     '78d80334'
     """
-    ascii_form, field_form = _forms(document)
-    field_order = hashlib.sha256(field_form).hexdigest()
-    return {
-        "sorted-ascii": hashlib.sha256(ascii_form).hexdigest(),
-        "field-order": field_order,
-        "field-order-8": field_order[:8],
-    }
-
-
-def known_names(document: Mapping[str, object]) -> dict[str, Recipe]:
-    """Every name that a writer may have given the document's folder, and its recipe.
-
-    More than `content_hashes`: writers of the field order print 1e16 as `1e16` or as `1e+16`, by the age of their JSON
-    library, so a document that holds such a float has two names by that recipe.
-
-    Raises:
-        ArgumentError: something in it has no JSON form.
-
-    >>> sorted(len(name) for name in known_names({"scale": 1e16, "protocol": "2.1"}))
-    [8, 8, 64, 64, 64]
-    """
-    hashes = content_hashes(document)
-    # Where recipes agree, the first one is named.
-    names: dict[str, Recipe] = {hashes[recipe]: recipe for recipe in reversed(RECIPES)}
-    _, field_form = _forms(document)
-    older = hashlib.sha256(_signed(field_form, b"")).hexdigest()
-    names.setdefault(older, "field-order")
-    names.setdefault(older[:8], "field-order-8")
-    return names
-
-
-def _forms(document: Mapping[str, object]) -> tuple[bytes, bytes]:
-    """The bytes that the recipes hash: sorted in ASCII, and in the order of the fields in UTF-8."""
     from pydantic_core import PydanticSerializationError
 
     try:
-        ordered: dict[str, object] = {
-            key: json.loads(json.dumps(value, sort_keys=True)) for key, value in document.items()
-        }
+        ordered = {key: json.loads(json.dumps(value, sort_keys=True)) for key, value in document.items()}
         ascii_form = json.dumps(ordered, sort_keys=True, separators=(",", ":")).encode("ascii")
         try:
-            return ascii_form, _utf8_json(ordered, nan="null")
+            field_form = _utf8_json(ordered, nan="null", plus=plus)
         except PydanticSerializationError:  # half a surrogate pair: no writer of this recipe can hash one
-            return ascii_form, ascii_form
+            field_form = ascii_form
     except (TypeError, ValueError, RecursionError) as exc:
         raise ArgumentError(f"the document has no JSON form ({exc})", where="document") from None
+    field_order = hashlib.sha256(field_form).hexdigest()
+    sorted_ascii = hashlib.sha256(ascii_form).hexdigest()
+    return {"sorted-ascii": sorted_ascii, "field-order": field_order, "field-order-8": field_order[:8]}
 
 
-def _utf8_json(value: object, *, indent: int | None = None, nan: Literal["constants", "null"] = "constants") -> bytes:
+def _utf8_json(
+    value: object, *, indent: int | None = None, nan: Literal["constants", "null"] = "constants", plus: bytes = b"+"
+) -> bytes:
     """The bytes of reference writers: UTF-8, and `1e+16` for floats that pydantic before 2.13 writes as `1e16`."""
     from pydantic_core import to_json
 
-    return _signed(to_json(value, indent=indent, inf_nan_mode=nan), b"+")
-
-
-def _signed(text: bytes, plus: bytes) -> bytes:
-    """JSON text with this sign in all positive exponents."""
+    text = to_json(value, indent=indent, inf_nan_mode=nan)
     return _STRING_OR_EXPONENT.sub(lambda found: found[1] + plus if found[1] else found[0], text)
 
 
@@ -244,14 +211,14 @@ def shards_bytes(layout: Layout, count_key: str, *, trailing_empty: bool = False
             f"count_key is {shown(count_key)}; it must be one of {key_list(COUNT_KEYS)}", where="count_key"
         )
     n_listed = layout.n_shards + trailing_empty
-    if n_listed * _SHORTEST_ENTRY_NBYTES > SHARDS_MAX_NBYTES:
+    if n_listed * SHORTEST_ENTRY_NBYTES > SHARDS_MAX_NBYTES:
         raise ArgumentError(
             f"{n_listed} shards make a shards.json of more than {SHARDS_MAX_NBYTES} bytes",
             where="max_tokens_per_shard",
             remedy="Use a larger budget for each shard.",
         )
-    entries = [
-        f'  {{\n    "name": "{shard_name(i)}",\n    "{count_key}": {layout.examples_in(i)}\n  }}'
-        for i in range(n_listed)
-    ]
-    return ("[\n" + ",\n".join(entries) + "\n]").encode("ascii")
+    capacity, last = layout.examples_per_shard, layout.n_shards - 1
+    name = '  {\n    "name": "acts%06d.bin",\n    "' + count_key + '": '  # that of `shard_name`, for all shards at once
+    entries = [f"{name}{capacity}\n  }}"] * last + [f"{name}{layout.examples_in(last)}\n  }}"]
+    entries += [f"{name}0\n  }}"] * trailing_empty
+    return ("[\n" + ",\n".join(entries) % tuple(range(n_listed)) + "\n]").encode("ascii")
