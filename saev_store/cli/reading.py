@@ -60,8 +60,7 @@ def info(url: Url, as_json: AsJson = False, option: Options = None) -> None:
         if as_json:
             emit_json(_describe(store))
             return
-        problems, arrays = store.problems, store.token_arrays
-        rows = card_rows(store.metadata, store.transport, problems, token_arrays=arrays, most_problems=len(problems))
+        rows = card_rows(store.metadata, store.transport, store.problems, token_arrays=store.token_arrays)
         emit(card_text(store.name, rows))
 
 
@@ -110,7 +109,7 @@ def estimate(
     as_json: AsJson = False,
     option: Options = None,
 ) -> None:
-    """Show the size of a store in each dtype, and what reading all of it would cost; no vector is read."""
+    """Show the size of a store in each dtype, and the requests of reading all of it; no vector is read."""
     from saev_store.store.card import human_bytes
     from saev_store.store.sizes import sizes_by_dtype
     from saev_store.store.store import ShardStore
@@ -119,17 +118,17 @@ def estimate(
         arrays = [store.token_arrays.declared(name) for name in store.token_arrays]
         sizes = sizes_by_dtype(store.layout, arrays)
         chosen: list[StoredDtype] = [name for name in get_args(StoredDtype) if dtype in {None, name}]
-        reads = {name: store.estimate(dtype=name) for name in chosen}
+        read = store.estimate()
     if as_json:
-        found = {name: sizes[name].to_dict() | {"read": asdict(reads[name])} for name in chosen}
-        emit_json({"url": store.url, "dtype": store.metadata.dtype, "dtypes": found})
+        found = {name: sizes[name].to_dict() for name in chosen}
+        emit_json({"url": store.url, "dtype": store.metadata.dtype, "dtypes": found, "read": asdict(read)})
         return
     rows = [
         (
             f"{name} (stored)" if name == store.metadata.dtype else name,
             human_bytes(sizes[name].vectors_nbytes),
             human_bytes(sizes[name].token_arrays_nbytes),
-            str(reads[name]),
+            str(read) if name == store.metadata.dtype else "",
         )
         for name in chosen
     ]

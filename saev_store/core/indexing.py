@@ -65,19 +65,6 @@ class Block:
     def shape(self) -> tuple[int, ...]:
         return tuple(n for n, gone in zip(self.full_shape, self.dropped, strict=True) if not gone)
 
-    def narrowed(self, inner: Block) -> Block:
-        """What `inner` selects of the result of this block: `array[self][inner]` is `array[self.narrowed(inner)]`.
-
-        >>> every_second = outer_block((slice(1, None, 2), 0), (10, 3))
-        >>> every_second.narrowed(outer_block((slice(1, 3),), every_second.shape)).axes[0]
-        Progression(start=3, step=2, count=2)
-        """
-        axes, dropped = list(self.axes), list(self.dropped)
-        left = [number for number, gone in enumerate(self.dropped) if not gone]
-        for number, choice, gone in zip(left, inner.axes, inner.dropped, strict=True):
-            axes[number], dropped[number] = _chosen(axes[number], choice), gone
-        return Block(tuple(axes), tuple(dropped))
-
 
 @dataclass(frozen=True, slots=True)
 class Points:
@@ -95,13 +82,6 @@ class Points:
 def length(axis: Axis) -> int:
     """How many positions a choice along one axis has."""
     return axis.count if isinstance(axis, Progression) else len(axis)
-
-
-def _chosen(axis: Axis, of_these: Axis) -> Axis:
-    if isinstance(axis, Progression) and isinstance(of_these, Progression):
-        return Progression(axis.start + axis.step * of_these.start, axis.step * of_these.step, of_these.count)
-    places = of_these.positions() if isinstance(of_these, Progression) else of_these
-    return axis.start + axis.step * places if isinstance(axis, Progression) else axis[places]
 
 
 def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -121,18 +120,11 @@ class Planner:
 
     Args:
         layout: Its geometry.
-        cost: What reading costs there; where gaps are free, shards are mapped.
-        reads_into: Whether bytes of a mapped shard can be read straight into an array.
+        is_mapped: True if shards are views of mapped memory.
     """
 
     layout: Layout
-    cost: ReadCost
-    reads_into: bool
-
-    @cached_property
-    def is_mapped(self) -> bool:
-        """Whether shards are views of mapped memory."""
-        return math.isinf(self.cost.max_gap_bytes)
+    is_mapped: bool
 
     def block(self, block: Block) -> Iterator[Part]:
         """The plan of an outer product of choices, for an output of its full shape."""
@@ -147,7 +139,7 @@ class Planner:
                 and isinstance(layers, Progression)
                 and isinstance(tokens, Progression)
             ):
-                can_be_direct = self.reads_into and is_whole and len(offsets) == 1
+                can_be_direct = is_whole and len(offsets) == 1
                 for piece in pieces(self.layout, examples):
                     direct = self._direct(piece, run, int(offsets[0])) if can_be_direct else None
                     axes = (piece.examples, layers, tokens, columns)
@@ -228,18 +220,6 @@ class Planner:
                 row = np.arange(len(vector)) if place is None else place
                 steps.append(Runs(shard, highest, vector[some], run, row * run))
         return steps
-
-
-def requested(part: Part, layout: Layout, cost: ReadCost) -> tuple[int, int]:
-    """Requests that scattered rows take, and their bytes; a row that is copied out of a map counts as one."""
-    n = nbytes = 0
-    for step in part.steps:
-        if isinstance(step, Runs):
-            spans = step.spans(layout, cost)
-            n, nbytes = n + len(spans), nbytes + int((spans.ends - spans.starts).sum())
-        elif isinstance(step, MappedRows):
-            n, nbytes = n + len(step.vector), nbytes + len(step.vector) * layout.vector_nbytes
-    return n, nbytes
 
 
 def pieces(layout: Layout, examples: Progression) -> Iterator[Piece]:

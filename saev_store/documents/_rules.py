@@ -6,7 +6,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from saev_store.core.dtypes import ITEMSIZES
 from saev_store.core.layout import MAX_INT64, Layout
@@ -31,16 +31,8 @@ _GEOMETRY = (
 )  # fmt: skip
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_null(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 1 <= value <= MAX_INT64
+#: What a field must be: a check of its value, and the rule in words.
+Rule: TypeAlias = tuple[Callable[[object], bool], str]
 
 
 def _are_hook_points(value: object) -> bool:
@@ -62,17 +54,17 @@ def _is_text_cut(value: object) -> bool:
     return value is None or (text.get("layout") in TEXT_LAYOUTS and isinstance(text.get("bos", False), bool))
 
 
-_TEXT = (_is_text, "a string")
-_COUNT = (_is_count, "an integer from 1 to 2^63 - 1")
-#: What a field must be: a check of its value, and the rule in words.
-_RULES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+_TEXT: Rule = (lambda value: isinstance(value, str), "a string")
+_COUNT: Rule = (lambda value: type(value) is int and 1 <= value <= MAX_INT64, "an integer from 1 to 2^63 - 1")
+_TEXT_OR_NULL: Rule = (lambda value: value is None or isinstance(value, str), "a string or null")
+_RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("family", "ckpt", "dtype", "protocol", "spec"), _TEXT),
     **dict.fromkeys(("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"), _COUNT),
     "layers": (lambda value: isinstance(value, list) and value != [], "an array of distinct integers, at least one"),
     "cls_token": (lambda value: isinstance(value, bool), "true or false"),
     # Opaque. It may be a pickle: it is never decoded.
     "data": (lambda value: isinstance(value, (str, dict)), "an object or a string"),
-    **dict.fromkeys(("dataset", "pixel_agg"), (_is_text_or_null, "a string or null")),
+    **dict.fromkeys(("dataset", "pixel_agg"), _TEXT_OR_NULL),
     "hook_points": (
         _are_hook_points,
         "an array of names of 1 to 128 letters, digits, '_', '.' and '-', one for each of the layers",

@@ -107,8 +107,9 @@ def parse_shards(raw: bytes, meta: Metadata, *, where: str) -> ShardsIndex:
 def _count_key(entries: Sequence[object]) -> str:
     """The count key of the first entry that has one; the newest when none has."""
     for entry in entries:
-        for key in COUNT_KEYS if isinstance(entry, dict) else ():
-            if key in entry:
+        found = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
+        for key in COUNT_KEYS:
+            if key in found:
                 return key
     return COUNT_KEYS[-1]
 

@@ -82,7 +82,7 @@ def stage(
             wanted = list(cast("Sequence[LayerKey]", layers)) if are_several(layers) else [cast("LayerKey", layers)]
             for key in wanted:
                 store.layout.layer_index(key)
-        recording = str(recording_identity(store.transport, store.layout, files=store.recorded_files()))
+        recording = recording_identity(store.transport, store.layout, files=store.recorded_files())
         name = f"staged-{xxh3_128(json.dumps([store.url, wanted, tokens]).encode()).hexdigest()}"
     place = root.at(name)
     deadline_s = time.monotonic() + timeout_s
@@ -129,7 +129,7 @@ def _checked(place: Transport, found: dict[str, object]) -> str:
 
 def _versions(store: ShardStore) -> str:
     """Return text that changes when a file of a copy is written."""
-    return str(recording_identity(store.transport, store.layout, files=store.recorded_files(), prefer="versions"))
+    return recording_identity(store.transport, store.layout, files=store.recorded_files(), prefer="versions")
 
 
 def _read(place: Transport) -> dict[str, object]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import numpy_dtype
 from saev_store.core.layout import DIMS, Layout
 from saev_store.core.rows import Labels
@@ -47,7 +46,7 @@ from saev_store.transport import Engine, LocalTransport, Transport, open_transpo
 if TYPE_CHECKING:
     from distributed import Client
 
-    from saev_store.validation import Report, Survey
+    from saev_store.validation import Report
     from saev_store.writer import RepairWriter
 
 _SHOWN = 8
@@ -141,7 +140,7 @@ class OpenedStore:
         """What is wrong with the store and which examples that costs; see `saev_store.validation.Report`.
 
         Args:
-            deep: Read the bytes of all examples: digests, all-zero rows. Otherwise names and sizes only.
+            deep: Read every byte: digests, all-zero rows, swapped shards. Otherwise names and sizes only.
             client: With `deep`, a `distributed.Client` or the address of a scheduler: its workers read the shards, at the
                 same address, and find what one process finds.
             progress: Show a bar on stderr; default: when it is a terminal.
@@ -157,7 +156,7 @@ class OpenedStore:
 
     def _recording(self) -> str:
         """Which files are there now, damaged ones included."""
-        return str(recording_identity(self.transport, self.layout, prefer="versions"))
+        return recording_identity(self.transport, self.layout, prefer="versions")
 
     def recorded_files(self) -> list[str]:
         """Names of the shards and token arrays, damaged ones included."""
@@ -223,76 +222,61 @@ def open_store(
     engine: Engine = "auto",
     damaged_ok: bool = False,
 ) -> Opened:
-    """What `ShardStore.open` opens; see there for arguments and errors.
+    """Open the documents of a store, and compare local files with them; see `ShardStore.open` for arguments and errors.
 
     Warns:
         SaevStoreWarning: the folder has another name than its content implies.
     """
-    damaged_ok = check_flag(damaged_ok, name="damaged_ok")
-    transport = url if isinstance(url, Transport) else open_transport(url, storage_options, engine=engine)
-    opened = open_documents(transport, damaged_ok=damaged_ok)
-    for problem in opened.problems:
-        if problem.kind == "hash_mismatch":
-            warnings.warn(f"{transport.url}: {problem.message}", SaevStoreWarning, stacklevel=outside())
-    return opened
-
-
-def open_documents(transport: Transport, *, damaged_ok: bool = False) -> Opened:
-    """Read and check the documents of the store at a transport's root.
-
-    Raises:
-        NotFoundError, IncompleteStoreError, DocumentError, CorruptShardError: see `ShardStore.open`.
-    """
     from saev_store.validation import check_dirname, check_survey, survey_store
 
+    transport = url if isinstance(url, Transport) else open_transport(url, storage_options, engine=engine)
     if isinstance(transport, LocalTransport) and transport.expects:
         transport = transport.at("")  # it reads for another store
-    name = folder_name(transport.url)
+    url, name = transport.url, folder_name(transport.url)
     try:
         raw = transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES)
     except NotFoundError as error:
         raise _no_store_here(transport) from error
-    metadata = parse_metadata(raw, where=f"{transport.url}/{METADATA_NAME}")
+    metadata = parse_metadata(raw, where=f"{url}/{METADATA_NAME}")
     try:
         listed = transport.read(SHARDS_NAME, max_bytes=SHARDS_MAX_NBYTES)
     except NotFoundError as error:
         raise IncompleteStoreError(
             "there is a metadata.json but no shards.json: the program that wrote it stopped before its first shard was "
             "full, or the file was purged",
-            where=transport.url,
+            where=url,
             remedy="Record it again; without shards.json it is not known which examples were written.",
         ) from error
-    index = parse_shards(listed, metadata, where=f"{transport.url}/{SHARDS_NAME}")
-    if not transport.is_local:
-        problems = (*metadata.problems, *index.problems, *check_dirname(metadata, name))
-        return Opened(transport, name, metadata, index, problems, damaged_ok=damaged_ok)
-    seen = survey_store(transport, metadata, index)
-    if isinstance(transport, LocalTransport):
-        _expect(transport, seen, raw)
-    problems = tuple(check_survey(seen, metadata, index, dirname=name))
+    index = parse_shards(listed, metadata, where=f"{url}/{SHARDS_NAME}")
+    has_labels = None
+    if transport.is_local:
+        seen = survey_store(transport, metadata, index)
+        problems = check_survey(seen, metadata, index, dirname=name)
+        has_labels = LABELS_NAME in seen.found
+        if isinstance(transport, LocalTransport):  # from now on only these files are read
+            transport.expect(
+                {
+                    n: (f.size, f.modified_ns)
+                    for n, f in seen.found.items()
+                    if f.size is not None and f.modified_ns is not None
+                }
+            )
+    else:
+        problems = [*metadata.problems, *index.problems, *check_dirname(metadata, name)]
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors and not damaged_ok:
-        raise _refusal(transport.url, errors, {array.file_name for array in metadata.recordable})
+        raise _refusal(url, errors, {array.file_name for array in metadata.recordable})
+    for problem in problems:
+        if problem.kind == "hash_mismatch":
+            warnings.warn(f"{url}: {problem.message}", SaevStoreWarning, stacklevel=outside())
     return Opened(
-        transport, name, metadata, index, problems,
-        sizes_checked=True,
+        transport, name, metadata, index, tuple(problems),
+        sizes_checked=transport.is_local,
         # Of a damaged store labels.bin may have a wrong size: that is found out when it is needed.
-        has_labels=None if errors else exists(transport, LABELS_NAME),
-        readable=_readable(metadata.layout, errors),
+        has_labels=None if errors else has_labels,
+        readable=_readable(metadata.layout, errors) if errors else {},
+        damaged_ok=damaged_ok,
     )  # fmt: skip
-
-
-def _expect(transport: LocalTransport, seen: Survey, raw: bytes) -> None:
-    """Only the files that were there when the store was opened are read: those of another one may have other layers and labels.
-
-    Raises:
-        CorruptShardError: another store has taken the place of this one meanwhile.
-    """
-    if transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES) != raw:
-        raise CorruptShardError(
-            "the store was replaced while it was being opened", where=transport.url, remedy="Open it again."
-        )
-    transport.expect({name: file for name, file in seen.files.items() if name.endswith(".bin")})
 
 
 def as_metadata(metadata: object) -> Metadata:
@@ -325,7 +309,7 @@ def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> Saev
             remedy="Open with damaged_ok=True to read the vectors, and to write token arrays anew.",
             problems=errors,
         )
-    gone = any(problem.kind == "missing_shard" for problem in errors)
+    gone = any(problem.kind in {"missing_shard", "all_shards_missing"} for problem in errors)
     return (MissingShardError if gone else CorruptShardError)(
         f"{shown}{more}",
         where=url,

@@ -6,8 +6,8 @@ indexed; elsewhere ranges are fetched. `saev_store.core.plan` decides, this modu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice, pairwise
 
 import numpy as np
@@ -68,8 +68,9 @@ class Reader:
         self.transport = transport
         self.layout = layout
         self.dtype = numpy_dtype(layout.dtype)
-        self._planner = Planner(layout, transport.cost, True)
-        self._readable = dict(readable or {})
+        self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
+        self._planner = Planner(layout, self._is_mapped)
+        self._known_readable, self._readable = readable or {}, dict(readable or {})
         self._checks_sizes = check_sizes
         self._checked: set[int] = set()
         self._damaged_ok = damaged_ok
@@ -80,13 +81,9 @@ class Reader:
         # A map is pickled as all bytes of its file.
         return {**vars(self), "_maps": {}}
 
-    def of_dtype(self, dtype: str) -> Reader:
-        """The reader of a store of another dtype in this one's place, of which nothing was read yet; its plans can be counted.
-
-        Raises:
-            ArgumentError: there is no such dtype.
-        """
-        return Reader(self.transport, replace(self.layout, dtype=dtype), check_sizes=self._checks_sizes)
+    def forget(self) -> None:
+        """Drop maps, and what was found out about shards since the store was opened."""
+        self._maps, self._checked, self._readable = {}, set(), dict(self._known_readable)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ class Reader:
             self._check_mapped(name, mapped.nbytes)
             return mapped[in_shard, layer_idx, token].astype(FLOAT32)
         self.check(shard_idx, in_shard)
-        if self._planner.is_mapped and (shard := self._mapped(shard_idx)) is not None:
+        if self._is_mapped and (shard := self._mapped(shard_idx)) is not None:
             return shard[in_shard, layer_idx, token].astype(FLOAT32)
         layout = self.layout
         start = ((in_shard * layout.n_layers + layer_idx) * layout.tokens_per_example + token) * layout.vector_nbytes
@@ -161,7 +158,7 @@ class Reader:
         The size of the file is compared now; a file that is cut while the view is in use ends the process.
         """
         axes = [axis for axis in block.axes if isinstance(axis, Progression)]
-        if not self._planner.is_mapped or len(axes) < len(block.axes):
+        if not self._is_mapped or len(axes) < len(block.axes):
             return None
         found = list(islice(pieces(self.layout, axes[0]), 2))
         if len(found) != 1:
@@ -179,7 +176,8 @@ class Reader:
 
     def unmapped_nbytes(self, shard_idx: int) -> int:
         """Bytes that will be mapped when a shard is read through a map; 0 if it is mapped already."""
-        return 0 if shard_idx in self._maps else self._n_readable(shard_idx) * self.layout.example_nbytes
+        n = self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
+        return 0 if shard_idx in self._maps else n * self.layout.example_nbytes
 
     def check(self, shard_idx: int, highest: int) -> None:
         """Refuse examples of a shard that are known to be lost, up to number `highest` in the shard.
@@ -189,10 +187,6 @@ class Reader:
         """
         if self.is_unchecked(shard_idx):
             self.check_size(shard_idx)
-        self._check_lost(shard_idx, highest)
-
-    def _check_lost(self, shard_idx: int, highest: int) -> None:
-        """Refuse examples of a shard that are known to be lost."""
         readable = self._readable.get(shard_idx)
         if readable is not None and highest >= readable:
             start, end = self.layout.example_range(shard_idx)
@@ -204,23 +198,15 @@ class Reader:
             )
 
     def check_wide(self) -> None:
-        """Compare the size of the first shard with the layout, now, where tables of the vectors of an example would be large.
+        """Compare the size of the first shard with the layout, now, if tables of the vectors of an example would be large.
 
         Raises:
             CorruptShardError: as `check_size`.
         """
-        if self.layout.vectors_per_example > _WIDE and self.is_unchecked(0):
-            self.check_size(0)
+        self.check_large(self.layout.vectors_per_example)
 
     def check_large(self, n_planned: int) -> None:
-        """Compare the size of the first shard with the layout, now, where the tables of a plan would be large.
-
-        Args:
-            n_planned: Ranges that are planned, at most; those of one shard are planned at once.
-
-        Raises:
-            CorruptShardError: as `check_size`.
-        """
+        """The same if the tables of a plan of that many vectors would be large."""
         if n_planned > _WIDE and self.is_unchecked(0):
             self.check_size(0)
 
@@ -250,9 +236,6 @@ class Reader:
             + ("" if self._damaged_ok else " Open with damaged_ok=True to read the rest."),
         )
 
-    def _n_readable(self, shard_idx: int) -> int:
-        return self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
-
     def _mapped(self, shard_idx: int) -> NumberArray | None:
         """A shard as a read-only array (readable examples, layer, token, d_model), its file compared in size now.
 
@@ -263,7 +246,8 @@ class Reader:
             mapped, name = found
             self._check_mapped(name, mapped.nbytes)
             return mapped
-        layout, name, n = self.layout, shard_name(shard_idx), self._n_readable(shard_idx)
+        layout, name = self.layout, shard_name(shard_idx)
+        n = self._readable.get(shard_idx, layout.examples_in(shard_idx))
         try:
             buffer = self.transport.map_prefix(name, n * layout.example_nbytes)
         except NotFoundError as error:
@@ -302,7 +286,7 @@ class Reader:
         shards = sorted({step.shard_idx for step, _ in reads})
         in_threads(self.check_size, [shard_idx for shard_idx in shards if self.is_unchecked(shard_idx)], _N_SIZES)
         for step, _ in reads:
-            self._check_lost(step.shard_idx, step.highest)
+            self.check(step.shard_idx, step.highest)
         try:
             self.transport.readinto_files([read for _, read in reads])
         except NotFoundError:

@@ -22,7 +22,7 @@ from saev_store.store.token_arrays import MASK, TokenArrays, kept_tokens
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
-    from saev_store.store.estimate import Estimate, Prices
+    from saev_store.store.estimate import Estimate
     from saev_store.store.reader import Reader
 
 #: A slice of rows is read in pieces of about this size.
@@ -180,26 +180,18 @@ class Selection:
             part = self.reader.plan_rows(*self.space.vectors(positions))
             yield part._replace(rows=slice(start * n_vectors, end * n_vectors))
 
-    def estimate(self, rows: object = slice(None), *, prices: Prices | None = None) -> Estimate:
-        """What `self.rows(rows)` will cost in requests, bytes and dollars; nothing is read for it.
-
-        For more than a million rows of a far store the size of its first shard is requested, unless it is known.
-
-        Args:
-            rows: As in `rows`.
-            prices: Instead of `saev_store.store.estimate.PRICES`.
+    def estimate(self, rows: object = slice(None)) -> Estimate:
+        """Requests and bytes of `self.rows(rows)`; see `ShardStore.estimate`.
 
         Raises:
             SelectionError: a row is out of range.
-            CorruptShardError: that size is not what the documents say.
+            CorruptShardError: the first shard has another size than the documents imply.
         """
-        from saev_store.store.estimate import PlanCount
+        from saev_store.store.estimate import count_plan
 
-        picked, count = parse_axis(rows, len(self), "row"), PlanCount(self.reader)
-        self.reader.check_wide()
-        self.reader.check_large(length(picked) * self.space.vectors_per_row)
-        count.add(self._plan(picked))
-        return count.estimate(length(picked) * self.space.row_nbytes, prices)
+        picked = parse_axis(rows, len(self), "row")
+        self.reader.check_large(max(self.space.layout.vectors_per_example, length(picked) * self.space.vectors_per_row))
+        return count_plan(self.reader, self._plan(picked), length(picked) * self.space.row_nbytes)
 
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) or (layers, d_model) for an integer, else `rows(…)`; `[row, ...]` and `[row, :]` are the same."""
@@ -287,7 +279,7 @@ class Selection:
         is_regular = isinstance(space.examples, Progression)
         chosen.update(repr(space.examples).encode() if is_regular else np.ascontiguousarray(space.examples).data)
         chosen.update(b"" if space.kept is None else space.kept.tobytes() + space.condition)
-        return "saev_store", transport.url, str(recording), chosen.hexdigest()
+        return "saev_store", transport.url, recording, chosen.hexdigest()
 
     def __repr__(self) -> str:
         space = self.space

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 import numpy as np
 
 from saev_store.core.arguments import check_flag
-from saev_store.core.dtypes import ReadDtype, StoredDtype, read_dtype
+from saev_store.core.dtypes import ReadDtype, read_dtype
 from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.rows import Layers, Tokens
 from saev_store.documents import Metadata
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from saev_store.sources import Source
     from saev_store.sources.provenance import Origin
     from saev_store.stats import Stats
-    from saev_store.store.estimate import Estimate, Prices
+    from saev_store.store.estimate import Estimate
     from saev_store.store.listing import StoreList
     from saev_store.writer import ShardWriter
     from saev_store.zarr import ZarrView
@@ -62,18 +63,14 @@ class ShardStore(TextReading, Importing, Viewing):
 
     def __init__(self, opened: Opened) -> None:
         super().__init__(opened)
-        self._reader = self._new_reader()
-        self._source: Source[object] | None = None
-
-    def _new_reader(self) -> Reader:
-        opened = self._opened
-        return Reader(
+        self._reader = Reader(
             opened.transport,
             self.layout,
             readable=opened.readable,
             check_sizes=not opened.sizes_checked,
             damaged_ok=opened.damaged_ok,
         )
+        self._source: Source[object] | None = None
 
     # -- opening -------------------------------------------------------------------------------------------------------
 
@@ -220,24 +217,27 @@ class ShardStore(TextReading, Importing, Viewing):
         )
         return result if result.ndim or out is not None else result[()]
 
-    def estimate(self, key: Key = ..., *, prices: Prices | None = None, dtype: StoredDtype | None = None) -> Estimate:
-        """What `store[key]` will cost in requests, bytes and dollars: the plan of the read, counted; nothing is read.
+    def estimate(self, key: Key = ...) -> Estimate:
+        """Requests and bytes of `store[key]`: the plan of the read, counted; nothing is read.
+
+        For more than a million vectors of a far store the size of its first shard is requested, unless it is known.
 
         Args:
             key: As in `store[key]`; `store.sel(…).estimate(rows)` does it for selections.
-            prices: Instead of `saev_store.store.estimate.PRICES`, such as `{"s3": Price(0, 0)}` for a server of your own.
-            dtype: Instead of the store's: what the same read would cost of a copy in that dtype.
 
         Raises:
-            SelectionError, ArgumentError, CorruptShardError: see `saev_store.store.estimate.estimate_read`.
+            SelectionError: the key does not fit the tensor.
+            CorruptShardError: that size is not the one of the documents.
 
         >>> from saev_store import ShardStore
         >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
         1120
         """
-        from saev_store.store.estimate import estimate_read
+        from saev_store.store.estimate import count_plan
 
-        return estimate_read(self._reader, key, prices=prices, dtype=dtype)
+        request, reader = parse_key(key, self.layout.shape), self._reader
+        reader.check_large(max(self.layout.vectors_per_example, math.prod(request.shape) // self.layout.d_model))
+        return count_plan(reader, reader.plan(request), math.prod(request.shape) * self.layout.itemsize)
 
     def sel(
         self, *, layer: Layers = "all", tokens: Tokens = "all", examples: object = None,
@@ -396,7 +396,7 @@ class ShardStore(TextReading, Importing, Viewing):
 
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""
-        self._reader = self._new_reader()
+        self._reader.forget()
         self.token_arrays.forget()
         self.transport.close()
 
@@ -411,7 +411,7 @@ class ShardStore(TextReading, Importing, Viewing):
 
         # Tasks do not compare what they read with its digests, which a damaged file shares with its repair.
         recording = recording_identity(self.transport, self.layout, files=self.recorded_files(), prefer="versions")
-        return "saev_store", self.url, str(recording)
+        return "saev_store", self.url, recording
 
     def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:
         return ShardStore, (self._opened,)

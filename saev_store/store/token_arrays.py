@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from saev_store.core.rows import labels_that_stay, no_labels
 from saev_store.core.token_arrays import TokenArray
 from saev_store.documents import parse_token_array_size, rewriting
 from saev_store.errors import (
-    CorruptShardError,
     DocumentError,
     NotFoundError,
     SelectionError,
@@ -43,76 +41,61 @@ class TokenArrays(Mapping[str, TokenValues]):
     Args:
         transport: Where the files are.
         metadata: The store's document.
-        has_labels: Whether there is a `labels.bin` that no document declares; None where that is not known yet.
+        has_labels: True if there is a `labels.bin` that no document declares; None if that is not known yet.
+
+    Attributes:
+        is_declared: True if the document declares which arrays there are.
+        shape: (n_examples, content tokens).
     """
 
     def __init__(self, transport: Transport, metadata: Metadata, has_labels: bool | None) -> None:
         self._transport, self._layout = transport, metadata.layout
         self._arrays = {array.name: array for array in metadata.recordable}
-        #: Whether the document says which arrays there are.
         self.is_declared = metadata.declares_token_arrays
         self.shape = (self._layout.n_examples, self._layout.content_tokens_per_example)
         self._is_there = True if self.is_declared else has_labels
         self._read: dict[str, TokenValues] = {}
-        #: Of the arrays that were read: what tells their files from others.
-        self._versions: dict[str, str | None] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        # Values are read again; of rows that were chosen by them nothing would say that they are others now.
-        return {**vars(self), "_read": {}}
-
-    def __setstate__(self, state: Mapping[str, object]) -> None:
-        vars(self).update(state)
-        for name in self._versions:
-            self._check_version(name)
+        return {**vars(self), "_read": {}}  # a map is pickled as all bytes of its file
 
     @property
-    def is_known(self) -> bool:
-        """Whether it is known without a request which arrays there are."""
-        return self._is_there is not None
+    def known(self) -> tuple[TokenArray, ...] | None:
+        """The arrays, if it is known without a request which there are; else None."""
+        return None if self._is_there is None else self.described()
 
-    @property
-    def known(self) -> tuple[str, ...]:
-        """The names that are known without a request."""
-        return tuple(self._arrays) if self._is_there else ()
-
-    def _known(self) -> dict[str, TokenArray]:
+    def described(self) -> tuple[TokenArray, ...]:
+        """Name and dtype of each array; nothing of them is read."""
         if self._is_there is None:
             (array,) = self._arrays.values()
             self._is_there = find_token_array(self._transport, self._layout, array)
-        return self._arrays if self._is_there else {}
+        return tuple(self._arrays.values()) if self._is_there else ()
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is such an array; nothing of it is read."""
-        return name in self._known()
+        """True if there is such an array; nothing of it is read."""
+        return name in self._arrays and bool(self.described())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known())
+        return iter([array.name for array in self.described()])
 
     def __len__(self) -> int:
-        return len(self._known())
+        return len(self.described())
 
     def forget(self) -> None:
         """Drop what was read: what is asked for next is read again."""
         self._read.clear()
-        self._versions.clear()
 
     def declared(self, name: str) -> TokenArray:
-        """What is known of an array without reading it.
+        """Name and dtype of an array; nothing of it is read.
 
         Raises:
             TokenArrayNotFoundError: there is no such array.
         """
-        known = self._known()
-        if name not in known:
+        if name not in self:
             raise TokenArrayNotFoundError(
-                f"the store has no token array {brief(name)}; it has {sorted(known)}", where=self._transport.url
+                f"the store has no token array {brief(name)}; it has {sorted(self)}", where=self._transport.url
             )
-        return known[name]
-
-    def described(self) -> tuple[TokenArray, ...]:
-        """What is known of all arrays without reading them."""
-        return tuple(self._known().values())
+        return self._arrays[name]
 
     def __getitem__(self, name: str) -> TokenValues:
         """The values of an array: a view of the mapped file locally; a remote file is read once.
@@ -120,55 +103,31 @@ class TokenArrays(Mapping[str, TokenValues]):
         Raises:
             TokenArrayNotFoundError: there is no such array.
             NotFoundError: its file is missing.
-            DocumentError: its file has another size than the documents imply, or holds what is no bool.
+            DocumentError: its file has another size than the documents imply, or a bool that is neither 0 nor 1.
             CorruptShardError: the mapped file was cut since, or the file was replaced.
         """
         values = self._read.get(name)
         if values is not None:
             self._transport.check_mapped(f"{name}.bin", values.nbytes)
-            self._check_version(name)
             return values
-        array, is_declared = self.declared(name), self.is_declared
-        version = _local_version(self._transport, array.file_name)
-        values = read_token_array(self._transport, self._layout, array, is_declared=is_declared)
-        self._versions[name] = version or self._transport.version(array.file_name)
+        array = self.declared(name)
+        where = f"{self._transport.url}/{array.file_name}"
+        if not find_token_array(self._transport, self._layout, array, is_declared=self.is_declared):
+            raise NotFoundError(
+                "the document declares this token array, but the file is missing",
+                where=where,
+                remedy=f"Copy it again from where it is whole, or {rewriting(array.name)}.",
+            )
+        (buffer,) = self._transport.get_ranges(array.file_name, starts=[0], ends=[array.nbytes(self._layout)])
+        check_values(array, buffer, where=where)
+        values = np.frombuffer(buffer, dtype=array.numpy_dtype).reshape(self.shape)
+        values.flags.writeable = False
         self._read[name] = values
         return values
 
-    def _check_version(self, name: str) -> None:
-        """Refuse the file of an array that was read, if another one has taken its place.
-
-        Raises:
-            CorruptShardError: it has.
-            TransportError: it has, far away.
-        """
-        path, version = self._arrays[name].file_name, self._versions[name]
-        now = _local_version(self._transport, path)
-        if now is None and name not in self._read and version:
-            # The version that was read is pinned, also in a pickle.
-            self._transport.get_ranges(path, starts=[0], ends=[1])
-        elif now is not None and now != version:
-            raise CorruptShardError(
-                "another file has taken the place of the one that was read here before, or it was changed",
-                where=f"{self._transport.url}/{path}",
-                remedy="Open the store again. Select the rows again that were chosen by it.",
-            )
-
-
-def _local_version(transport: Transport, path: str) -> str | None:
-    """What tells a file of this machine from another one of its name; None for files elsewhere."""
-    folder = transport.url.removeprefix("file://")
-    if not folder.startswith("/"):
-        return None
-    try:
-        status = os.stat(os.path.join(folder, path))
-    except OSError:  # found out when it is read
-        return "missing"
-    return f"{status.st_mtime_ns} {status.st_size}"
-
 
 def find_token_array(transport: Transport, layout: Layout, array: TokenArray, *, is_declared: bool = False) -> bool:
-    """Whether the file of a token array is there; its size is compared, nothing is read.
+    """Return True if the file of a token array is there; its size is compared, nothing is read.
 
     Raises:
         DocumentError: the file has another size than the documents imply.
@@ -181,48 +140,18 @@ def find_token_array(transport: Transport, layout: Layout, array: TokenArray, *,
     return True
 
 
-def read_token_array(transport: Transport, layout: Layout, array: TokenArray, *, is_declared: bool) -> TokenValues:
-    """The values of a token array, read-only, mapped where the transport maps.
+def check_values(array: TokenArray, values: Buffer, *, where: str) -> None:
+    """Check bytes of the file `where` of a token array.
 
     Raises:
-        NotFoundError: there is no such file.
-        DocumentError: the file has another size than the documents imply, or holds what is no bool.
+        DocumentError: those of a bool are neither 0 nor 1.
     """
-    where = f"{transport.url}/{array.file_name}"
-    if not find_token_array(transport, layout, array, is_declared=is_declared):
-        raise NotFoundError(
-            "the document declares this token array, but the file is missing",
+    if not array.is_valid(values):
+        raise DocumentError(
+            "it holds bytes other than 0 and 1; a bool is one of them",
             where=where,
-            remedy=f"Copy it again from where it is whole, or {rewriting(array.name)}.",
+            remedy=f"It is of another store, or damaged: copy it again, or {rewriting(array.name)}.",
         )
-    (buffer,) = transport.get_ranges(array.file_name, starts=[0], ends=[array.nbytes(layout)])
-    values = np.frombuffer(buffer, dtype=array.numpy_dtype).reshape(layout.n_examples, -1)
-    check_values(array, buffer, where=where)
-    values.flags.writeable = False
-    return values
-
-
-def check_values(array: TokenArray, values: Buffer, *, where: str, start: int = 0) -> None:
-    """Check bytes of the file of a token array.
-
-    Args:
-        array: What the document says of it.
-        values: The bytes.
-        where: The file.
-        start: Their place in it.
-
-    Raises:
-        DocumentError: they are those of no bool.
-    """
-    if array.is_valid(values):
-        return
-    found = np.frombuffer(values, dtype=np.uint8)
-    first = int(np.argmax(found > 1))
-    raise DocumentError(
-        f"it holds bytes other than 0 and 1, the first is {found[first]} at byte {start + first:,}; a bool is one of them",
-        where=where,
-        remedy=f"It is of another store, or damaged: copy it again, or {rewriting(array.name)}.",
-    )
 
 
 def kept_tokens(

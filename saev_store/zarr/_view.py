@@ -135,7 +135,7 @@ class ZarrView(Store):
                 remedy="store.validate() lists everything that is lost, store.repair() records it again.",
             ) from error
         if array is not None:
-            check_values(array, found, where=f"{self._transport.url}/{path}", start=start)
+            check_values(array, found, where=f"{self._transport.url}/{path}")
         if end - start < wanted.stop - wanted.start:
             found = bytes(found).ljust(wanted.stop - wanted.start, b"\0")
         if not extent.dtype:
