@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,6 +42,9 @@ class TokenArray:
         name: `[a-z][a-z0-9_]*`, at most 64 characters, not that of a shard.
         dtype: One of `DTYPES`; for a name in `MEANINGS` the one given there.
 
+    Attributes:
+        file_name: The name of its file in the store's folder.
+
     Raises:
         ArgumentError: a rule is broken.
 
@@ -51,6 +54,7 @@ class TokenArray:
 
     name: str
     dtype: str
+    file_name: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or _SHARD.fullmatch(self.name):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from a file
@@ -70,11 +74,7 @@ class TokenArray:
                 where="token_arrays",
                 remedy="Use that dtype, or another name.",
             )
-
-    @property
-    def file_name(self) -> str:
-        """The name of its file in the store's folder."""
-        return f"{self.name}.bin"
+        object.__setattr__(self, "file_name", f"{self.name}.bin")  # frozen
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -52,7 +53,7 @@ class ShardsIndex:
         """True if shards without a single example follow the last one, as the reference writer leaves them."""
         return self.n_listed > self.layout.n_shards
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """File names of the listed shards: computed, never read from the file."""
         return tuple(map(shard_name, range(self.n_listed)))

@@ -140,7 +140,7 @@ class OpenedStore:
         """What is wrong with the store and which examples that costs; see `saev_store.validation.Report`.
 
         Args:
-            deep: Read every byte: digests, all-zero rows, swapped shards. Otherwise names and sizes only.
+            deep: Read the bytes of all examples: digests, all-zero rows. Otherwise names and sizes only.
             client: With `deep`, a `distributed.Client` or the address of a scheduler: its workers read the shards, at the
                 same address, and find what one process finds.
             progress: Show a bar on stderr; default: when it is a terminal.
@@ -252,15 +252,9 @@ def open_store(
     if transport.is_local:
         seen = survey_store(transport, metadata, index)
         problems = check_survey(seen, metadata, index, dirname=name)
-        has_labels = LABELS_NAME in seen.found
+        has_labels = LABELS_NAME in seen.files
         if isinstance(transport, LocalTransport):  # from now on only these files are read
-            transport.expect(
-                {
-                    n: (f.size, f.modified_ns)
-                    for n, f in seen.found.items()
-                    if f.size is not None and f.modified_ns is not None
-                }
-            )
+            transport.expect(seen.files)
     else:
         problems = [*metadata.problems, *index.problems, *check_dirname(metadata, name)]
     errors = [problem for problem in problems if problem.severity == "error"]
@@ -309,7 +303,7 @@ def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> Saev
             remedy="Open with damaged_ok=True to read the vectors, and to write token arrays anew.",
             problems=errors,
         )
-    gone = any(problem.kind in {"missing_shard", "all_shards_missing"} for problem in errors)
+    gone = any(problem.kind == "missing_shard" for problem in errors)
     return (MissingShardError if gone else CorruptShardError)(
         f"{shown}{more}",
         where=url,

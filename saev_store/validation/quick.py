@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from saev_store._runtime.threads import ahead
@@ -17,7 +16,6 @@ from saev_store.errors import NotFoundError, SaevStoreError
 from saev_store.problems import Problem, Severity
 from saev_store.transport import Transport
 
-_SHARD_NAME = re.compile(r"acts\d{6,}\.bin")
 #: Concurrent size requests where the transport cannot list.
 _N_THREADS = 16
 _EUID = os.geteuid() if hasattr(os, "geteuid") else -1  # Windows has no users by number
@@ -33,42 +31,30 @@ class Survey:
         files: Size in bytes of each readable file, and the time (ns since 1970) of its last change, 0 if it is not on this
             machine; by name.
         others: For other names: missing, not_a_file or unreadable, and an explanation.
-        is_complete: False if only the requested names were checked.
     """
 
     files: Mapping[str, tuple[int, int]]
     others: Mapping[str, tuple[str, str]]
-    is_complete: bool
 
 
 def survey(transport: Transport, names: Sequence[str]) -> Survey:
     """Survey a folder with as few requests as the transport allows.
 
-    One `scandir` locally (a stat for each entry follows links), one listing where there is one, otherwise one size
-    request for each of `names`, in parallel.
+    A stat for each name locally, one listing where there is one, otherwise one size request for each of `names`, in parallel.
 
     Raises:
         SaevStoreError: the folder cannot be accessed.
     """
-    if (folder := transport.local_path) is not None:
-        try:
-            with os.scandir(folder) as entries:
-                return _look((entry.name, entry.path, entry.stat) for entry in entries)
-        except PermissionError:
-            # A folder may be searchable but not listable. Names are computed, so it can still be surveyed.
-            paths = [(name, path) for name in names if os.path.lexists(path := os.path.join(folder, name))]
-            return replace(_look((name, path, partial(os.stat, path)) for name, path in paths), is_complete=False)
-        except OSError:
-            pass  # each size request raises its own error
+    if transport.local_path is not None and os.path.isdir(transport.local_path):
+        return _look(transport.local_path, names)
     sizes: dict[str, int | None] = dict.fromkeys(names)
     others: dict[str, tuple[str, str]] = {}
-    is_complete = False
     try:
         entries = transport.list()
     except SaevStoreError:
         pass  # a bucket may allow reading without listing
     else:
-        if is_complete := not sizes.keys().isdisjoint(entry.name for entry in entries):
+        if not sizes.keys().isdisjoint(entry.name for entry in entries):
             sizes = {entry.name: entry.size for entry in entries if not entry.is_dir}
             others = {entry.name: ("not_a_file", "it is a folder") for entry in entries if entry.is_dir}
     unknown = [name for name, size in sizes.items() if size is None]
@@ -78,29 +64,32 @@ def survey(transport: Transport, names: Sequence[str]) -> Survey:
             files[name] = found, 0
         elif found is not None:
             others[name] = found
-    return Survey(files, others, is_complete)
+    return Survey(files, others)
 
 
-def _look(entries: Iterable[tuple[str, str, Callable[[], os.stat_result]]]) -> Survey:
-    """Survey of files of this machine: their names, paths, and functions that look at them."""
+def _look(folder: str, names: Sequence[str]) -> Survey:
+    """Survey of files of this machine, in the order of their names, which is the fastest."""
     files: dict[str, tuple[int, int]] = {}
     others: dict[str, tuple[str, str]] = {}
-    for name, path, look in entries:
+    for name in names:
+        path = f"{folder}/{name}"
         try:
-            status = look()
+            status = os.stat(path)
         except FileNotFoundError:
-            others[name] = "missing", "it is a broken link"
+            if os.path.islink(path):
+                others[name] = "missing", "it is a broken link"
         except OSError as error:
             others[name] = "unreadable", f"its status cannot be read ({error.strerror})"
         else:
-            if not stat.S_ISREG(status.st_mode):
+            mode = status.st_mode
+            if not stat.S_ISREG(mode):
                 others[name] = "not_a_file", "it is a folder, or another thing that is not a regular file"
             # Files are usually ours and readable: this saves one system call per shard.
-            elif (status.st_uid == _EUID and status.st_mode & stat.S_IRUSR) or os.access(path, os.R_OK):
+            elif (mode & stat.S_IRUSR and status.st_uid == _EUID) or os.access(path, os.R_OK):
                 files[name] = status.st_size, status.st_mtime_ns
             else:
                 others[name] = "unreadable", "its permissions do not allow reading it"
-    return Survey(files, others, is_complete=True)
+    return Survey(files, others)
 
 
 def _ask(transport: Transport, name: str) -> int | tuple[str, str] | None:
@@ -120,7 +109,7 @@ def quick_checks(
 ) -> list[Problem]:
     """All problems that names and sizes show, including those of the documents.
 
-    One directory scan locally, one listing remotely: 1,000 shards take a few milliseconds on a local disk.
+    One stat for each file locally, one listing remotely: 1,000 shards take a few milliseconds on a local disk.
 
     Args:
         transport: Rooted at the store's folder.
@@ -137,34 +126,25 @@ def quick_checks(
 
 
 def survey_store(transport: Transport, metadata: Metadata, index: ShardsIndex) -> Survey:
-    """Survey of the listed shards and the token arrays."""
+    """Survey of the listed shards, the token arrays, and the shard behind the last one."""
     arrays = [array.file_name for array in metadata.recordable]
-    return survey(transport, [*map(shard_name, range(index.n_listed)), *arrays])
+    return survey(transport, [*index.names, *arrays, shard_name(index.n_listed)])
 
 
 def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirname: str | None) -> list[Problem]:
     """`quick_checks` on an existing survey. Pure."""
     layout = metadata.layout
     problems = [*metadata.problems, *index.problems, *check_dirname(metadata, dirname)]
-    names = list(map(shard_name, range(index.n_listed)))
-    for shard_idx, name in enumerate(names):
+    for shard_idx, name in enumerate(index.names):
         size, _ = seen.files.get(name, _NO_FILE)
         # Nearly all shards are full: only the others are worth a closer look.
         if size != layout.shard_nbytes and (problem := _check_shard(layout, shard_idx, size, seen)) is not None:
             problems.append(problem)
     for array in metadata.recordable:
         problems += _check_token_array(layout, array, seen, is_declared=metadata.declares_token_arrays)
-    unlisted = seen.files.keys() - names if seen.is_complete else ()
-    problems += [
-        Problem(
-            "unlisted_shard",
-            f"{name} is there, but shards.json lists only {index.n_listed} shards; it is not read",
-            where=name,
-            severity="warning",
-        )
-        for name in sorted(unlisted)
-        if _SHARD_NAME.fullmatch(name)
-    ]
+    if (unlisted := shard_name(index.n_listed)) in seen.files:
+        message = f"{unlisted} is there, but shards.json lists only {index.n_listed} shards; it is not read"
+        problems.append(Problem("unlisted_shard", message, where=unlisted, severity="warning"))
     return problems
 
 
@@ -225,7 +205,10 @@ def _check_shard(layout: Layout, shard_idx: int, size: int, seen: Survey) -> Pro
 
 
 def _check_token_array(layout: Layout, array: TokenArray, seen: Survey, *, is_declared: bool) -> Iterator[Problem]:
-    name, what, expected = array.file_name, token_array_kind(array), array.nbytes(layout)
+    name = array.file_name
+    if name not in seen.files and name not in seen.others and not is_declared:
+        return  # labels of older stores are optional
+    what, expected = token_array_kind(array), array.nbytes(layout)
     remedy = f"Vectors are readable, {array.name} are not. Copy the file again, or {rewriting(array.name)}"
     if name in seen.files:
         size, _ = seen.files[name]
@@ -235,7 +218,7 @@ def _check_token_array(layout: Layout, array: TokenArray, seen: Survey, *, is_de
                 f"tokens of {array.dtype} take {expected:,}. {remedy}"
             )
             yield Problem(f"{what}_size", message, where=name)
-    elif is_declared or name in seen.others:  # labels of older stores are optional
+    else:
         state, why = seen.others.get(name, _NOT_THERE)
         kind = "missing" if state == "missing" else "unreadable"
         yield Problem(f"{kind}_{what}", f"{name} cannot be read: {why}. {remedy}", where=name)
