@@ -1,19 +1,21 @@
-"""Stores of 16-bit numbers with token arrays: every way to read them gives what dense NumPy gives, bit for bit where asked."""
+"""Stores of 16-bit numbers with token arrays, stacked rows, files that are cut: rows equal dense NumPy, bit for bit where asked."""
 
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
 import pytest
-from token_stores import token_store
 
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError
-from saev_store.loaders import Loader
 from saev_store.store import reader
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+
+
 N, LAYERS, CONTENT, D = 11, (2, 5, 5), 6, 8
+
+
 META = {
     "family": "gpt2", "ckpt": "random", "layers": LAYERS, "hook_points": ["resid_post", "attn_out", "resid_post"],
     "content_tokens_per_example": CONTENT, "cls_token": True, "d_model": D, "n_examples": N, "max_tokens_per_shard": 90,
@@ -50,13 +52,16 @@ def same(found, truth):
         assert np.array_equal(found, truth, equal_nan=True)
 
 
-def test_files_hold_the_bits(made):
-    path, acts, arrays = made
-    files = sorted(path.glob("acts*.bin"))
-    assert len(files) == 3
-    assert b"".join(file.read_bytes() for file in files)[: acts.nbytes] == acts.tobytes()
-    for name, values in arrays.items():
-        assert (path / f"{name}.bin").read_bytes() == values.tobytes()
+def damaged(path, name, how):
+    file = path / f"{name}.bin"
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "long":
+        file.write_bytes(file.read_bytes() + b"\0")
+    else:
+        file.write_bytes(b"\7" + file.read_bytes()[1:])
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
@@ -125,27 +130,6 @@ def test_a_view_has_the_stored_dtype(made):
         store.read(0, out=np.empty(acts.shape[1:], acts.dtype))
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread"])
-@pytest.mark.parametrize("dtype", ["float32", "stored"])
-@pytest.mark.parametrize("order", ["stored", "shuffled"])
-def test_loaders_hand_out_the_rows_of_their_coordinates(made, order, dtype, engine):
-    path, acts, arrays = made
-    store = ShardStore.open(path, engine=engine)
-    truth = acts if dtype == "stored" else acts.astype(np.float32)
-    rows = store.sel(layer=[2, (5, "resid_post")], tokens="all", dtype=dtype)
-    seen, held = [], []
-    with Loader(rows, batch_size=16, order=order, seed=3, window_bytes=1 << 14, labels=True, n_threads=2) as loader:
-        for batch in loader:
-            layer = np.where(batch["layer"] == 2, 0, 2)
-            same(batch["act"], truth[batch["example_idx"], layer, batch["token_idx"] + 1])
-            seen += list(zip(batch["example_idx"].tolist(), layer.tolist(), batch["token_idx"].tolist(), strict=True))
-            held.append((batch["act"], batch["act"].copy()))
-    for act, copy in held:
-        same(act, copy)
-    kept = [(e, la, t) for e in range(N) for la in (0, 2) for t in range(-1, CONTENT) if t < 0 or arrays["mask"][e, t]]
-    assert sorted(seen) == kept
-
-
 def test_conditions_choose_tokens(made):
     path, acts, arrays = made
     store = ShardStore.open(path)
@@ -170,44 +154,6 @@ def test_conditions_choose_tokens(made):
             store.sel(where=where)
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("wrong", [[256], [-1], True, "sky", [0.0], [[0], [1]]])
-def test_what_is_no_label_is_refused_beside_a_mask_too(made, wrong, masked):
-    with pytest.raises(SelectionError, match="labels are integers from 0 to 255"):
-        ShardStore.open(made[0]).sel(ignore_labels=wrong, masked=masked)
-
-
-def test_nothing_to_ignore_needs_no_labels_beside_a_mask(tmp_path):
-    store = token_store(tmp_path, arrays={"mask": "bool"})
-    rows = ShardStore.open(store.path).sel(tokens="content", layer=2, ignore_labels=[])
-    assert len(rows) == store.arrays["mask"].sum()
-
-
-def test_a_state_is_refused_by_other_conditions_and_hook_points(made):
-    store = ShardStore.open(made[0])
-    counts = {
-        position: len(store.sel(layer=2, tokens="content", where={"positions": position}, masked=True))
-        for position in (1, 2)
-    }
-    assert counts == {1: N, 2: N}  # as many rows
-    loaders = [
-        Loader(store.sel(layer=2, tokens="content", where={"positions": 1}, masked=True), batch_size=4, order="stored"),
-        Loader(store.sel(layer=2, tokens="content", where={"positions": 2}, masked=True), batch_size=4, order="stored"),
-        Loader(store.sel(layer=(5, "attn_out"), tokens="special"), batch_size=4, order="stored"),
-        Loader(store.sel(layer=(5, "resid_post"), tokens="special"), batch_size=4, order="stored"),
-    ]
-    for left_out in (0, 1):
-        tokens = np.ones((N, CONTENT), bool)
-        tokens[:, left_out] = False
-        loaders.append(
-            Loader(store.sel(layer=2, tokens="content", masked=True).only(tokens), batch_size=4, order="stored")
-        )
-    for one, other in ((loaders[0], loaders[1]), (loaders[2], loaders[3]), (loaders[4], loaders[5])):
-        one.load_state_dict(one.state_dict())
-        with pytest.raises(ArgumentError):
-            one.load_state_dict(other.state_dict())
-
-
 def test_rows_of_another_condition_have_another_token(made):
     """dask takes equal names for equal values."""
     tokenize = pytest.importorskip("dask.base").tokenize
@@ -226,80 +172,11 @@ def test_rows_of_another_condition_have_another_token(made):
     assert tokenize(rows.only(some)) == tokenize(left[2])
 
 
-def test_views_show_float32(made):
-    import xarray as xr
-    import zarr
-
-    path, acts, arrays = made
-    store, wide = ShardStore.open(path), acts.astype(np.float32)
-    for chunks in ("auto", (1, 1, CONTENT + 1, D), (2, 3, CONTENT + 1, D)):
-        same(zarr.open_group(store.as_zarr(chunks=chunks), mode="r")["activations"][2:9, 1], wide[2:9, 1])
-    same(zarr.open_group(store.as_zarr(dtype="stored"), mode="r")["activations"][:], acts)
-    same(np.asarray(store.as_dask(chunks=(4, 1, -1, -1))[1:7, 2]), wide[1:7, 2])
-    with xr.open_dataset(path, engine="saev") as dataset:
-        same(dataset.activations[3:5].values, wide[3:5])
-        assert dataset.hook_point.values.tolist() == META["hook_points"]
-        for name, values in arrays.items():
-            same(dataset[name].values, values)
-
-
-def test_torch_batches(made):
-    torch = pytest.importorskip("torch")
-    from saev_store.torch import StoreDataset, StoreLoader
-
-    path, acts, arrays = made
-    flat = torch.from_numpy(acts[:, 0, 1:][arrays["mask"]].view(np.int16).copy()).view(getattr(torch, acts.dtype.name))
-    for dtype, truth in (("stored", flat), ("float32", flat.float())):
-        with StoreLoader(path, layer=2, batch_size=16, dtype=dtype, order="stored") as loader:
-            found = torch.cat([batch["act"] for batch in loader])
-        assert found.dtype == truth.dtype
-        assert torch.equal(found.view(torch.int16), truth.view(torch.int16))
-        dataset = StoreDataset(path, layer=2, dtype=dtype)
-        picked = [5, 0, 3]
-        assert torch.equal(dataset.batch(picked)["act"].view(torch.int16), truth[picked].view(torch.int16))
-
-
-@pytest.mark.parametrize("junk", [["x"], [300], [1.5], "abc", {1}, [True], [-1], [[1], [2]], [[1, 2], [1]]])
-def test_labels_to_ignore_are_checked_beside_a_mask_too(made, junk):
-    """Junk matches no label, so that the rows to be left out would come back without a word."""
-    store = ShardStore.open(made[0])
-    for more in ({}, {"masked": True}, {"masked": True, "where": {"token_ids": [0]}}):
-        with pytest.raises(SelectionError, match="labels are integers from 0 to 255") as caught:
-            store.sel(ignore_labels=junk, **more)
-        assert caught.value.where == "ignore_labels"
-
-
-def test_ignoring_nothing_and_ignoring_in_vain_are_the_same_with_and_without_a_mask(tmp_path):
-    for declared in ({"mask": "bool"}, {"token_ids": "int32"}):
-        metadata = new_metadata(**{**META, "token_arrays": declared})
-        arrays = {name: np.ones((N, CONTENT), dtype=bool) for name in declared}
-        with ShardStore.create(tmp_path, metadata, progress=False) as writer:
-            writer.append(np.ones((N, len(LAYERS), CONTENT + 1, D), np.float32), **arrays)
-        store = ShardStore.open(tmp_path / metadata.hash)
-        for nothing in ([], ()):
-            assert len(store.sel(ignore_labels=nothing, tokens="content")) == N * len(LAYERS) * CONTENT
-        with pytest.raises(SelectionError, match="no labels.bin, so no label can be ignored") as caught:
-            store.sel(ignore_labels=[1])
-        assert caught.value.where == "ignore_labels"
-
-
 def test_a_condition_on_special_tokens_is_named(made):
     store = ShardStore.open(made[0])
     with pytest.raises(SelectionError, match="special tokens have no token arrays") as caught:
         store.sel(where={"labels": 1}, tokens="special")
     assert caught.value.where == "where"
-
-
-def damaged(path, name, how):
-    file = path / f"{name}.bin"
-    if how == "missing":
-        file.unlink()
-    elif how == "cut":
-        file.write_bytes(file.read_bytes()[:-1])
-    elif how == "long":
-        file.write_bytes(file.read_bytes() + b"\0")
-    else:
-        file.write_bytes(b"\7" + file.read_bytes()[1:])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from kill_harness_oracle import case
 
 from saev_store import ShardStore
 from saev_store.errors import SaevStoreError, SaevStoreWarning, SelectionError
-from saev_store.loaders import Loader
 
 N_BATCHES = 10
 CASES = [case(n=5, per_shard=2, content=3, d_model=2, protocol="3.0", seed=seed) for seed in range(4)]
@@ -199,15 +198,6 @@ def opened(**arrays):
     return this, ShardStore.open(MemoryTransport(files, label=this.name))
 
 
-def test_a_mask_that_hides_everything_leaves_no_content():
-    this, store = opened(mask=np.zeros((5, 3), bool))
-    assert len(store.sel(tokens="content")) == 0
-    assert len(store.sel(tokens="content", masked=True)) == 5 * 2 * 3
-    specials = store.sel(tokens="all", dtype="stored")
-    assert np.array_equal(specials.as_numpy().view(np.uint16), this.acts[:, :, 0].reshape(-1, 2).view(np.uint16))
-    assert list(Loader(store.sel(tokens="content"), batch_size=2, order="stored")) == []
-
-
 def test_large_numbers_are_compared_exactly():
     ids = np.array([[2**63 - 1, 2**53, 2**53 + 1]] * 4 + [[-1, -(2**63), 2 - 2**63]], np.int64)
     _, store = opened(document_ids=ids, mask=np.ones((5, 3), bool))
@@ -224,27 +214,3 @@ def test_large_numbers_are_compared_exactly():
         with pytest.raises(SelectionError):
             chosen(too_large)
     assert chosen([-1, 2 - 2**63], example=4) == [0, 2]
-
-
-def test_an_empty_condition_is_none_and_needs_no_memory():
-    document = json.loads(CASES[0].files()["metadata.json"]) | {"n_examples": 2**40, "token_arrays": []}
-    shards = [{"name": "acts000000.bin", "n_examples": 2**40}]
-    document["max_tokens_per_shard"] = 2**43
-    files = {"metadata.json": json.dumps(document).encode(), "shards.json": json.dumps(shards).encode()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SaevStoreWarning)
-        store = ShardStore.open(Far(files))
-    tracemalloc.start()
-    try:
-        assert len(store.sel(layer=2, tokens="content", where={})) == 3 * 2**40
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    "junk", ["mask", 1, [("mask", True)], {"mask"}, {"mask": [[1], [2, 3]]}, {"mask": "x"}, {1: 1}]
-)
-def test_conditions_are_names_and_numbers(junk):
-    with pytest.raises(SelectionError):
-        opened()[1].sel(where=junk)
