@@ -53,7 +53,7 @@ def card_rows(
         ("layers", ", ".join(layer_name(key) for key in layout.layer_keys)),
         ("bytes", f"{human_bytes(layout.nbytes)} of {metadata.dtype}"),
         ("shards", f"{layout.n_shards:,} of {layout.examples_per_shard:,} examples{tail}"),
-        ("token arrays", tokens),
+        ("tokens", tokens),
         ("protocol", f"{metadata.protocol}, read through {transport.name}"),
     ]
     if metadata.version is not WRITABLE_VERSIONS["2.1"]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import numpy_dtype
 from saev_store.core.layout import DIMS, Layout
 from saev_store.core.rows import Labels
@@ -229,6 +230,7 @@ def open_store(
     """
     from saev_store.validation import check_dirname, check_survey, survey_store
 
+    damaged_ok = check_flag(damaged_ok, name="damaged_ok")
     transport = url if isinstance(url, Transport) else open_transport(url, storage_options, engine=engine)
     if isinstance(transport, LocalTransport) and transport.expects:
         transport = transport.at("")  # it reads for another store

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import component
 
-from saev_store.core.indexing import Block, Points, Progression, outer_block, parse_axis, parse_key
+from saev_store.core.indexing import Block, Points, Progression, parse_axis, parse_key
 from saev_store.errors import ArgumentError, SelectionError
 
 SHAPE = (6, 3, 4, 5)
@@ -180,27 +180,3 @@ def test_parse_key_returns_blocks_and_points_as_they_are() -> None:
     assert parse_key(points, SHAPE) is points
     assert isinstance(block, Block)
     assert (block.full_shape, block.shape, block.dropped) == ((1, 3, 4, 5), (3, 4, 5), (True, False, False, False))
-
-
-@given(st.data())
-def test_narrowed_of_a_block_selects_a_part_of_it(data: st.DataObject) -> None:
-    """Three outer selections, each of the result of the one before."""
-    dense, block = DENSE, outer_block((slice(None),) * 4, SHAPE)
-    for _ in range(3):
-        key = tuple(
-            data.draw(
-                st.slices(n)
-                | (
-                    st.integers(-n, n - 1)
-                    | st.lists(st.integers(-n, n - 1), max_size=4).map(lambda some: np.array(some, int))
-                )
-                if n
-                else st.slices(n)
-            )
-            for n in dense.shape
-        )
-        block = block.narrowed(outer_block(key, dense.shape))
-        for axis in reversed(range(len(key))):
-            dense = dense[(slice(None),) * axis + (key[axis],)]
-    assert block.shape == dense.shape
-    np.testing.assert_array_equal(DENSE[np.ix_(*map(positions, block.axes))].reshape(block.shape), dense)

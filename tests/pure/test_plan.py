@@ -15,7 +15,7 @@ from saev_store.core import plan as plan_module
 from saev_store.core.coalesce import coalesce
 from saev_store.core.indexing import Axis, Block, Points, Progression, outer_block, parse_key
 from saev_store.core.layout import Layout
-from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, pieces, requested
+from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, pieces
 from saev_store.transport import ReadCost
 
 FREE, FAR = ReadCost(math.inf, math.inf), ReadCost(1 << 20, 1 << 20)
@@ -100,12 +100,12 @@ def blocks() -> Iterable[Block]:
 
 
 def test_block_of_any_choice_reads_what_numpy_selects(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cost, reads_into, n_rows in itertools.product((FREE, FAR), (False, True), (0, 5, 1000)):
+    for cost, n_rows in itertools.product((FREE, FAR), (0, 5, 1000)):
         monkeypatch.setattr(plan_module, "PIECE_BYTES", n_rows * VECTOR)
         monkeypatch.setattr(plan_module, "RUNS_AT_ONCE", max(n_rows, 1))
         monkeypatch.setattr(plan_module, "DIRECT_BYTES", 4 * VECTOR)
         for block in blocks():
-            parts = list(Planner(LAYOUT, cost, reads_into).block(block))
+            parts = list(Planner(LAYOUT, is_mapped=cost is FREE).block(block))
             out = carried_out(parts, block.full_shape)
             np.testing.assert_array_equal(out, DENSE[np.ix_(*map(positions, block.axes))])
             # Far away runs are as long as can be, and rows that lose columns pass in pieces through bounded memory.
@@ -123,7 +123,7 @@ def test_block_of_neighbouring_tokens_is_read_in_the_longest_runs() -> None:
     ]:  # fmt: skip
         block = parse_key(key, LAYOUT.shape)
         assert isinstance(block, Block)
-        steps = [step for part in Planner(LAYOUT, FAR, reads_into=True).block(block) for step in part.steps]
+        steps = [step for part in Planner(LAYOUT, is_mapped=False).block(block) for step in part.steps]
         assert all(isinstance(step, Runs) and step.n_vectors == n_vectors for step in steps)
         assert sum(len(step.first) for step in steps if isinstance(step, Runs)) == n_runs
 
@@ -139,12 +139,11 @@ def test_block_of_long_runs_of_a_map_is_read_straight_into_the_output(monkeypatc
         block = parse_key(key, LAYOUT.shape)
         assert isinstance(block, Block)
 
-        def step(least: int, *, reads_into: bool = True, block: Block = block) -> object:
+        def step(least: int, *, block: Block = block) -> object:
             monkeypatch.setattr(plan_module, "DIRECT_BYTES", least)
-            ((found,), *_) = (part.steps for part in Planner(LAYOUT, FREE, reads_into).block(block))
+            ((found,), *_) = (part.steps for part in Planner(LAYOUT, is_mapped=True).block(block))
             return found
 
-        assert isinstance(step(1, reads_into=False), MappedBox)
         assert isinstance(step(1), MappedBox if nbytes is None else Runs)
         if nbytes is not None:
             found = step(nbytes)
@@ -158,7 +157,7 @@ def test_points_of_any_lists_read_what_numpy_selects(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(plan_module, "PIECE_BYTES", at_once * VECTOR)
         points = parse_key(key, LAYOUT.shape)
         assert isinstance(points, Points)
-        parts = list(Planner(LAYOUT, cost, reads_into=True).points(points))
+        parts = list(Planner(LAYOUT, is_mapped=cost is FREE).points(points))
         np.testing.assert_array_equal(carried_out(parts, points.shape), DENSE[key])
         n, step = DENSE[key].size if points.last is None else DENSE[key].size // points.shape[-1], max(1, at_once)
         assert [part.rows for part in parts] == [slice(start, min(start + step, n)) for start in range(0, n, step)]
@@ -167,7 +166,7 @@ def test_points_of_any_lists_read_what_numpy_selects(monkeypatch: pytest.MonkeyP
 def test_plan_of_nothing_is_empty() -> None:
     none = np.zeros(0, dtype=np.int64)
     for cost in (FREE, FAR):
-        planner = Planner(LAYOUT, cost, reads_into=True)
+        planner = Planner(LAYOUT, is_mapped=cost is FREE)
         for axis, nothing in itertools.product(range(4), (slice(0, 0), none)):
             key: list[object] = [slice(None)] * 4
             key[axis] = nothing
@@ -180,23 +179,10 @@ def test_plan_of_nothing_is_empty() -> None:
 def test_rows_in_any_order_are_read_to_their_places(rows: list[tuple[int, int, int]]) -> None:
     example, layer, token = np.array(rows).T
     for cost in (FREE, FAR):
-        part = Planner(LAYOUT, cost, reads_into=True).rows(example, layer, token)
+        part = Planner(LAYOUT, is_mapped=cost is FREE).rows(example, layer, token)
         assert part.rows == slice(0, len(rows))
         np.testing.assert_array_equal(carried_out([part], (len(rows), WIDTH)), DENSE[example, layer, token])
         assert [step.shard_idx for step in part.steps] == sorted(set((example // 4).tolist()))
-
-
-def test_requested_counts_merged_ranges_and_rows_of_maps() -> None:
-    runs = Runs(0, 9, np.array([3, 0, 20]), 2, np.array([0, 2, 4]))
-    rows, box = (
-        MappedRows(1, 9, np.array([4, 2, 2, 7, 1]), None),
-        MappedBox(2, 9, (Progression(0, 1, 1),) * 4, slice(0, 1)),
-    )
-    near, apart = ReadCost(VECTOR, math.inf), ReadCost(VECTOR - 1, math.inf)
-    assert requested(Part([]), LAYOUT, near) == (0, 0)
-    assert requested(Part([runs]), LAYOUT, near) == (2, 7 * VECTOR)
-    assert requested(Part([runs]), LAYOUT, apart) == (3, 6 * VECTOR)
-    assert requested(Part([runs, box, rows, runs]), LAYOUT, near) == (9, 19 * VECTOR)
 
 
 def test_pieces_split_examples_by_shard() -> None:

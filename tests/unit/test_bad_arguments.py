@@ -114,7 +114,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "copy dst": lambda junk: copy_store(SAMPLE, junk, progress=False),
         "stage timeout_s": lambda junk: stage(SAMPLE, root / "staged", timeout_s=junk),
         "stage layers": lambda junk: stage(SAMPLE, root / "staged", layers=junk),
-        "estimate dtype": lambda junk: store.estimate(dtype=junk),
         "on_overflow": lambda junk: ShardStore.create(root, METADATA, on_overflow=junk).close(),
         "where of a pair": lambda junk: pair(store, store).sel(layer_a=2, layer_b=2, where=junk),
         "tokens that stay": rows.only,
