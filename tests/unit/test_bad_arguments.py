@@ -137,8 +137,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "family of a cache": lambda junk: import_cache(root, root / "to", family=junk),
         "format of a cache": lambda junk: import_cache(root, root / "to", family="x", format=junk),
         "layers of a cache": lambda junk: import_cache(root, root / "to", family="x", format="saelens", layers=junk),
-        "shard of a layout": store.layout.used_nbytes,
-        "examples of a shard": store.layout.example_range,
         "store of statistics": store_stats,
         "data set": MapStyle,
         "texts": lambda junk: None if isinstance(junk, str) else Texts(junk, context=4),
