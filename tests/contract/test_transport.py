@@ -340,8 +340,9 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_until_it_is_opened
     first = transport.get_ranges("acts000000.bin", starts=[0], ends=[100])
     version = transport.version("acts000000.bin")
     assert isinstance(version, str) and version
-    again = written.open()
+    again, third = written.open(), written.open()
     one(again, "acts000000.bin", 5, 6)
+    one(third, "acts000000.bin", 5, 6)
     assert again.version("acts000000.bin") == version
     written.fill("acts000000.bin", new)
     memory = bytearray(100)
@@ -371,7 +372,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_until_it_is_opened
             assert (
                 written.engine != "obstore"
             )  # answers through fsspec have no version: they are looked up now and then
-            for each in (transport, again):
+            for each in (transport, again, third):
                 with pytest.raises(REPLACED):
                     each.recheck()
     assert same(first, [BIG[:100]])
@@ -441,6 +442,26 @@ def test_a_transport_that_expects_files_reads_no_others_but_touched_ones_of_equa
         with pytest.raises(CorruptShardError):
             one(transport.unmapped(), "acts000000.bin", 3, 9)
         assert not transport.at("").expects
+
+
+def test_a_file_that_is_opened_again_is_the_first_one_or_an_error(tmp_path) -> None:
+    """Of hundreds of files only some stay open."""
+    with filled("pread", tmp_path) as place:
+        transport = place.open()
+        one(transport, "acts000000.bin", 0, 9)
+        place.fill("acts000000.bin", BIG[::-1])
+        for n in range(200):
+            os.link(f"{place.url}/acts000001.bin", f"{place.url}/{n}.bin")
+            assert one(transport, f"{n}.bin", 0, 9) == FILES["acts000001.bin"][:9]
+        with pytest.raises(CorruptShardError):
+            one(transport, "acts000000.bin", 0, 9)
+
+
+def test_a_link_that_leads_nowhere_is_listed_without_a_size(tmp_path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert [(entry.name, entry.is_dir, entry.size) for entry in open_transport(tmp_path).list()] == [
+        ("link", False, None)
+    ]
 
 
 def test_what_a_transport_changes_itself_it_reads(written: Place) -> None:

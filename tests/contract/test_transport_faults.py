@@ -158,6 +158,9 @@ def test_short_reads_and_writes_are_continued(engine: str, tmp_path, monkeypatch
         memory = np.zeros((3, 900), np.uint8)
         transport.readinto("acts000000.bin", starts=[5, 905, 3000], buffers=[memoryview(row) for row in memory])
         assert memory.tobytes() == BIG[5:1805] + BIG[3000:3900]
+        monkeypatch.setattr(os, "preadv", lambda *_: 0)  # cut at this moment
+        with pytest.raises(CorruptShardError):
+            transport.readinto("acts000000.bin", starts=[5], buffers=[memoryview(bytearray(9))])
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread"])

@@ -33,7 +33,7 @@ from saev_store.errors import (
     StoreExistsError,
     TransportError,
 )
-from saev_store.transport import Transport, open_transport
+from saev_store.transport import LocalTransport, Transport, open_transport
 from saev_store.transport._obstore_options import bucket_region
 
 pytest.importorskip("obstore")
@@ -124,6 +124,20 @@ def test_what_is_no_address_engine_or_option_is_refused(tmp_path) -> None:
         with pytest.raises(ArgumentError) as refused:
             open_transport(url, options, engine=engine)
         assert refused.value.where == where, (url, options, engine)
+    for url in ("s3://b/x?y", "s3:///x", "http://h/x"):
+        with pytest.raises(ArgumentError):
+            open_transport(url, S3, engine="obstore")
+    for root in ("", "a\0b", 3):
+        with pytest.raises(ArgumentError):
+            LocalTransport(root)
+    for url, verify in (
+        ("s3://b/x", 3),
+        ("https://h/x", 3),
+        ("https://h/x", "/nowhere.pem"),
+        ("https://h/x", str(tmp_path)),
+    ):
+        with pytest.raises(ArgumentError):
+            open_transport(url, {"verify": verify})
     with pytest.raises(MissingDependencyError):
         open_transport("nowhere://x/y")
 
@@ -197,6 +211,7 @@ CHOICES = [
     ("s3://b/x", S3, {}, "[default]\nendpoint_url = http://127.0.0.1:9", "fsspec"),
     ("s3://b/x", {**S3, "endpoint_url": "http://127.0.0.1:8"}, {}, "[default]\nendpoint_url = http://127.0.0.1:9", "obstore"),
     ("s3://b/x", {**S3, "s3_additional_kwargs": {}}, {}, "", "fsspec"),
+    ("s3://b/x", {**S3, "config_kwargs": {"s3": {"addressing_style": "virtual"}}}, {}, "", "obstore"),
     ("simplecache::s3://b/x", {"s3": S3}, {}, "", "fsspec"),
     ("gs://b/x", {"token": "anon"}, {}, "", "obstore"),
     ("gs://b/x", {"token": "anon"}, {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}, "", "fsspec"),
@@ -216,6 +231,16 @@ def test_auto_takes_obstore_where_it_finds_what_fsspec_would(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert open_transport(url, options).name.partition(":")[0] == engine
+
+
+@pytest.mark.parametrize("way", ["token", "environment"])
+def test_auto_takes_obstore_for_a_key_file_of_google(way: str, monkeypatch, tmp_path) -> None:
+    path, key = tmp_path / "key.json", {"client_id": "a", "client_secret": "b", "refresh_token": "c"}
+    path.write_text(json.dumps({"type": "authorized_user", **key}))
+    if way == "environment":
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    transport = open_transport("gs://b/x", {"token": str(path)} if way == "token" else None)
+    assert transport.name == "obstore:gs"
 
 
 def test_auto_takes_gcsfs_for_federated_credentials(monkeypatch, tmp_path) -> None:
@@ -368,12 +393,23 @@ def test_a_private_authority_is_trusted_where_it_is_named(
 
 
 def test_a_bucket_that_lets_nobody_in_is_an_access_error(s3_bucket: Bucket, proxy: Proxy) -> None:
-    proxy.faults.append(Fault(status=403, code="InvalidAccessKeyId", times=-1))
-    for engine in ("obstore", "fsspec"):
+    for engine, status, code in (
+        ("obstore", 403, "InvalidAccessKeyId"), ("obstore", 400, "ExpiredToken"), ("fsspec", 403, "InvalidAccessKeyId"),
+    ):  # fmt: skip
+        proxy.faults[:] = [Fault(status=status, code=code, times=-1)]
         transport = open_transport(s3_bucket.url, {**s3_bucket.options, "endpoint_url": proxy.url}, engine=engine)
-        for call in (transport.read, transport.size, lambda path, to=transport: to.put(path, b""), transport.list):
+        calls = [transport.read, lambda path, to=transport: to.put(path, b""), transport.list, transport.size]
+        for call in calls[: 4 if status == 403 else 3]:  # the answer to HEAD has no code
             with pytest.raises(AccessError):
                 call("a.bin")
+
+
+def test_a_bucket_in_another_region_is_an_error_that_names_the_option(s3_bucket: Bucket, proxy: Proxy) -> None:
+    proxy.faults.append(Fault(status=301, code="PermanentRedirect", times=-1))
+    transport = open_transport(s3_bucket.url, {**s3_bucket.options, "endpoint_url": proxy.url}, engine="obstore")
+    with pytest.raises(TransportError) as refused:
+        transport.get_ranges("a.bin", starts=[0], ends=[1])
+    assert "region_name" in str(refused.value.remedy) and not refused.value.transient
 
 
 # What is asked of a service before it is used

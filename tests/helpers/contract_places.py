@@ -96,6 +96,11 @@ def _folder(engine: str, folder: Path) -> Iterator[Place]:
 
 
 @contextmanager
+def _file(folder: Path) -> Iterator[Place]:
+    yield Place("file", f"file://{folder}", {}, "fsspec", functools.partial(_write, folder))
+
+
+@contextmanager
 def _bucket(name: str, engine: str, make: Callable[[], Bucket], _: Path) -> Iterator[Place]:
     bucket = make()
     url = f"{bucket.url}/lab/shards"
@@ -184,6 +189,7 @@ PLACES: dict[str, Callable[[Path], object]] = {
     "s3fs": functools.partial(_bucket, "s3fs", "fsspec", new_moto_bucket),
     "gcsfs": functools.partial(_bucket, "gcsfs", "fsspec", new_gcs_json_bucket),
     "memory": _memory,
+    "file": _file,
     "http": _http,
     "zip": _zip,
 }
@@ -198,7 +204,7 @@ for _library, _names in {"obstore": ("obstore-s3", "obstore-gs"), "gcsfs": ("gcs
 
 READS = list(PLACES)
 WRITES = [name for name in PLACES if name not in {"http", "zip"}]
-BUCKETS = [name for name in WRITES if name not in {"mmap", "pread", "memory"}]
+BUCKETS = [name for name in WRITES if name not in {"mmap", "pread", "memory", "file"}]
 #: What answers through a proxy that breaks things: one of each client.
 SERVED = [name for name in ("obstore-s3", "s3fs", "gcsfs", "http") if name in PLACES]
 
