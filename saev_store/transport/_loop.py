@@ -91,10 +91,13 @@ def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, li
         begun[0].add_done_callback(lambda _: ended.set())
 
     def cancel() -> None:
-        begun[0].cancel()
+        if begun:
+            begun[0].cancel()
+        else:
+            ended.set()
 
-    loop.call_soon_threadsafe(begin)
     try:
+        loop.call_soon_threadsafe(begin)  # inside: Ctrl-C may come before the waiting begins
         if not ended.wait(limit_s + _STUCK_S):
             raise TimeoutError
     except BaseException:
