@@ -7,11 +7,13 @@ import json
 import shutil
 import sqlite3
 import tarfile
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import fsspec
 import pytest
 from energon_tars import tar_bytes
 from hypothesis import given
@@ -103,6 +105,7 @@ def test_index_of_another_schema_is_refused(folder):
 def test_index_with_wrong_rows_gives_the_right_bytes_or_an_error(folder):
     """Every row is refused by `validate`, but for those of samples that do not exist."""
     one, jpg = "WHERE sample_key = 'sample_0001'", "WHERE part_name = 'jpg'"
+    many = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 400)"  # their join has 160,000 rows
     rows = (
         *((True, f"UPDATE samples SET {what} {one}") for what in (
             "byte_offset = 'abc'", "byte_offset = -512", "byte_offset = 1.5", "byte_size = NULL", "byte_size = 9223372036854775807",
@@ -117,12 +120,13 @@ def test_index_with_wrong_rows_gives_the_right_bytes_or_an_error(folder):
         )),
         (True, "DELETE FROM sample_parts WHERE sample_index = 1"), (False, "INSERT INTO samples VALUES (7, 'x', 0, 0, 512)"),
         (True, f"UPDATE sample_parts SET content_byte_offset = content_byte_offset - 1 {jpg}"), (True, f"UPDATE sample_parts SET content_byte_size = 1212 {jpg}"),
+        (True, f"{many} INSERT INTO samples SELECT 0, 'y' || x, 1, 0, 512 FROM n; {many} INSERT INTO sample_parts SELECT 0, 1, 'z', 512, 1 FROM n"),
         (False, "INSERT INTO sample_parts VALUES (0, 5, 'x', 512, 1)"), (False, "INSERT INTO sample_parts VALUES (0, -1, 'x', 512, 1)"),
     )  # fmt: skip
     whole, truth = (folder / INDEX).read_bytes(), {sample.key: dict(sample.parts) for sample in EnergonDataset(folder)}
     for is_refused, statement in rows:
         (folder / INDEX).write_bytes(whole)
-        change(folder, statement)
+        change(folder, *statement.split(";"))
         dataset = EnergonDataset(folder, damaged_ok=True)
         for i, (key, parts) in enumerate(truth.items()):
             reads = [
@@ -150,12 +154,12 @@ def test_index_that_names_samples_that_do_not_exist_is_refused(folder):
         assert isinstance(refused(lambda read=read: read("sample_0001")), (CorruptShardError, DocumentError))
 
 
-def test_index_of_damaged_bytes_is_refused(folder):
+def test_index_of_damaged_bytes_is_refused(folder, monkeypatch):
     whole = (folder / INDEX).read_bytes()
     for raw in (
-        *(whole[:n] for n in (0, 15, 16, 100, 4096, 20_000)),
-        *(whole.replace(name, b"\xff" + name[1:]) for name in (b"byte_offset", b"CREATE TABLE samples")),
         whole.replace(b"sample_0001", b"sample\xff\xff\xff\xff\xff"),
+        *(whole.replace(name, b"\xff" + name[1:]) for name in (b"byte_offset", b"CREATE TABLE samples")),
+        *(whole[:n] for n in (0, 15, 16, 100, 4096, 20_000)),
     ):
         (folder / INDEX).write_bytes(raw)
         try:
@@ -163,6 +167,15 @@ def test_index_of_damaged_bytes_is_refused(folder):
         except DocumentError as error:
             problems = error.problems
         assert {problem.where for problem in problems} == {f"{folder}/{INDEX}"}
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))  # where a remote one is fetched to
+    names = set(folder.iterdir())
+    fsspec.filesystem("memory").put(str(folder), str(folder), recursive=True)
+    error = refused(lambda: EnergonDataset(f"memory://{folder}"))
+    assert (type(error), error.where, set(folder.iterdir())) == (
+        DocumentError,
+        f"memory://{str(folder)[1:]}/{INDEX}",
+        names,
+    )
     (folder / INDEX).unlink()
     (folder / INDEX).mkdir()
     refused(lambda: EnergonDataset(folder).raw("sample_0000"))

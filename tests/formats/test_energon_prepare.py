@@ -142,9 +142,9 @@ def test_prepare_reports_empty_tars_and_names_of_parts(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_bytes([]))
     (tmp_path / "b.tar").write_bytes(tar_bytes([(f"a.p{i:03d}", b"") for i in range(60)]))
     made = prepare(tmp_path, split="1,0,0", progress=False)
-    assert dict(made.splits) == {"train": ("b.tar",), "val": (), "test": ()}
+    assert dict(made.splits) == {"train": ["b.tar"], "val": [], "test": []}
     assert [(problem.kind, problem.where) for problem in made.problems] == [("empty_shard", "a.tar")]
-    assert (made.n_parts, len(made.part_names) >= 50) == (60, True)
+    assert (made.n_parts, len(made.part_names)) == (60, 50)
     assert len(EnergonDataset(tmp_path)) == 1
 
 
@@ -295,9 +295,9 @@ def test_patterns_assign_shards_whose_path_begins_so(tmp_path):
     tars(tmp_path, "train/00.tar", "train/01.tar", "val/00.tar", "other/00.tar")
     made = prepare(tmp_path, split_parts=["train:train/.*", "train:val/0{0..3}", "val:val/", "none:x"], progress=False)
     assert dict(made.splits) == {
-        "train": ("train/00.tar", "train/01.tar", "val/00.tar"),
-        "val": ("val/00.tar",),
-        "none": (),
+        "train": ["train/00.tar", "train/01.tar", "val/00.tar"],
+        "val": ["val/00.tar"],
+        "none": [],
     }
     assert [(problem.kind, problem.where) for problem in made.problems] == [
         ("in_no_split", "other/00.tar"), ("split_overlap", "val/00.tar"), ("empty_split", ".nv-meta/split.yaml"),

@@ -206,7 +206,7 @@ def test_every_sample_type_has_their_fields_and_values(tmp_path):
     for name in FIELDS:
         sample = EnergonDataset(tmp_path / name, images="torchrgb").sample(0)
         ours = {}
-        for field in type(sample).required() + type(sample).optional():
+        for field in type(sample).fields():
             value = getattr(sample, field)
             if isinstance(value, np.ndarray):
                 image_like = value.ndim == 3

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import IntArray
-from saev_store.errors import CorruptShardError, DocumentError, NotFoundError, SelectionError, brief
+from saev_store.errors import CorruptShardError, NotFoundError, SelectionError, brief
 from saev_store.sources._files import chunks
 from saev_store.sources.energon.documents import Documents
 from saev_store.sources.energon.index_sqlite import SqliteIndex
@@ -22,8 +22,6 @@ from saev_store.transport import Transport
 from saev_store.transport.checks import os_errors
 
 N_THREADS = 16
-#: Size limit of a remote database.
-_MAX_INDEX_NBYTES = 16 << 30
 
 
 @dataclass(frozen=True)
@@ -226,13 +224,11 @@ def _open_index(transport: Transport) -> SqliteIndex:
 
     Raises:
         NotFoundError: there is none.
-        DocumentError: it is not a database, or too large to be fetched.
+        DocumentError: it is not a database.
     """
     where, nbytes = transport.where(INDEX_SQLITE), transport.size(INDEX_SQLITE)
     if transport.local_path is not None:
         return SqliteIndex(f"{transport.local_path}/{INDEX_SQLITE}", where=where)
-    if nbytes > _MAX_INDEX_NBYTES:
-        raise DocumentError(f"it has {nbytes:,} bytes; at most {_MAX_INDEX_NBYTES:,} are fetched", where=where)
     with os_errors("$TMPDIR", "write"):
         descriptor, path = tempfile.mkstemp(prefix="saev-store-index-", suffix=".sqlite")
     try:

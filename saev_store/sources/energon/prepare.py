@@ -64,7 +64,7 @@ _MAX_PART_NAMES = 50
 _COMPRESSED = (".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
     """A data set that `prepare` has written.
 
@@ -72,17 +72,17 @@ class Prepared:
         url: Its address, without credentials.
         shards: Its tars and the number of samples of each, in the order of the index.
         n_parts: Number of parts of all samples.
-        part_names: Names of parts, at most 50.
+        part_names: Names of parts, the first 50.
         splits: The tars of each split.
         problems: Warnings about the data set.
     """
 
     url: str
-    shards: Mapping[str, int]
-    n_parts: int
-    part_names: tuple[str, ...]
-    splits: Mapping[str, tuple[str, ...]]
-    problems: tuple[Problem, ...]
+    shards: dict[str, int] = field(default_factory=dict[str, int])
+    n_parts: int = 0
+    part_names: list[str] = field(default_factory=list[str])
+    splits: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    problems: list[Problem] = field(default_factory=list[Problem])
 
     @property
     def n_samples(self) -> int:
@@ -152,46 +152,40 @@ def prepare(
     if shares is None and not patterns and not exists(there, SPLIT_YAML):
         raise ArgumentError("no split is given", where="split", remedy="Pass split='8,1,1' or split_parts=….")
     tars, problems = _find_tars(there, exclude=exclude)
+    made, offsets = Prepared(there.url, problems=problems), dict[str, bytes]()
     with there.lock(f"{WORK_FOLDER}/lock"):
         _check_unprepared(there, overwrite=overwrite)  # finding all tars may take long
         _delete_leftovers(there)
-        facts = _Facts(there.url, problems=problems)
         with (
             Progress(sum(tars.values()), "indexing", shown=progress) as bar,
             NewFile(there, INDEX_SQLITE, overwrite=True) as index,
         ):
-            scanned = facts.checked(_scan_all(there, list(tars), num_workers=num_workers), bar)
+            scanned = _counted(_scan_all(there, list(tars), num_workers=num_workers), made, offsets, bar)
             uuid = build_index(index.temporary, scanned, where=there.url)
-            filled = [tar for tar, count in facts.counts.items() if count]
+            filled = [tar for tar, count in made.shards.items() if count]
             if shares is not None:
                 runs = deal(len(filled), shares)
-                splits = {name: filled[a:b] for name, (a, b) in zip(SPLITS, runs, strict=True)}
+                made.splits = {name: filled[a:b] for name, (a, b) in zip(SPLITS, runs, strict=True)}
             elif patterns:
-                splits, more = match_patterns(filled, patterns)
-                facts.problems += more
+                made.splits, more = match_patterns(filled, patterns)
+                made.problems += more
             else:  # before anything is replaced: it may name shards that no longer exist
-                splits = read_splits(there, list(tars))[0]
+                made.splits = read_splits(there, list(tars))[0]
             # Until .info.json is written again, the folder is not a data set.
             there.delete(INFO_JSON)
             there.delete(INFO_YAML)
             index.commit()
-            in_threads(lambda tar: there.put(idx_path(tar), facts.offsets[tar]), list(tars), _N_THREADS)
+            in_threads(lambda tar: there.put(idx_path(tar), offsets[tar]), list(tars), _N_THREADS)
             there.put(INDEX_UUID, uuid.encode())
             if shares is not None or patterns:
                 there.delete(SPLIT_JSON)
-                there.put(SPLIT_YAML, split_bytes(splits))
+                there.put(SPLIT_YAML, split_bytes(made.splits))
             if definition is not None or not exists(there, DATASET_YAML):
                 there.put(DATASET_YAML, definition or definition_bytes(CRUDE, {}))
-            there.put(INFO_JSON, info_bytes(facts.counts))
+            there.put(INFO_JSON, info_bytes(made.shards))
         there.delete(WORK_FOLDER)
-    return Prepared(
-        there.url,
-        facts.counts,
-        facts.n_parts,
-        tuple(facts.part_names),
-        {name: tuple(shards) for name, shards in splits.items()},
-        (*facts.problems, *read_documents(there).problems),
-    )
+    made.problems += read_documents(there).problems
+    return made
 
 
 def _check_unprepared(transport: Transport, *, overwrite: bool) -> None:
@@ -236,49 +230,39 @@ def _find_tars(transport: Transport, *, exclude: str | None) -> tuple[dict[str, 
     return dict(sorted(found.items(), key=lambda item: item[0].split("/"))), problems
 
 
-@dataclass
-class _Facts:
-    """Facts about scanned shards, collected while they are written to the index."""
+def _counted(
+    results: Iterable[Shard | SaevStoreError], made: Prepared, offsets: dict[str, bytes], bar: Progress
+) -> Iterator[Shard]:
+    """Yield scanned shards, and add to `made` and `offsets` what is known of each; all are tried even if some are damaged.
 
-    url: str
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-    offsets: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    n_parts: int = 0
-    part_names: dict[str, None] = field(default_factory=dict[str, None])
-    problems: list[Problem] = field(default_factory=list[Problem])
-
-    def checked(self, results: Iterable[Shard | SaevStoreError], bar: Progress) -> Iterator[Shard]:
-        """Yield scanned shards; all are tried even if some are damaged.
-
-        Raises:
-            CorruptShardError: after the last one, if some are damaged.
-        """
-        errors: list[SaevStoreError] = []
-        for result in results:
-            if isinstance(result, SaevStoreError):
-                errors.append(result)
-                continue
-            self.counts[result.name] = len(result.samples)
-            self.offsets[result.name] = tar_idx_bytes([*(sample.offset for sample in result.samples), result.end])
-            for oddity in result.oddities:
-                self.problems.append(Problem("odd_tar", oddity, result.name, severity="warning"))
-            if not result.samples:
-                message = "it has no samples, so it is in no split"
-                self.problems.append(Problem("empty_shard", message, result.name, severity="warning"))
-            for sample in result.samples:
-                self.n_parts += len(sample.parts)
-                if len(self.part_names) < _MAX_PART_NAMES:
-                    self.part_names.update((part.name, None) for part in sample.parts)
-            bar.advance(result.nbytes)
-            yield result
-        if errors:
-            shown = "; ".join(f"{error.where}: {error.message}" for error in errors[:8])
-            raise CorruptShardError(
-                f"{len(errors)} tars cannot be indexed: {shown}{'; …' if len(errors) > 8 else ''}",
-                where=self.url,
-                remedy="Restore them or leave them out with `exclude`, then prepare again.",
-                problems=[Problem(error.kind, error.message, error.where or "") for error in errors],
-            )
+    Raises:
+        CorruptShardError: after the last one, if some are damaged.
+    """
+    errors: list[SaevStoreError] = []
+    for shard in results:
+        if isinstance(shard, SaevStoreError):
+            errors.append(shard)
+            continue
+        made.shards[shard.name] = len(shard.samples)
+        offsets[shard.name] = tar_idx_bytes([*(sample.offset for sample in shard.samples), shard.end])
+        for oddity in shard.oddities:
+            made.problems.append(Problem("odd_tar", oddity, shard.name, severity="warning"))
+        if not shard.samples:
+            message = "it has no samples, so it is in no split"
+            made.problems.append(Problem("empty_shard", message, shard.name, severity="warning"))
+        made.n_parts += sum(len(sample.parts) for sample in shard.samples)
+        names = dict.fromkeys([*made.part_names, *(part.name for sample in shard.samples for part in sample.parts)])
+        made.part_names = list(names)[:_MAX_PART_NAMES]
+        bar.advance(shard.nbytes)
+        yield shard
+    if errors:
+        shown = "; ".join(f"{error.where}: {error.message}" for error in errors[:8])
+        raise CorruptShardError(
+            f"{len(errors)} tars cannot be indexed: {shown}{'; …' if len(errors) > 8 else ''}",
+            where=made.url,
+            remedy="Restore them or leave them out with `exclude`, then prepare again.",
+            problems=[Problem(error.kind, error.message, error.where or "") for error in errors],
+        )
 
 
 def _definition(sample_type: str | None, field_map: Mapping[str, str] | None) -> bytes | None:
