@@ -151,7 +151,11 @@ def test_dataset_opened_again_is_the_same(tmp_path):
     (tmp_path / "d/.nv-meta/index.uuid").unlink()
     assert EnergonDataset(tmp_path / "d").describe()["index_uuid"] == ""
     (tmp_path / "d/parts/data-0.tar").unlink()
-    assert type(refused(EnergonDataset(tmp_path / "d", damaged_ok=True).describe)) is NotFoundError
+    damaged = EnergonDataset(tmp_path / "d", damaged_ok=True, images="torchrgb", engine="pread")
+    assert type(refused(damaged.describe)) is NotFoundError
+    again = pickle.loads(pickle.dumps(damaged.split("val")))
+    assert (again.images, again.transport.name, again.raw("doc/003").key) == ("torchrgb", "pread", "doc/003")
+    assert [problem.kind for problem in again.problems] == ["missing_shard"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -428,6 +432,8 @@ def test_filesystem_lists_and_reads_parts_by_name(tmp_path):
     for address in (f"energon://doc/000.json::{CRUDE}", f"energon://doc/000.json::file://{CRUDE}"):
         with fsspec.open(address) as file:
             assert file.read() == b'{"n": 0}'
+    files = fsspec.open_files([f"energon://doc/00{i}.json::{CRUDE}" for i in (0, 4)])
+    assert [file.open().read() for file in files] == [b'{"n": 0}', b'{"n": 4}']
     fsspec.filesystem("memory").put(str(CRUDE), str(tmp_path), recursive=True)
     with fsspec.open(f"energon://doc/004.json::memory://{tmp_path}") as file:
         assert file.read() == b'{"n": 4}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import fsspec
@@ -42,7 +43,7 @@ def dataset(folder: Path, files: list[tuple[str, bytes]]) -> EnergonDataset:
 @pytest.fixture
 def texts(tmp_path) -> EnergonDataset:
     return dataset(tmp_path / "texts", [
-        ("a.json", b'{"image": "img/1.jpg", "all": ["img/1.jpg", "img/2.jpg"]}'), ("b.json", b'{"all": [], "image": null}'),
+        ("a.json", b'{"image": " img/1.jpg\\n", "all": ["img/1.jpg", "img/2.jpg"]}'), ("b.json", b'{"all": [], "image": null}'),
         ("c.json", b'{"image": "img/nope.jpg", "all": [7]}'), ("d.json", b'{"image": "../etc/passwd"}'), ("e.json", b"{"),
         ("f.json", b'{"image": 7}'),
     ])  # fmt: skip
@@ -118,7 +119,8 @@ def test_metadataset_opens_its_splits_as_joined_datasets(tmp_path):
         {"images": f"{tmp_path}/images"}, {"clips": f"{tmp_path}/files"}, {"lang": "en"},
     )  # fmt: skip
     names = {"images": "json[image]", "clips": "json[clip]"}
-    with open_metadataset(tmp_path / "meta.yaml", names=names) as joined:
+    with open_metadataset(tmp_path / "meta.yaml", names=names, engine="pread") as joined:
+        assert {each.transport.name for each in (joined.primary, *joined.auxiliary.values())} == {"pread"}
         assert [sample.sample.key for sample in joined] == ["0", "1", "2", "3"]
         assert joined[2].media == {
             "images": {"img/2.jpg": b"jpeg 2"}, "clips": {"img/0.jpg": b"jpeg 0", "img/2.jpg": b"jpeg 2"},
@@ -147,6 +149,16 @@ def test_metadataset_addresses_are_below_its_folder_unless_allowed(tmp_path):
     path.write_text(f"{METADATASET_HEAD}  train: {{path: x, aux: {{a: 'filesystem+s3://lab/x', b: y}}}}\n")
     found = read_metadataset(path, outside_ok=True)["train"]
     assert (dict(found.folders), dict(found.auxiliary)) == ({"a": "s3://lab/x"}, {"b": f"{tmp_path}/y"})
+
+
+def test_metadataset_in_an_archive_names_folders_of_the_archive(tmp_path):
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr(
+            "d/meta.yaml", f"{METADATASET_HEAD}  train: {{path: texts, aux: {{files: 'filesystem://./x//y'}}}}\n"
+        )
+    found = read_metadataset(f"zip://d/meta.yaml::file://{tmp_path}/all.zip")["train"]
+    assert found.primary == f"zip://d/texts::file://{tmp_path}/all.zip"
+    assert found.folders == {"files": f"zip://d/x/y::file://{tmp_path}/all.zip"}
 
 
 def test_metadatasets_of_other_kinds_are_refused(tmp_path):
