@@ -167,6 +167,7 @@ def test_index_of_damaged_bytes_is_refused(folder, monkeypatch):
         except DocumentError as error:
             problems = error.problems
         assert {problem.where for problem in problems} == {f"{folder}/{INDEX}"}
+    (folder / INDEX).write_bytes(whole[:100])
     monkeypatch.setattr(tempfile, "tempdir", str(folder))  # where a remote one is fetched to
     names = set(folder.iterdir())
     fsspec.filesystem("memory").put(str(folder), str(folder), recursive=True)
