@@ -172,11 +172,8 @@ def test_index_of_damaged_bytes_is_refused(folder, monkeypatch):
     names = set(folder.iterdir())
     fsspec.filesystem("memory").put(str(folder), str(folder), recursive=True)
     error = refused(lambda: EnergonDataset(f"memory://{folder}"))
-    assert (type(error), error.where, set(folder.iterdir())) == (
-        DocumentError,
-        f"memory://{str(folder)[1:]}/{INDEX}",
-        names,
-    )
+    assert (type(error), set(folder.iterdir())) == (DocumentError, names)
+    assert str(error.where).endswith(f"{folder}/{INDEX}")
     (folder / INDEX).unlink()
     (folder / INDEX).mkdir()
     refused(lambda: EnergonDataset(folder).raw("sample_0000"))
