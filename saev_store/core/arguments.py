@@ -68,7 +68,7 @@ def check_count(value: object, *, name: str, least: int = 1, most: int = 2**63 -
     """An integer argument within its bounds.
 
     Raises:
-        ArgumentError: it is no integer (booleans are none), or outside.
+        ArgumentError: it is not an integer (booleans are not), or outside.
     """
     if not isinstance(value, bool):
         try:
@@ -84,7 +84,7 @@ def check_number(value: object, *, name: str, zero_ok: bool = False) -> float:
     """A number of more than 0, such as a limit or a time; infinity is one.
 
     Raises:
-        ArgumentError: it is no real number (booleans are none), not more than 0, or NaN.
+        ArgumentError: it is not a real number (booleans are not), not more than 0, or NaN.
 
     >>> check_number(3, name="timeout_s")
     3.0

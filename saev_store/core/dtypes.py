@@ -92,7 +92,7 @@ def read_dtype(asked: ReadDtype, stored: str) -> np.dtype[np.generic]:
 
 
 def are_finite(bits: npt.NDArray[np.uint16], dtype: str) -> bool:
-    """Whether all numbers of a dtype of 16 bits, given by their bits, are finite.
+    """Return True if all numbers of a dtype of 16 bits, given by their bits, are finite.
 
     Among unsigned integers the negative numbers that are not finite are the largest, among signed ones the positive ones.
 

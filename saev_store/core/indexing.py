@@ -80,7 +80,7 @@ class Points:
 
 
 def length(axis: Axis) -> int:
-    """How many positions a choice along one axis has."""
+    """Number of positions of a choice along one axis."""
     return axis.count if isinstance(axis, Progression) else len(axis)
 
 

@@ -31,7 +31,7 @@ LayerKey: TypeAlias = int | tuple[int, str]
 
 
 def is_layer_pair(layer: object) -> bool:
-    """Whether it is a pair of a label and a hook point, such as `(3, "attn_out")`."""
+    """Return True for a pair of a label and a hook point, such as `(3, "attn_out")`."""
     if not isinstance(layer, tuple):
         return False
     pair = cast("tuple[object, ...]", layer)
@@ -48,7 +48,7 @@ def layer_name(key: LayerKey) -> str:
 
 
 def transformer_lens_name(key: LayerKey) -> str:
-    """What TransformerLens calls the place where an entry of the layer axis was taken.
+    """TransformerLens's name of the place where an entry of the layer axis was taken.
 
     >>> transformer_lens_name(5), transformer_lens_name((5, "attn.z"))
     ('blocks.5.hook_resid_post', 'blocks.5.attn.hook_z')

@@ -90,7 +90,7 @@ Step = MappedBox | MappedRows | Runs
 
 
 class Part(NamedTuple):
-    """What is read together.
+    """Reads that are made together.
 
     Attributes:
         steps: One for each shard that is touched.
@@ -107,7 +107,7 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a selection reads of one shard: examples by their position in the shard, and where they go."""
+    """Reads of a selection from one shard: examples by their position in the shard, and where they go."""
 
     shard_idx: int
     examples: Progression

@@ -29,7 +29,7 @@ COUNT_CHUNK_BYTES = 16 << 20
 
 
 class Coordinates(NamedTuple):
-    """Where rows come from, one int64 array each.
+    """Origins of rows, one int64 array each.
 
     Attributes:
         example_idx: Position on the example axis.
@@ -54,7 +54,7 @@ class RowSpace:
         ends: Only with ignored labels: rows up to and including each chosen example, int64.
         labels: Only with ignored labels: the store's labels (n_examples, content tokens), borrowed.
         kept: Only with ignored labels: a table of 256 booleans, true for labels that stay.
-        condition: What tells `labels` apart that were derived from a condition: a digest of them; empty for a store's own.
+        condition: Digest of `labels` that were derived from a condition; empty for a store's own.
         stacks_layers: Whether a row is the vectors of all chosen layers of one token.
         row_layers: The layers of a row's vectors, by position: int64 (rows_per_token, vectors_per_row).
         rows_per_token: Rows of a token of an example: one for each chosen layer, or one with stacked layers.
@@ -207,7 +207,7 @@ def keeping(space: RowSpace, labels: Labels, kept: npt.NDArray[np.bool_], condit
 
 
 def are_several(layer: Layers) -> bool:
-    """Whether it is not one label, or one pair (label, hook point), but several, or `"all"`."""
+    """True for several labels or pairs (label, hook point), or `"all"`; False for one."""
     if isinstance(layer, np.ndarray):
         return layer.ndim > 0
     return isinstance(layer, Sequence) and not is_layer_pair(layer)

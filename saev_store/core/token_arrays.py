@@ -83,7 +83,7 @@ class TokenArray:
         return dtype if sys.byteorder == "little" else dtype.newbyteorder("<")
 
     def is_valid(self, values: bytes | bytearray | memoryview) -> bool:
-        """Whether bytes of its file can be its values: those of a bool are 0 and 1, those of other dtypes are any.
+        """Return True if bytes of its file can be its values: those of a bool are 0 and 1, those of other dtypes are any.
 
         >>> TokenArray("mask", "bool").is_valid(bytes([0, 1, 2]))
         False

@@ -131,7 +131,7 @@ class Findings:
 
     @property
     def is_full(self) -> bool:
-        """Whether an error was left out, so that there is no need to look further."""
+        """True if an error was left out, so that there is no need to look further."""
         return self.n_errors > MAX_PROBLEMS
 
     def error(self, *, remedy: str, kind: type[DocumentError] = DocumentError) -> DocumentError:

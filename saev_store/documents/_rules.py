@@ -114,7 +114,7 @@ def _checked_values(document: Mapping[str, object], version: WrittenVersion, fin
         value = document.get(key)
         if key not in document:
             if key in version.required_keys:
-                why = ", for nothing else says how the vectors are laid out" if key == "protocol" else ""
+                why = ", for nothing else describes how the vectors are laid out" if key == "protocol" else ""
                 findings.add("missing_key", f'the key "{key}" is missing; {version.title} demands it{why}', loc=(key,))
             values[name] = () if name == "token_arrays" else None
             continue
@@ -170,10 +170,10 @@ def _refuse(document: Mapping[str, object], findings: Findings) -> None:
     protocol, dtype = document.get("protocol"), document.get("dtype")
     old = sorted(_UNVERSIONED_KEYS & document.keys())
     if "protocol" not in document and (old or ("dtype" not in document and "vit_family" in document)):
-        told_by = f" and has {key_list(old)}" if old else ""
+        known_by = f" and has {key_list(old)}" if old else ""
         findings.add(
             "unversioned",
-            f'it has no "protocol"{told_by}: it was written before protocol 1.0.0 (June 2025), and nothing in it says how '
+            f'it has no "protocol"{known_by}: it was written before protocol 1.0.0 (June 2025), and nothing in it describes how '
             "its vectors are laid out",
             loc=("protocol",),
         )
@@ -202,7 +202,7 @@ def _refuse(document: Mapping[str, object], findings: Findings) -> None:
         findings.add("unknown_dtype", f'"dtype" is {shown(dtype)}; {whose} {key_list(held)} only', loc=("dtype",))
     if not findings.n_errors:
         return
-    with contextlib.suppress(BreakingProtocolWarning):  # where warnings are errors: the error below says more
+    with contextlib.suppress(BreakingProtocolWarning):  # where warnings are errors: the error below has more
         warnings.warn(
             f"{findings.where}: breaking change of the protocol: protocol {shown(protocol)}, dtype {shown(dtype)}; the "
             "shards are not read",

@@ -33,7 +33,7 @@ MIN_SHARDS, MAX_SHARD_BYTES = 32, 1 << 30
 
 @dataclass(frozen=True, eq=False)
 class Metadata:
-    """What a metadata.json says, whatever the version; equal to another one when their bytes are.
+    """Content of a metadata.json of any version; equal to another one when their bytes are.
 
     Attributes:
         family: The family of models, such as "clip"; any string is accepted.
@@ -96,12 +96,12 @@ class Metadata:
 
     @property
     def declares_token_arrays(self) -> bool:
-        """Whether the version lists its token arrays (3.0); else there may be a labels.bin that no document mentions."""
+        """True if the version lists its token arrays (3.0); else there may be a labels.bin that no document mentions."""
         return "token_arrays" in self.version.fields
 
     @property
     def recordable(self) -> tuple[TokenArray, ...]:
-        """What may be recorded for each content token: what the document declares, before protocol 3.0 labels."""
+        """Token arrays that the document declares; before protocol 3.0 labels."""
         return self.token_arrays if self.declares_token_arrays else (LABELS,)
 
     @property
@@ -224,7 +224,7 @@ def _find_oddities(
 
 
 def depth_order(layers: tuple[int, ...]) -> bool | None:
-    """Whether layers are listed in the order in which a model runs them; None if that depends on its depth.
+    """True if layers are listed in the order in which a model runs them; None if that depends on its depth.
 
     Negative labels count from the end, and the depth is not in the document.
 
@@ -283,7 +283,7 @@ def new_metadata(
 
     Args:
         protocol: "2.0", "1.0.0", "2.1", the only one that the reference project's code of today reads, or "3.0". By default
-            2.0 where it can say everything, else 3.0, which only this package reads.
+            2.0 if it can hold everything, else 3.0, which only this package reads.
         family: The family of models, such as "clip".
         ckpt: The model.
         layers: Labels of the recorded layers, a sequence or array of distinct integers.
@@ -330,12 +330,12 @@ def new_metadata(
         "dataset": dataset,
         "pixel_agg": pixel_agg,
     }
-    # What is no sequence or mapping goes on as it is, to be refused like the same value in a document.
+    # Anything but a sequence or mapping is passed as it is, to be refused like the same value in a document.
     ours: dict[str, object] = {"hook_points": hook_points, "token_arrays": token_arrays, "text": text}
     if isinstance(hook_points, (list, tuple)):
         with contextlib.suppress(TypeError):  # layers without a length are refused with the document
             are_default = [*hook_points] == [RESID_POST] * len(layers)
-            ours["hook_points"] = None if are_default else [*hook_points]  # said by leaving them out
+            ours["hook_points"] = None if are_default else [*hook_points]  # expressed by leaving them out
     if isinstance(token_arrays, Mapping):
         kinds = {name: dtype_name(kind) or kind for name, kind in token_arrays.items()}
         ours["token_arrays"] = [{"name": name, "dtype": kind} for name, kind in kinds.items()] or None

@@ -188,7 +188,7 @@ def _find_bad_counts(values: list[int], key: str, expected: list[int], layout: L
         )
     total = sum(values)
     if total != layout.n_examples:
-        findings.add("wrong_sum", f"its counts sum to {total}; the metadata says {layout.n_examples} examples")
+        findings.add("wrong_sum", f"its counts sum to {total}; the metadata has {layout.n_examples} examples")
 
 
 def parse_token_array_size(
@@ -223,5 +223,5 @@ def parse_token_array_size(
 
 
 def rewriting(name: str) -> str:
-    """How a lost token array is written anew, for remedies."""
+    """Advice on writing a lost token array again, for remedies."""
     return f'write it anew with store.repair().restore_array("{name}", ...)'

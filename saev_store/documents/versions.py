@@ -23,13 +23,13 @@ FIELDS = (
 
 #: Those that protocol 3.0 adds, in the order in which they are written, before `dtype` and `protocol`.
 NEW_FIELDS = ("hook_points", "token_arrays", "text", "spec")
-#: What `spec` says in a document of ours: a version 3 without it is another project's.
+#: The value of `spec` in a document of ours: a version 3 without it is another project's.
 SPEC = "saev_store"
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a family of versions spells the keys whose names have changed.
+    """Spelling of the keys whose names have changed, in a family of versions.
 
     Attributes:
         name: What messages call it.
@@ -156,7 +156,7 @@ VERSIONS = (
         "2025-10-13", "2.1", TOKENS, data="string", requires_dataset=True, recipe="field-order-8",
         style="indent-2-utf8", writes=FIELDS,
     ),
-    # Ours: 16 bits, hook points, token arrays. Written only where 2.0 cannot say it.
+    # Ours: 16 bits, hook points, token arrays. Written only if 2.0 cannot hold it.
     WrittenVersion(
         "2026-11-22", "3.0", TOKENS, requires_dataset=True,
         writes=(*_all_but("pixel_agg")[:-2], *NEW_FIELDS, *FIELDS[-2:]), fields=(*FIELDS[:-2], *NEW_FIELDS, *FIELDS[-2:]),

@@ -19,7 +19,7 @@ from saev_store.errors import ArgumentError
 #: The most bytes that a shards.json may have: room for about eight million shards.
 SHARDS_MAX_NBYTES = 512 * 2**20
 SHORTEST_ENTRY_NBYTES = 45
-#: Fields that say which version a document is of; a change would make another version of it.
+#: Fields that identify the version of a document; a change would make another version of it.
 _FIXED = frozenset({"dtype", "protocol", "spec"})
 #: What a new document has where no value was given, in the versions that write the key.
 _DEFAULTS = {"dataset": "", "pixel_agg": "majority"}
@@ -102,7 +102,7 @@ def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes
 
 
 def _check_needed(protocol: str, values: Mapping[str, object]) -> None:
-    """Refuse what a protocol cannot say, and protocol 3.0 where an older one says the same."""
+    """Refuse what a protocol cannot hold, and protocol 3.0 if an older one holds the same."""
     new = [name for name in ("hook_points", "token_arrays", "text") if values.get(name) is not None]
     if values.get("dtype") != "float32":
         new.append("dtype")
@@ -112,7 +112,7 @@ def _check_needed(protocol: str, values: Mapping[str, object]) -> None:
         )
     if protocol == "3.0" and not new:
         raise ArgumentError(
-            "protocol 3.0 is written only where 2.0 cannot say the same: 16 bits, hook points, token arrays, text",
+            "protocol 3.0 is written only if 2.0 cannot hold the same: 16 bits, hook points, token arrays, text",
             where="protocol",
             remedy="Leave protocol out: every reader then reads the store.",
         )

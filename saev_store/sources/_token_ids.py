@@ -18,7 +18,7 @@ Tokenizer = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
 
 
 class TokenIds(NamedTuple):
-    """How samples become token ids.
+    """Conversion of samples to token ids.
 
     Attributes:
         source: The samples.

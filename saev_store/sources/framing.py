@@ -18,7 +18,7 @@ Box: TypeAlias = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Framing:
-    """How the model's input is made of an image: resized as a whole, then cropped in the centre.
+    """Steps from an image to the model's input: resized as a whole, then cropped in the centre.
 
     Attributes:
         resize: (height, width) of every image after resizing; or the length of the shorter edge, where the proportions stay;

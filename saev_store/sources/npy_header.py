@@ -19,7 +19,7 @@ _MOST_AXES = 64
 
 
 class NpyHeader(NamedTuple):
-    """What an array is, and where its first byte is.
+    """Dtype and shape of an array, and the offset of its first byte.
 
     Attributes:
         shape: Of the array.
@@ -63,7 +63,7 @@ def parse_npy_header(head: bytes) -> NpyHeader:
     except Exception as error:  # NumPy's reader lets through what Python's parser of literals raises, MemoryError too
         raise ValueError(brief(str(error) or type(error).__name__)) from None
     if len(shape) > _MOST_AXES or any(type(n) is not int or not 0 <= n < 2**63 for n in shape):
-        raise ValueError(f"its header tells of shape {brief(shape)}")
+        raise ValueError(f"its header has shape {brief(shape)}")
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are never loaded")
     if dtype.itemsize == 0:

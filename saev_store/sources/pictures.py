@@ -71,7 +71,7 @@ def picture_of(source: Source[object], sample: object, image_key: ImageKey | Non
 
 
 def picture_px(picture: object, *, where: str) -> tuple[int, int] | None:
-    """(height, width) of what `picture_of` returned, upright; None where that cannot be told."""
+    """(height, width) of what `picture_of` returned, upright; None if that is not known."""
     if isinstance(picture, bytes):
         return size_px(picture, where=where)
     if is_pillow(picture):
@@ -84,7 +84,7 @@ def picture_px(picture: object, *, where: str) -> tuple[int, int] | None:
 
 
 def is_pillow(value: object) -> TypeGuard[PilImage]:
-    """Whether a value is an image of Pillow; does not import it."""
+    """Return True for an image of Pillow; does not import it."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
@@ -117,7 +117,7 @@ def _part_of(source: Source[object], sample: RawSample, image_key: ImageKey | No
 
 
 def _content_of(sample: object) -> str:
-    """What a sample is, for messages."""
+    """Description of a sample, for messages."""
     if isinstance(sample, Mapping):
         return f"has {', '.join(map(str, cast('Mapping[object, object]', sample)))}"
     return f"is {kind_of(sample)}"
@@ -131,5 +131,5 @@ def name_of(source: Source[object], sample_idx: int) -> str:
 
 
 def shared_between_threads(source: Source[object]) -> bool:
-    """Whether threads may read samples at the same time; nothing is known of foreign data sets."""
+    """True if threads may read samples at the same time; foreign data sets are not known to allow it."""
     return isinstance(source, (ImageFolder, EnergonDataset))

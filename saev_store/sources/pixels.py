@@ -34,7 +34,7 @@ def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
     """An image whose header was read, and whose size is below the limit.
 
     Raises:
-        DocumentError: it is no image, does not decode inside the block, or has too many pixels.
+        DocumentError: it is not an image, does not decode inside the block, or has too many pixels.
         MissingDependencyError: Pillow is not installed.
     """
     try:
@@ -59,7 +59,9 @@ def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
     except Exception as error:
         # Pillow's plug-ins raise many kinds of errors for damaged files; some print the object in memory.
         why = "its format is not known" if isinstance(error, UnidentifiedImageError) else str(error)
-        raise DocumentError(f"it is no image that can be decoded: {why or type(error).__name__}", where=where) from None
+        raise DocumentError(
+            f"it is not an image that can be decoded: {why or type(error).__name__}", where=where
+        ) from None
 
 
 def decode_rgb(raw: bytes, *, where: str) -> PilImage:
@@ -74,12 +76,12 @@ def decode_rgb(raw: bytes, *, where: str) -> PilImage:
 
 
 def to_rgb(image: PilImage, *, where: str) -> PilImage:
-    """An image as RGB with 8 bits: upright as its EXIF says, 16 bits cut to the upper 8, without transparency.
+    """An image as RGB with 8 bits: turned by its EXIF orientation, 16 bits cut to the upper 8, without transparency.
 
     The rest is Pillow's `convert("RGB")`: grey values are repeated, palettes looked up, CMYK inverted, alpha left out.
 
     Raises:
-        DocumentError: it has floats, or integers beyond 16 bits, of which nothing tells what is white.
+        DocumentError: it has floats, or integers beyond 16 bits, whose white is not known.
     """
     from PIL import Image, ImageOps
 
@@ -97,17 +99,17 @@ def to_rgb(image: PilImage, *, where: str) -> PilImage:
 
 
 def size_px(raw: bytes, *, where: str) -> tuple[int, int]:
-    """(height, width) of the image of a file, upright as its EXIF says; only the header is read.
+    """(height, width) of the image of a file, turned by its EXIF orientation; only the header is read.
 
     Raises:
-        DocumentError: it is no image.
+        DocumentError: it is not an image.
     """
     with opened(raw, where=where) as image:
         return upright_px(image)
 
 
 def upright_px(image: PilImage) -> tuple[int, int]:
-    """(height, width) of an image, upright as its EXIF says."""
+    """(height, width) of an image, turned by its EXIF orientation."""
     is_turned = cast("int", image.getexif().get(_ORIENTATION, 1)) >= _FIRST_TURNED
     return (image.width, image.height) if is_turned else (image.height, image.width)
 
@@ -123,7 +125,7 @@ def decode_mask(raw: bytes, *, where: str) -> npt.NDArray[np.integer]:
 
 
 def mask_of(image: PilImage, *, where: str) -> npt.NDArray[np.integer]:
-    """The integers of a mask of Pillow, (height, width), upright as its EXIF says.
+    """The integers of a mask of Pillow, (height, width), turned by its EXIF orientation.
 
     Raises:
         DocumentError: it has more than one channel, or floats.

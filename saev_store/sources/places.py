@@ -34,7 +34,7 @@ class Tokens(Part):
 
 
 class Framed(Part):
-    """How the model's input was made of an image, see `Framing`."""
+    """Steps from an image to the model's input, see `Framing`."""
 
     resize: EdgePx | Pair | None
     crop: Pair | None
@@ -101,7 +101,7 @@ class PatchPlace:
         row, column: Its place in the grid of patches, from the top left.
         box: (left, top, right, bottom) in pixels of the image as the model saw it, right and bottom exclusive.
         image_px: (height, width) of that image, after resizing and cropping.
-        original_box: The same box in pixels of the original image, upright as its EXIF says; None where it is not known how that was
+        original_box: The same box in pixels of the original image, turned by its EXIF orientation; None where it is not known how that was
             resized and cropped.
     """
 
@@ -113,7 +113,7 @@ class PatchPlace:
 
 
 def ids_of(sample: object) -> npt.NDArray[np.integer] | None:
-    """The token ids of a sample; None for one that is no array of them."""
+    """The token ids of a sample; None for anything but an array of them."""
     is_text = isinstance(sample, np.ndarray) and cast("npt.NDArray[np.generic]", sample).ndim == 1
     return cast("npt.NDArray[np.integer]", sample) if is_text else None
 
@@ -134,7 +134,7 @@ def patch_place(patches: Patches, token: int, original_px: SizePx | None) -> Pat
     """The place of a patch; None where the grid has fewer.
 
     Args:
-        patches: What the metadata say.
+        patches: The description in the metadata.
         token: The content token.
         original_px: (height, width) of the original image, if known.
     """
@@ -152,7 +152,7 @@ def patch_place(patches: Patches, token: int, original_px: SizePx | None) -> Pat
 
 
 def sample_of(examples: IntArray, skipped: Sequence[int]) -> IntArray:
-    """The sample of each example where some samples are no examples.
+    """The sample of each example if some samples are not examples.
 
     Args:
         examples: Positions.

@@ -107,7 +107,7 @@ def recorded_from(
             without a special token begin with token 0.
         by_token: For texts that were cut or laid end to end: the sample of a token is its `document_ids` in the store, and its place
             there is its `positions`, so the store has to have both token arrays.
-        skipped: Beside `first`: samples that are no examples, in ascending order; each moves the later examples on by one.
+        skipped: Beside `first`: samples that are not examples, in ascending order; each moves the later examples on by one.
         patches: For images: content token t is patch t of a grid of (rows, columns), row by row.
         image_px: For images: (height, width) of the model's input, in pixels.
         patch_px: For images: (height, width) of a patch, where patches do not fill the input.
@@ -328,7 +328,7 @@ def _checked_sample(source: Source[object], sample_idx: int, example: int, metad
 
 
 def _token(tokens: Tokens | None, token: int, sample: object, neighbours: int, metadata: Metadata) -> TokenPlace | None:
-    """The token of a text; None for a sample that is no text."""
+    """The token of a text; None for a sample that is not a text."""
     if tokens is None:
         raise _unusable("content", None, metadata)
     ids = ids_of(sample)
@@ -336,7 +336,7 @@ def _token(tokens: Tokens | None, token: int, sample: object, neighbours: int, m
         return None
     if tokens.first is None and metadata.layout.cls_token:
         raise DocumentError(
-            "does not say whether the special token of the store is the first token of a sample",
+            "does not record whether the special token of the store is the first token of a sample",
             where=metadata.where,
             remedy="Record with recorded_from(source, first_token=1) if it is (BOS), else with first_token=0.",
         )

@@ -1,4 +1,4 @@
-"""What makes stores of arrays; a part of `ShardStore`."""
+"""Stores made of arrays; a part of `ShardStore`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Importing:
-    """What `ShardStore` has for data that are no store yet."""
+    """The part of `ShardStore` for data that are not a store yet."""
 
     @classmethod
     def from_array(

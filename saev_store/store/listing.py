@@ -88,7 +88,7 @@ class StoreList(Sequence[StoreEntry]):
 
 
 def list_stores(root: Transport) -> StoreList:
-    """Every store one level below a root; folders that are no stores are left out, as are those that are moved aside to be deleted.
+    """Every store one level below a root; folders that are not stores are left out, as are those that are moved aside to be deleted.
 
     Reads two small documents per folder and compares the sizes of its files, several folders at once. Nothing is raised
     for a single broken store.

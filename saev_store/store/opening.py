@@ -60,8 +60,8 @@ class Opened:
     Attributes:
         transport: Rooted at the store's folder.
         name: The folder's own name.
-        metadata: What `metadata.json` says.
-        index: What `shards.json` says.
+        metadata: Content of `metadata.json`.
+        index: Content of `shards.json`.
         problems: Problems that were found.
         sizes_checked: Whether files were compared with the documents already (local stores).
         has_labels: Whether `labels.bin` is there; None where that is not known yet.
@@ -87,7 +87,7 @@ class OpenedStore:
         layout: The geometry: sizes, shards, and the place of each vector.
         metadata: The document, under canonical names whatever version wrote it; `metadata.raw` has its exact bytes.
         transport: Reads the bytes; `store.transport.name` is the engine.
-        index: What `shards.json` says.
+        index: Content of `shards.json`.
         readable_examples: For shards that were damaged when the store was opened: how many leading examples can be read.
         problems: Problems found when the store was opened; `validate()` checks more.
         url: Where the store is, without credentials.
@@ -116,7 +116,7 @@ class OpenedStore:
 
     @property
     def has_labels(self) -> bool:
-        """Whether labels were recorded; at most the size of `labels.bin` is requested.
+        """True if labels were recorded; at most the size of `labels.bin` is requested.
 
         Raises:
             DocumentError: it has another size than the documents imply.
@@ -138,7 +138,7 @@ class OpenedStore:
     def validate(
         self, *, deep: bool = False, client: Client | str | None = None, progress: bool | None = None
     ) -> Report:
-        """What is wrong with the store and which examples that costs; see `saev_store.validation.Report`.
+        """Problems of the store and the examples that they cost; see `saev_store.validation.Report`.
 
         Args:
             deep: Read the bytes of all examples: digests, all-zero rows. Otherwise names and sizes only.
@@ -325,7 +325,7 @@ def _readable(layout: Layout, errors: Sequence[Problem]) -> dict[int, int]:
 
 
 def exists(transport: Transport, path: str) -> bool:
-    """Whether there is a file of that name."""
+    """Return True if there is a file of that name."""
     try:
         transport.size(path)
     except NotFoundError:
@@ -364,7 +364,7 @@ def _no_store_here(transport: Transport) -> SaevStoreError:
     if found:
         shown = ", ".join(found[:_SHOWN]) + (f", … {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
         return NotFoundError(
-            f"this is no store but a folder that holds {len(found)}: {shown}",
+            f"this is not a store but a folder that holds {len(found)}: {shown}",
             where=transport.url,
             remedy="Name one of them; ShardStore.list(root) describes them.",
         )
@@ -372,7 +372,7 @@ def _no_store_here(transport: Transport) -> SaevStoreError:
     return NotFoundError(
         "there is no such folder"
         if path is not None and not os.path.exists(path)
-        else "there is no metadata.json, so this is no store",
+        else "there is no metadata.json, so this is not a store",
         where=transport.url,
         remedy="A store is a folder <root>/<HASH> with metadata.json, shards.json and acts000000.bin.",
     )

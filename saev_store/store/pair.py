@@ -17,7 +17,7 @@ from saev_store.store.reader import FloatArray
 from saev_store.store.selection import Selection, not_conditions
 from saev_store.store.store import ShardStore
 
-#: Token arrays that say which tokens a store is of.
+#: Token arrays that identify the tokens of a store.
 _SAME = ("token_ids", "document_ids")
 #: Token arrays are compared in pieces of about this many values.
 _PIECE = 4 << 20
@@ -36,7 +36,7 @@ class PairSelection:
     Row i of `a` and row i of `b` are of the same example and the same token. Rows are by example, in it by token.
 
     Attributes:
-        a, b: The rows of each store; `selection.a.layers` says of which layers.
+        a, b: The rows of each store; `selection.a.layers` has their layers.
     """
 
     def __init__(self, a: Selection, b: Selection) -> None:
@@ -126,7 +126,7 @@ def pair(a: ShardStore, b: ShardStore) -> StorePair:
     read and compared where both stores have them.
 
     Raises:
-        ArgumentError: the stores are of other examples or tokens; the message says what differs.
+        ArgumentError: the stores are of other examples or tokens; the message names what differs.
 
     >>> from saev_store import ShardStore, pair
     >>> store = ShardStore.open(SAMPLE)

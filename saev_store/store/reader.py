@@ -1,6 +1,6 @@
 """Execute plans of reads: bring vectors from shards into arrays, through every transport.
 
-What a transport's `ReadCost` says decides how: where gaps cost nothing (mapped memory) a shard is one array that is
+A transport's `ReadCost` decides how: where gaps cost nothing (mapped memory) a shard is one array that is
 indexed; elsewhere ranges are fetched. `saev_store.core.plan` decides, this module reads.
 """
 
@@ -88,12 +88,12 @@ class Reader:
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def plan(self, key: Key) -> Iterator[Part]:
-        """What reading `key` takes, for an output of the shape of the key (with dropped axes kept at length one)."""
+        """Cost of reading `key`, for an output of the shape of the key (with dropped axes kept at length one)."""
         request = parse_key(key, self.layout.shape)
         return self._planner.block(request) if isinstance(request, Block) else self._planner.points(request)
 
     def plan_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray) -> Part:
-        """What reading n vectors takes, given by position, in any order, repeats allowed; for an output (n, d_model)."""
+        """Cost of reading n vectors, given by position, in any order, repeats allowed; for an output (n, d_model)."""
         return self._planner.rows(example, layer_idx, token)
 
     def execute(self, plan: Iterable[Part], out: NumberArray) -> None:
@@ -171,7 +171,7 @@ class Reader:
     # -- shards --------------------------------------------------------------------------------------------------------
 
     def is_unchecked(self, shard_idx: int) -> bool:
-        """Whether the size of a shard will be requested before it is read."""
+        """Return True if the size of a shard will be requested before it is read."""
         return self._checks_sizes and shard_idx not in self._checked
 
     def unmapped_nbytes(self, shard_idx: int) -> int:

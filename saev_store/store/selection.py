@@ -116,7 +116,7 @@ class Selection:
             tokens: Which content tokens stay: bool (n_examples, content tokens), for all examples of the store.
 
         Raises:
-            SelectionError: `tokens` is no bool array of this shape, or only special tokens are chosen.
+            SelectionError: `tokens` is not a bool array of this shape, or only special tokens are chosen.
 
         >>> from saev_store import ShardStore
         >>> store = ShardStore.open(SAMPLE)
@@ -169,7 +169,7 @@ class Selection:
         return out
 
     def _plan(self, picked: Axis) -> Iterator[Part]:
-        """What reading rows takes; a slice is planned in pieces."""
+        """Cost of reading rows; a slice is planned in pieces."""
         if not isinstance(picked, Progression):
             yield self.reader.plan_rows(*self.space.vectors(picked))
             return
@@ -270,7 +270,7 @@ class Selection:
         return rows if np.shares_memory(rows, strided) else None
 
     def __dask_tokenize__(self) -> tuple[str, ...]:
-        # As for a store; and by token arrays, where they say which tokens stay.
+        # As for a store; and by token arrays, where they decide which tokens stay.
         space, transport = self.space, self.reader.transport
         declared = self.token_arrays.described() if space.ends is not None and self.token_arrays is not None else ()
         files = recorded_files(transport, space.layout, declared)
@@ -316,7 +316,7 @@ def prepared(out: NumberArray | None, shape: tuple[int, ...], dtype: np.dtype[np
 
 
 def not_conditions(where: object) -> SelectionError:
-    """The refusal of a `where` that is no mapping."""
+    """The refusal of a `where` that is not a mapping."""
     return SelectionError(
         f"where is {brief(where)}; it must be a mapping of names of token arrays to values", where="where"
     )
@@ -338,7 +338,7 @@ def chosen_rows(
 
     Raises:
         SelectionError: there is no such array, or a value is not one of its dtype.
-        ArgumentError: `masked` or `stack_layers` is no boolean.
+        ArgumentError: `masked` or `stack_layers` is not a boolean.
     """
     for name, flag in (("masked", masked), ("stack_layers", stack_layers)):
         if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types

@@ -1,4 +1,4 @@
-"""What a store takes on a disk, in each dtype that it could have; computed from its metadata, so also before it is recorded."""
+"""Size of a store on a disk, in each dtype that it could have; computed from its metadata, so also before it is recorded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StoreSize:
 
 
 def sizes_by_dtype(layout: Layout, token_arrays: Iterable[TokenArray] = ()) -> dict[str, StoreSize]:
-    """What a store takes in each dtype that a store may have.
+    """Size of a store in each dtype that a store may have.
 
     Args:
         layout: Its geometry; the dtype in it does not matter.

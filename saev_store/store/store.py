@@ -158,7 +158,7 @@ class ShardStore(TextReading, Importing, Viewing):
         """Publish a store whose parts were written by several processes, and open it.
 
         Raises:
-            IncompleteStoreError: parts are missing; the message says which examples.
+            IncompleteStoreError: parts are missing; the message names the examples.
             WriterConflictError: another process published it first, differently.
         """
         from saev_store.writer import finalize_store
@@ -174,7 +174,7 @@ class ShardStore(TextReading, Importing, Viewing):
         return self.layout.n_examples
 
     def __getitem__(self, key: Key) -> FloatArray:
-        """What NumPy would return for the same key on the tensor, as a fresh array; layers by *position*."""
+        """Return what NumPy would return for the same key on the tensor, as a fresh array; layers by *position*."""
         # No cast: it would be a call more for each vector.
         indices: tuple[object, ...] = key if isinstance(key, tuple) else ()  # pyright: ignore[reportUnknownVariableType]  # any items
         if len(indices) == 3:  # the shortest way to one vector
@@ -183,7 +183,7 @@ class ShardStore(TextReading, Importing, Viewing):
             if (
                 type(example) is int
                 and type(layer) is int
-                and type(token) is int  # a boolean is no position
+                and type(token) is int  # a boolean is not a position
                 and 0 <= example < n_examples
                 and 0 <= layer < n_layers
                 and 0 <= token < n_tokens
@@ -287,7 +287,7 @@ class ShardStore(TextReading, Importing, Viewing):
                 return cast("FloatArray", view)
             if copy is False:
                 raise ArgumentError(
-                    f"{brief(key)} is no view: a view takes integers and slices of examples in one shard (of "
+                    f"{brief(key)} is not a view: a view takes integers and slices of examples in one shard (of "
                     f"{self.layout.examples_per_shard} examples) of a local store, in the stored dtype {self.dtype.name}",
                     where="copy=False",
                     remedy="Use copy=None to copy where needed.",

@@ -21,7 +21,7 @@ from saev_store.store.reader import FloatArray, Reader
 from saev_store.store.selection import prepared
 from saev_store.store.token_arrays import MASK, TokenArrays, TokenValues
 
-#: The token arrays that say which document a token is of, where in it, and which token it is.
+#: The token arrays with the document of a token, its position in it, and its id.
 DOCUMENT_IDS, POSITIONS, TOKEN_IDS = "document_ids", "positions", "token_ids"
 #: Document ids are compared in pieces of this many.
 _PIECE = 4 << 20
@@ -72,7 +72,7 @@ class TokenContext:
 
 
 class DocumentRuns:
-    """Where the tokens of each document are: runs of neighbouring content tokens, sorted by document.
+    """Places of the tokens of each document: runs of neighbouring content tokens, sorted by document.
 
     Takes 24 bytes for each run, so little where documents are longer than some tokens.
 
@@ -101,7 +101,7 @@ class DocumentRuns:
 
 
 class TextReading(OpenedStore):
-    """What an opened store of texts is asked for; a part of `ShardStore`."""
+    """Documents and contexts of an opened store of texts; a part of `ShardStore`."""
 
     _reader: Reader
     _runs: DocumentRuns | None = None
@@ -134,7 +134,7 @@ class TextReading(OpenedStore):
         Raises:
             SelectionError: the store has no `document_ids`, or no token of that document.
             LayerNotFoundError: a layer was not recorded.
-            ArgumentError: `masked` is no boolean, or there is no such dtype.
+            ArgumentError: `masked` is not a boolean, or there is no such dtype.
         """
         arrays, layout = self.token_arrays, self.layout
         document_id, masked = _integer(document_id, "document_id"), check_flag(masked, name="masked")

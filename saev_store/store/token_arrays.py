@@ -182,7 +182,7 @@ def kept_tokens(
 
 
 def _choices(name: str, dtype: np.dtype[np.generic], wanted: object) -> npt.NDArray[np.generic]:
-    """The values that a condition names, as a vector; `SelectionError` if they are no numbers of the array's kind."""
+    """The values that a condition names, as a vector; `SelectionError` if they are not numbers of the array's kind."""
     try:
         choices = np.atleast_1d(np.asarray(wanted))
     except ValueError:  # lists of unequal lengths

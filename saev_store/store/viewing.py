@@ -28,7 +28,7 @@ class Viewing:
 
         Args:
             other: A second store, to compare this one with.
-            source: The data set that the store was recorded from, for images and texts; default: where the metadata say, if
+            source: The data set that the store was recorded from, for images and texts; default: the one that the metadata name, if
                 that is on this machine.
             tokenizer: Gives the text of a token id, such as `lambda i: tokenizer.decode([i])`.
             height_px: The height of the frame.

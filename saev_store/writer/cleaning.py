@@ -175,7 +175,7 @@ def clean(
 
 
 def _left_in(root: Transport, folder: str, entries: Sequence[Entry]) -> Iterator[Leftover]:
-    """What was left in one folder: temporary files, the hidden files of a published store, an older version's unfinished store."""
+    """Leftovers in one folder: temporary files, the hidden files of a published store, an older version's unfinished store."""
     there = {entry.name for entry in entries}
     for entry in entries:
         if entry.name.startswith(TEMP_PREFIX) and not entry.is_dir:
@@ -189,7 +189,7 @@ def _left_in(root: Transport, folder: str, entries: Sequence[Entry]) -> Iterator
 
 
 def _work_left(root: Transport, name: str) -> Leftover:
-    """What the work folder of a store is: that of an unfinished store, or what a killed publisher has left."""
+    """Kind of a store's work folder: that of an unfinished store, or what a killed publisher has left."""
     files, there = list(_tree(root, f"{WORK_FOLDER}/{name}")), names(root, name)
     if METADATA_NAME in there:
         return _left(f"{WORK_FOLDER}/{name}", "hidden files", files)

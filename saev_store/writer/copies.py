@@ -36,7 +36,7 @@ from saev_store.writer.work import Receipt, Work, each, read
 PROVENANCE_NAME = "provenance.json"
 #: How much of the source is read, and kept in memory, at a time for each shard; or one example.
 _BATCH_BYTES = 32 << 20
-#: What equal copies say alike of their origin.
+#: Keys that equal copies have alike for their origin.
 _SAME = ("source_hash", "source_digests", "source_identity", "layers", "tokens")
 
 
@@ -73,7 +73,7 @@ class Copy:
         store: The source.
         root: The folder in which the copy's folder is made.
         metadata: That of the copy.
-        rate: Limit on what is moved; None is no limit.
+        rate: Limit on what is moved; None for no limit.
         tokens: Positions of the tokens.
         on_overflow: Policy for numbers that are too large for the copy's dtype.
         is_whole: True if it has all vectors, in files as those of the source, and its documents if the metadata is the same.
@@ -170,7 +170,7 @@ class Copy:
         return is_counted and is_whole(self.work, shard_idx, receipt)
 
     def _counted(self, shard_idx: int) -> RoundingReport | None:
-        """What rounding has changed in a shard; None if that is not known."""
+        """Changes by rounding in a shard; None if they are not known."""
         try:
             return parse_report(json.loads(read(self.work.work, _report_path(shard_idx)) or b""))
         except (ValueError, RecursionError):
@@ -314,7 +314,7 @@ class Copy:
         return {PROVENANCE_NAME: (json.dumps(provenance, indent=2) + "\n").encode()}
 
     def provenance(self) -> dict[str, object]:
-        """Where the copy comes from; without a time stamp, so that equal copies are equal bytes."""
+        """Origin of the copy; without a time stamp, so that equal copies are equal bytes."""
         promised, store = self.promised, self.store
         found: dict[str, object] = {
             "version": 1,
@@ -345,7 +345,7 @@ class Copy:
         return ours.block_bytes == theirs.block_bytes and ours.files.items() <= theirs.files.items()
 
     def report(self) -> RoundingReport | None:
-        """What a finished copy says of its dtype; None if it says nothing."""
+        """Rounding report of a finished copy; None if it has none."""
         return parse_report(provenance_of(self.work.store).get("conversion"))
 
 

@@ -1,4 +1,4 @@
-"""What describes a copy: fewer layers or tokens, another protocol version, another dtype."""
+"""Metadata of a copy: fewer layers or tokens, another protocol version, another dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saev_store.errors import DocumentError
 
 #: The only token array that protocol 2.0 has, which it does not declare.
 _LABELS_ONLY: Mapping[str, str] = {"labels": "uint8"}
-#: The key under which a description that is no object is kept where the protocol wants one.
+#: The key under which a description that is not an object is kept where the protocol wants one.
 _OPAQUE_DATA = "opaque"
 _KEPT = (
     "family", "ckpt", "layers", "content_tokens_per_example", "cls_token", "d_model", "n_examples", "max_tokens_per_shard",
@@ -21,7 +21,7 @@ _KEPT = (
 
 
 def part_of(metadata: Metadata, layer_idx: Sequence[int], first_token: int, n_tokens: int) -> Metadata:
-    """What describes a copy of these layers and tokens."""
+    """Metadata of a copy of these layers and tokens."""
     layout = metadata.layout
     changes: dict[str, object] = {"layers": [layout.layers[position] for position in layer_idx]}
     if layout.hook_points is not None:
@@ -46,7 +46,7 @@ def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
 
 
 def in_dtype(metadata: Metadata, dtype: str, *, protocol: str | None, token_arrays: Mapping[str, str]) -> Metadata:
-    """The same for a store of another dtype: protocol 2.0 where it can say everything, else 3.0.
+    """The same for a store of another dtype: protocol 2.0 if it can hold everything, else 3.0.
 
     Args:
         metadata: Of the source.

@@ -101,7 +101,7 @@ def copy_store(
     version does not know are left out. On one disk the shards are hard links of the source's files, and are not read if it has
     digests.
 
-    With `dtype` a new store of that dtype is written: as protocol 2.0 if that can say everything, else as 3.0. Numbers are rounded
+    With `dtype` a new store of that dtype is written: as protocol 2.0 if that can hold everything, else as 3.0. Numbers are rounded
     to nearest even. `rounding` of the result, which is also `conversion` in the copy's `provenance.json`, has what that changed;
     it is the same however often the copy was interrupted.
 

@@ -30,12 +30,12 @@ digest: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
 
 
 def is_digest(value: object) -> bool:
-    """Whether a value from a document has the form of a digest."""
+    """Return True if a value from a document has the form of a digest."""
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 def n_blocks(nbytes: int, block_bytes: int) -> int:
-    """How many blocks some bytes are cut into; the last one may be short.
+    """Number of blocks that some bytes are cut into; the last one may be short.
 
     >>> n_blocks(17, 8), n_blocks(16, 8), n_blocks(0, 8)
     (3, 2, 0)

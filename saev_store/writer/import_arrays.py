@@ -28,7 +28,7 @@ from saev_store.writer.digests import ALGORITHM
 #: The axes of a store. An array may lack layers or tokens: it then has one of them.
 AXES = ("example", "layer", "token", "d_model")
 _DEFAULT_DIMS = {2: ("example", "d_model"), 3: ("example", "token", "d_model"), 4: AXES}
-#: So many examples are digested to identify an array; all of one that is no larger than this.
+#: So many examples are digested to identify an array; all of one that is not larger than this.
 _N_SAMPLES, _FULL_NBYTES = 8, 64 << 20
 
 
@@ -99,7 +99,7 @@ class Slices:
         if list(found.shape) != expected or found.dtype.name != self.dtype.name:
             raise ArgumentError(
                 f"examples {start} to {end - 1} come as {found.dtype.name} {found.shape}; they must be {self.dtype.name} {expected}, "
-                "as the array says",
+                "as the array has it",
                 where=self._where,
                 remedy="Pass a dense array.",
             )
@@ -257,7 +257,7 @@ def _last_cut(chunks: object, axis: int, position: int) -> int:
 
 
 def _address(array: object) -> str | None:
-    """The file of an array that is in one, as it says itself."""
+    """The file of an array that is in one, by its own attribute."""
     file = getattr(array, "file", None)
     if isinstance(name := getattr(file, "filename", None), str):  # h5py
         return f"{name}::{getattr(array, 'name', '')}"

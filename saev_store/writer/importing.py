@@ -268,7 +268,7 @@ def _import_on_cluster(
         shards = part_shards(layout.n_shards, rank, world)
         first, end = layout.example_range(shards[0])[0], layout.example_range(shards[-1])[1]
         tasks.append((examples.part(first, end, _culled), (rank, world)))
-    # A task that is run again, because its worker was lost, goes on with its part.
+    # A task that is run again, because its worker was lost, continues its part.
     again = options._replace(resume=True, progress=False)
     write = partial(_write_part, root.url, storage_options, again)
     with (

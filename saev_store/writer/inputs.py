@@ -1,4 +1,4 @@
-"""What callers may append, turned into numbers of the store's dtype and token rows, or refused with a reason."""
+"""Inputs that callers may append, turned into numbers of the store's dtype and token rows, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _is_finite(array: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
 
 
 def _look_finite(array: npt.NDArray[np.generic]) -> bool:
-    """Whether all numbers are finite. Of more than 16 bits it may say no where large ones overflow a sum."""
+    """Return True if all numbers are finite. Of more than 16 bits it may return False if large ones overflow a sum."""
     if array.dtype.name in {"bfloat16", "float16"} and array.dtype.isnative:
         return are_finite(array.view(np.uint16), array.dtype.name)
     with np.errstate(all="ignore"):

@@ -25,7 +25,7 @@ _SMALLEST = 2.0**-150
 
 @dataclass(frozen=True)
 class RoundingReport:
-    """What a copy in another dtype has changed; `str()` is one sentence.
+    """Changes of a copy in another dtype; `str()` is one sentence.
 
     `old` is a number of the source and `new` the number that the copy holds in its place, both exact in float64. Numbers
     that are NaN or infinite in either are left out of the errors.
@@ -65,7 +65,7 @@ class RoundingReport:
 
     @property
     def is_bit_lossless(self) -> bool:
-        """Whether both stores read as the same float32 numbers, bit for bit."""
+        """True if both stores read as the same float32 numbers, bit for bit."""
         return self.n_changed_vectors == 0
 
     def to_dict(self) -> dict[str, object]:

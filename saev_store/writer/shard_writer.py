@@ -292,7 +292,7 @@ class ShardWriter:
         return check_overflow(batch, first_example, self.layout, self._on_overflow), rows
 
     def _token_rows(self, given: dict[str, object], n: int, first_example: int) -> Rows:  # noqa: ARG002  # a repair needs it
-        """What is to be recorded for the tokens of `n` examples; `ArgumentError` if it breaks a rule."""
+        """Values of the token arrays for `n` examples; `ArgumentError` if it breaks a rule."""
         required = self.metadata.declares_token_arrays
         return token_rows(given, self.metadata.recordable, n, self.layout, required=required)
 
@@ -383,7 +383,7 @@ class ShardWriter:
             self._warn_if_long()
 
     def _token_files(self) -> dict[str, bytes]:
-        """What was recorded for the tokens of the shard, by token array."""
+        """Values recorded for the tokens of the shard, by token array."""
         rows, self._rows = self._rows, []
         if not rows:
             return {}

@@ -296,7 +296,7 @@ class Work(Target):
             self.work.delete(_receipt_path(shard_idx))
 
     def read_tokens(self, array: TokenArray, shard_idx: int, receipt: Receipt) -> bytes | None:
-        """What was recorded for the tokens of a shard; None if that is not there, or is something else."""
+        """Values recorded for the tokens of a shard; None if they are missing, or are something else."""
         nbytes = self.layout.examples_in(shard_idx) * array.example_nbytes(self.layout)
         raw = read(self.work, tokens_path(array.name, shard_idx), max_bytes=nbytes)
         return raw if raw is not None and digest(raw) == receipt.tokens[array.name] else None

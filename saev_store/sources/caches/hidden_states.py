@@ -126,7 +126,7 @@ class HiddenStatesCache:
         self.imported: dict[str, object] = {"files": names}
 
     def digest(self) -> str:
-        """What tells these files from others: names, sizes and headers of all, and bytes of some."""
+        """Identity of these files: names, sizes and headers of all, and bytes of some."""
         files, hasher = list(self._files.items()), self._hasher.copy()
         chosen = sorted({i * (len(files) - 1) // (_N_SAMPLES - 1) for i in range(_N_SAMPLES)})
         hasher.update(digest_files(self._transport, [files[i] for i in chosen], scope="sampled").encode())

@@ -100,7 +100,7 @@ class SaelensCache:
         self.imported: dict[str, object] = {}
 
     def digest(self) -> str:
-        """What tells these files from others."""
+        """Identity of these files."""
         files = [(name, self._sizes[name]) for name in (INFO, *self._files)]
         return digest_files(self._transport, files, scope="sampled")
 

@@ -89,7 +89,7 @@ class Places:
         ranges = self.transport.get_ranges(name, starts=offsets[:-1], ends=offsets[1:])
         found = [parse_sample(data, offset=offset, where=where) for data, offset in zip(ranges, offsets, strict=False)]
         if any(len(samples) != 1 for samples in found):
-            raise self.stale(shard, f"a sample of {first} to {end - 1} is not where its .tar.idx says")
+            raise self.stale(shard, f"a sample of {first} to {end - 1} is not at the place in its .tar.idx")
         return [sample for (sample,) in found]
 
     def offsets(self, shard: int) -> IntArray:

@@ -83,7 +83,7 @@ def _end(dataset: EnergonDataset, shard: int, *, rows: bool) -> int:
         return int(places.offsets(shard)[-1])
     n_found, end = index.last(shard)
     if n_found != n_samples:
-        message = f"it has {n_found:,} samples of shard {shard}, the document says {n_samples:,}"
+        message = f"it has {n_found:,} samples of shard {shard}, the document has {n_samples:,}"
         raise DocumentError(message, where=index.where)
     if rows:
         offsets, end = list[int](), 0
@@ -120,7 +120,7 @@ def _compare_headers(dataset: EnergonDataset, shard: int) -> list[str]:
     else:
         same = found.samples == list(_rows(index, shard, int(dataset.documents.counts[shard])))
     if not same:
-        raise places.stale(shard, "its headers are not what the index says")
+        raise places.stale(shard, "its headers differ from the index")
     return found.oddities
 
 

@@ -117,7 +117,7 @@ class JoinedDataset(Source[JoinedSample]):
 
         Raises:
             NotFoundError: a file that it names does not exist.
-            DocumentError: a name is no text.
+            DocumentError: a name is not a text.
         """
         return self._join([self.primary[index]])[0]
 
@@ -145,7 +145,7 @@ class JoinedDataset(Source[JoinedSample]):
         """The files of an auxiliary data set that a sample names.
 
         Raises:
-            DocumentError: a name is no text.
+            DocumentError: a name is not a text.
         """
         where = joined_url(self.url, f"{sample.shard}/{sample.key}")
         try:

@@ -72,7 +72,7 @@ def read_metadataset(
 
     Raises:
         UnsafeContentError: an address is outside the folder, and `outside_ok` is false; or the document has tags.
-        DocumentError: it is no such document, or a split combines several primary data sets: open those one by one.
+        DocumentError: it is not such a document, or a split combines several primary data sets: open those one by one.
 
     >>> import fsspec
     >>> fsspec.filesystem("memory").pipe("/lab/meta.yaml", b'''

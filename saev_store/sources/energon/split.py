@@ -153,7 +153,7 @@ def compiled(pattern: str, where: str) -> re.Pattern[str]:
 def match_patterns(
     shards: Sequence[str], patterns: Mapping[str, Sequence[re.Pattern[str]]]
 ) -> tuple[dict[str, list[str]], list[Problem]]:
-    """The shards whose path begins as a pattern of each split says, and warnings."""
+    """The shards whose path begins with a pattern of each split, and warnings."""
     splits: dict[str, list[str]] = {name: [] for name in patterns}
     problems: list[Problem] = []
     for shard in shards:

@@ -111,7 +111,7 @@ class _Headers:
                 yield info, before
 
     def oddities(self, end: int) -> list[str]:
-        """What is unusual behind the end of the last member."""
+        """Unusual bytes behind the end of the last member."""
         self.seek(end)
         tail = self.read(_TAIL_NBYTES)
         if any(tail[:BLOCK]):
