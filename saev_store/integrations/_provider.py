@@ -42,7 +42,7 @@ def check_loader(loader: object) -> None:
     Raises:
         ArgumentError: it is something else.
     """
-    if isinstance(loader, type) or not isinstance(loader, TensorLoader):
+    if not isinstance(loader, TensorLoader):
         raise ArgumentError(f"loader is {brief(loader)}; it must be a loader of saev_store.torch", where="loader")
 
 

@@ -5,16 +5,14 @@ for acts in layer_batches(loader):  # (batch, layers, d_model)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
-from torch.utils.data import Dataset
 
 from saev_store.errors import ArgumentError
 from saev_store.integrations._provider import Provider, TensorLoader, rows_of
-from saev_store.store.pair import PairSelection
-from saev_store.torch import ExampleBatch, tensors
+from saev_store.torch import ExampleBatch
 
 #: Source and target of a transcoder.
 SourceTarget: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -35,7 +33,7 @@ def layer_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
     ...     next(batches).shape
     torch.Size([8, 2, 8])
     """
-    return Provider(loader, _layers)
+    return Provider(loader, partial(rows_of, stacked=True))
 
 
 def model_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
@@ -81,15 +79,15 @@ def transcoder_batches(loader: TensorLoader) -> Provider[SourceTarget]:
     return Provider(loader, _source_and_target)
 
 
-def _layers(batch: ExampleBatch) -> torch.Tensor:
-    """(batch, layers, d_model)."""
-    return rows_of(batch, stacked=True)
-
-
 def _models(batch: ExampleBatch) -> torch.Tensor:
     """(batch, 2, d_model)."""
     a, b = rows_of(batch, "act_a"), rows_of(batch, "act_b")
-    _check_widths(a.shape[1], b.shape[1])
+    if a.shape[1] != b.shape[1]:
+        raise ArgumentError(
+            f"vectors of the first store have {a.shape[1]} numbers, those of the second {b.shape[1]}; they must have the same width",
+            where="loader",
+            remedy="Use transcoder_batches, which keeps them apart.",
+        )
     return torch.stack((a, b), dim=1)
 
 
@@ -106,63 +104,3 @@ def _source_and_target(batch: ExampleBatch) -> SourceTarget:
             remedy="Choose two layers, or use a loader of two stores.",
         )
     return rows[:, 0], rows[:, 1]
-
-
-def _check_widths(a: int, b: int) -> None:
-    """Refuse vectors that cannot be stacked."""
-    if a != b:
-        raise ArgumentError(
-            f"vectors of the first store have {a} numbers, those of the second {b}; they must have the same width",
-            where="loader",
-            remedy="Use transcoder_batches, which keeps them apart.",
-        )
-
-
-class PairedActivations(Dataset[torch.Tensor]):
-    """Rows of two stores by number, as crosscoder_learning has them: `[i]` is (2, d_model), `[i:j]` is (j - i, 2, d_model).
-
-    For `torch.utils.data.DataLoader`, `random_split` and analyses. A batch is gathered at once, but from places all over both stores:
-    train with `model_batches`, which reads them in order. Rows are copies, float32 unless the selection says otherwise. Can be
-    pickled and inherited by workers.
-
-    Args:
-        rows: `pair(a, b).sel(…)` of one layer of each store.
-
-    Raises:
-        ArgumentError: several layers of a store were chosen, or the widths differ.
-
-    >>> from saev_store import ShardStore, pair
-    >>> store = ShardStore.open(SAMPLE)
-    >>> rows = PairedActivations(pair(store, store).sel(layer_a=5, layer_b=11))
-    >>> len(rows), rows[3].shape, rows[4:10].shape
-    (28, torch.Size([2, 8]), torch.Size([6, 2, 8]))
-    """
-
-    def __init__(self, rows: PairSelection) -> None:
-        if len(rows.a.shape) != 2 or len(rows.b.shape) != 2:
-            raise ArgumentError(
-                f"rows are {rows.a.shape[1:]} and {rows.b.shape[1:]}; they must be of one layer of each store",
-                where="rows",
-            )
-        _check_widths(rows.a.shape[1], rows.b.shape[1])
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int | slice | Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """One row (2, d_model), or several (n, 2, d_model).
-
-        Raises:
-            SelectionError: a row is out of range.
-            CorruptShardError: a shard of those rows is missing or short.
-        """
-        given = index.numpy() if isinstance(index, torch.Tensor) else index
-        is_one = hasattr(given, "__index__") and getattr(given, "ndim", 0) == 0
-        found = tensors(self.rows.rows(given)._asdict())
-        rows = _models(found)
-        return rows[0] if is_one else rows
-
-    def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Several rows, gathered at once; how a `DataLoader` asks for a batch."""
-        return list(_models(tensors(self.rows.rows(list(indices))._asdict())))

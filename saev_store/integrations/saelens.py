@@ -6,13 +6,10 @@
 Written for SAELens 6.
 """
 
-# pyright: reportUnnecessaryIsInstance=false
-
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
@@ -34,14 +31,6 @@ T = TypeVar("T")
 STATE_NAME = "saev_store_provider.json"
 
 
-def _state_path(checkpoint_path: Path | str) -> Path:
-    if not isinstance(checkpoint_path, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(
-            f"checkpoint_path is {brief(checkpoint_path)}; it must be the path of a folder", where="checkpoint_path"
-        )
-    return Path(checkpoint_path, STATE_NAME)
-
-
 class SaelensProvider(Provider[T]):
     """A provider with the names that SAELens's own source of activations has for checkpoints.
 
@@ -60,7 +49,7 @@ class SaelensProvider(Provider[T]):
             NotFoundError, AccessError, TransportError: the system refuses to write there.
         """
         if checkpoint_path is not None:
-            new = _state_path(checkpoint_path).with_suffix(".json.new")
+            new = Path(checkpoint_path, STATE_NAME).with_suffix(".json.new")
             with os_errors(str(new.with_suffix("")), "write"):
                 new.write_text(json.dumps(self.state_dict()), encoding="utf-8")
                 new.replace(new.with_suffix(""))
@@ -73,7 +62,7 @@ class SaelensProvider(Provider[T]):
             AccessError, TransportError: the system refuses to read it.
             ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
         """
-        path = _state_path(checkpoint_path)
+        path = Path(checkpoint_path, STATE_NAME)
         try:
             state = cast("object", json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -133,31 +122,17 @@ def multi_hook_data_provider(
     ...     {name: tuple(rows.shape) for name, rows in next(provider).items()}
     {'blocks.5.hook_resid_post': (8, 8), 'blocks.11.hook_resid_post': (8, 8)}
     """
-    names = names_of(rows_of_one_store(loader).layer_keys, hook_names)
-    return SaelensProvider(loader, partial(by_hook, names=names))
-
-
-def names_of(layer_keys: Sequence[LayerKey], names: Sequence[str] | None) -> tuple[str, ...]:
-    """A name for each layer: those given, or TransformerLens's.
-
-    Raises:
-        ArgumentError: they are not as many, not different, or no texts.
-    """
-    if names is None:
-        return tuple(map(transformer_lens_name, layer_keys))
-    several = isinstance(names, Iterable) and not isinstance(names, str)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-    given = tuple(names) if several else ()
-    if not several or not all(isinstance(name, str) for name in given):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"hook_names is {brief(names)}; it must be a list of texts", where="hook_names")
-    if len(set(given)) != len(given) or len(given) != len(layer_keys):
+    keys = rows_of_one_store(loader).layer_keys
+    names = tuple(map(transformer_lens_name, keys) if hook_names is None else hook_names)
+    if not len({*names}) == len(names) == len(keys):
         raise ArgumentError(
-            f"hook_names is {list(given)}; it must be a different name for each of the layers {list(layer_keys)}",
+            f"hook_names is {brief(hook_names)}; it must be a different name for each of the layers {list(keys)}",
             where="hook_names",
         )
-    return given
+    return SaelensProvider(loader, partial(_by_hook, names=names))
 
 
-def by_hook(batch: ExampleBatch, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _by_hook(batch: ExampleBatch, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The layers of a stacked batch, by name: views (n, d_model)."""
     return dict(zip(names, rows_of(batch, stacked=True).unbind(1), strict=True))
 
@@ -221,12 +196,6 @@ def use_store(activations: CachedStore, store: ShardStore, layer: LayerKey | Non
         LayerNotFoundError: the store does not have that layer.
         ArgumentError: no layer has the name of the hook, the sizes differ, the store's mask hides tokens, or it is a stream of documents.
     """
-    if not isinstance(store, ShardStore):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"store is {brief(store)}; it must be a ShardStore", where="store")
-    if not hasattr(activations, "hook_name"):
-        raise ArgumentError(
-            f"activations is {brief(activations)}; it must be an ActivationsStore of SAELens", where="activations"
-        )
     layout = store.layout
     if layer is None:
         named = {transformer_lens_name(key): key for key in layout.layer_keys}
@@ -243,13 +212,12 @@ def use_store(activations: CachedStore, store: ShardStore, layer: LayerKey | Non
             f"context_size and d_in are {sizes}; those of the store are {(layout.content_tokens_per_example, layout.d_model)}",
             where="activations",
         )
-    if (store.metadata.text or {}).get("layout") == "stream":
-        raise ArgumentError("a stream has no contexts", where="store", remedy="Use data_provider.")
-    if "mask" in store.token_arrays and not store.token_arrays["mask"].all():
+    is_stream = (store.metadata.text or {}).get("layout") == "stream"
+    if is_stream or ("mask" in store.token_arrays and not store.token_arrays["mask"].all()):
         raise ArgumentError(
-            "the store's mask hides tokens, and a data set of SAELens has none that are hidden",
+            "the store is a stream without contexts, or its mask hides tokens; a data set of SAELens has neither",
             where="store",
-            remedy="Use data_provider, which leaves them out.",
+            remedy="Use data_provider.",
         )
     activations.cached_activation_dataset = CachedActivations(store, layout.layer_index(layer), activations)
     activations.current_row_idx = 0

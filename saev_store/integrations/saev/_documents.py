@@ -1,4 +1,4 @@
-"""What the documents of a store say, and where its rows lie."""
+"""The documents of a store, and the places of its rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
 from saev_store import ShardStore, documents, new_metadata
-from saev_store.core.arguments import check_choice, check_count
+from saev_store.core.arguments import check_count
 from saev_store.core.rows import RowSpace, Tokens, row_space
-from saev_store.errors import ArgumentError, DocumentError, SelectionError, StoreExistsError, UnsafeContentError, brief
+from saev_store.errors import DocumentError, SelectionError, StoreExistsError, UnsafeContentError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.store.token_arrays import MASK
 from saev_store.transport import open_transport
@@ -28,27 +28,11 @@ class PixelAgg(Enum):
     PREFER_FG = "prefer-fg"
 
 
-def agg_of(value: object) -> PixelAgg:
-    """One of the two ways, also by its value, as documents have it.
-
-    Raises:
-        ArgumentError: there is no such way.
-    """
-    if isinstance(value, PixelAgg):
-        return value
-    ways = {way.value: way for way in PixelAgg}
-    check_choice(value, list(ways), name="pixel_agg")
-    return ways[cast("str", value)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What a metadata.json of any version says, under the names of protocol 2.1; see `saev_store.Metadata`.
+    """The content of a metadata.json of any version, under the names of protocol 2.1; see `saev_store.Metadata`.
 
     `data` is a string: an object of an older version as its JSON text.
-
-    Raises:
-        ArgumentError: a value breaks a rule of the protocol.
     """
 
     family: str
@@ -66,14 +50,16 @@ class Metadata:
     protocol: str = "2.1"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pixel_agg", agg_of(self.pixel_agg))
-        check_choice(self.dtype, ["float32"], name="dtype")
-        _ = self.document
+        object.__setattr__(self, "pixel_agg", PixelAgg(self.pixel_agg))  # also by its value, as documents have it
 
     @cached_property
     def document(self) -> documents.Metadata:
-        """The document: what was read, else what is to be written."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "dtype"}
+        """The document: what was read, else what is to be written.
+
+        Raises:
+            ArgumentError: a value breaks a rule of the protocol.
+        """
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         values["pixel_agg"] = self.pixel_agg.value
         return new_metadata(**values)
 
@@ -88,14 +74,13 @@ class Metadata:
         raw = open_transport(shards_dir).read(METADATA_NAME, max_bytes=documents.METADATA_MAX_NBYTES)
         document = documents.parse_metadata(raw, where=str(Path(shards_dir) / METADATA_NAME))
         data = document.data if isinstance(document.data, str) else json.dumps(document.data, separators=(",", ":"))
-        values = {field.name: getattr(document, field.name) for field in fields(cls)}
-        values |= {"data": data, "dataset": Path(document.dataset or "")}
+        values: dict[str, Any] = {field.name: getattr(document, field.name) for field in fields(cls)}
+        values |= {"data": data, "dataset": Path(document.dataset or ""), "pixel_agg": document.pixel_agg or "majority"}
         try:
-            values["pixel_agg"] = agg_of(document.pixel_agg or "majority")
-        except ArgumentError as error:
-            raise DocumentError(error.message, where=str(Path(shards_dir) / METADATA_NAME)) from None
-        found = object.__new__(cls)  # what was read is checked, and need not be something that is still written
-        vars(found).update(values, document=document)
+            found = cls(**values)
+        except ValueError as error:
+            raise DocumentError(f"pixel_agg: {error}", where=str(Path(shards_dir) / METADATA_NAME)) from None
+        vars(found).update(document=document)
         return found
 
     def dump(self, shards_root: Path) -> None:
@@ -104,7 +89,7 @@ class Metadata:
         Raises:
             StoreExistsError: another metadata.json is there.
         """
-        folder = path_of(shards_root, "shards_root") / self.hash
+        folder = Path(shards_root) / self.hash
         if not (folder.parent / WORK_FOLDER / folder.name).exists():  # else a writer is at work, and will publish it
             create(folder / METADATA_NAME, self.document.raw)
 
@@ -132,7 +117,7 @@ class Metadata:
         """The description of the data set, its entries as attributes.
 
         Raises:
-            UnsafeContentError: `data` is no JSON object. The reference project pickles objects there; a pickle can run code
+            UnsafeContentError: `data` is not a JSON object. The reference project pickles objects there; a pickle can run code
                 when it is loaded, so it is not.
         """
         try:
@@ -141,22 +126,11 @@ class Metadata:
             described = None
         if not isinstance(described, dict):
             raise UnsafeContentError(
-                "data is no JSON object; a pickle can run code when it is loaded, so it is not",
+                "data is not a JSON object; a pickle can run code when it is loaded, so it is not",
                 where="data",
                 remedy="If you trust its author: pickle.loads(base64.b64decode(metadata.data)).",
             )
         return SimpleNamespace(**cast("dict[str, object]", described))
-
-
-def path_of(value: object, name: str) -> Path:
-    """An argument that is a path.
-
-    Raises:
-        ArgumentError: it is none.
-    """
-    if isinstance(value, (str, Path)):
-        return Path(value)
-    raise ArgumentError(f"{name} is {brief(value)}, which is no path", where=name)
 
 
 def create(path: Path, data: bytes) -> None:

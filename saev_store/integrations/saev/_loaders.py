@@ -17,7 +17,7 @@ from saev_store import torch as ours
 from saev_store.core.arguments import check_count
 from saev_store.core.rows import Tokens
 from saev_store.errors import ArgumentError
-from saev_store.integrations.saev._documents import IndexMap, Metadata, path_of
+from saev_store.integrations.saev._documents import IndexMap, Metadata
 from saev_store.loaders.options import WINDOW_BYTES
 
 _SHARDS = Path("$SAEV_SCRATCH/saev/shards/abcdefg")
@@ -29,17 +29,16 @@ class _Config:
     """The path of a store's folder. The loader that is made of a config checks its other values.
 
     Raises:
-        ArgumentError: `shards` is a URL, or no path.
+        ArgumentError: `shards` is a URL.
     """
 
     shards: Path
 
     def __post_init__(self) -> None:
-        path = path_of(self.shards, "shards")
         if "://" in str(self.shards):
             remedy = "Use a path, or saev_store.torch, which takes URLs."
-            raise ArgumentError(f"shards is {str(self.shards)!r}, which is no path", where="shards", remedy=remedy)
-        object.__setattr__(self, "shards", path)
+            raise ArgumentError(f"shards is {str(self.shards)!r}, which is not a path", where="shards", remedy=remedy)
+        object.__setattr__(self, "shards", Path(self.shards))
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def make_ordered_config(shuffled_cfg: ShuffledConfig, **overrides: object) -> Or
 
     Raises:
         TypeError: `OrderedConfig` has no field of a name in `overrides`.
-        ArgumentError: `shards` is a URL, or no path.
+        ArgumentError: `shards` is a URL.
     """
     names = {field.name for field in fields(OrderedConfig)} & vars(shuffled_cfg).keys()
     values: dict[str, object] = {name: getattr(shuffled_cfg, name) for name in names}

@@ -16,7 +16,7 @@ import torch
 from saev_store import ShardStore
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, kind_of
-from saev_store.integrations.saev._documents import Metadata, PixelAgg, agg_of, create, path_of
+from saev_store.integrations.saev._documents import Metadata, PixelAgg, create
 from saev_store.names import LABELS_NAME, METADATA_NAME
 
 Labels = npt.NDArray[np.uint8] | torch.Tensor
@@ -51,22 +51,22 @@ class RecordedTransformer(torch.nn.Module):
             blocks[layer].register_forward_hook(partial(self._keep, position))
 
     def _keep(self, position: int, _block: torch.nn.Module, _args: object, output: object) -> None:
-        if not isinstance(output, torch.Tensor) or output.ndim != 3:
-            shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
-            raise ArgumentError(
-                f"block {self.layers[position]} gives {kind_of(output)}{shape}, no tensor (batch, tokens, d_model)",
-                where="model",
-            )
-        found = output[:, self.token_i, :].detach()
+        found = (
+            output[:, self.token_i, :]
+            if isinstance(output, torch.Tensor) and output.ndim == 3
+            else torch.empty(0, 0, 0)
+        )
         if not self.cls_token and found.shape[1] == self.tokens_per_example + 1:
             found = found[:, 1:]
         if found.shape[1] != self.tokens_per_example:
+            shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ""
             raise ArgumentError(
-                f"block {self.layers[position]} gives {found.shape[1]} tokens; {self.tokens_per_example} are expected",
-                where="content_tokens_per_example",
+                f"block {self.layers[position]} gives {kind_of(output)} {shape}; a tensor (batch, tokens, d_model) with "
+                f"{self.tokens_per_example} tokens to record is expected",
+                where="model",
             )
         # A copy: what runs after the block may write to its output.
-        self._outputs[position] = found.to(torch.float32, copy=True)
+        self._outputs[position] = found.detach().to(torch.float32, copy=True)
 
     def reset(self) -> None:
         """Drop what was recorded."""
@@ -96,7 +96,7 @@ class LabelsWriter:
     def __init__(self, shards_dir: Path, md: Metadata) -> None:
         self.md = md
         self.logger = logging.getLogger("labels-writer")
-        self.labels_path = path_of(shards_dir, "shards_dir") / LABELS_NAME
+        self.labels_path = Path(shards_dir) / LABELS_NAME
         self.labels = np.zeros((md.n_examples, md.content_tokens_per_example), dtype=np.uint8)
         self._is_set = np.zeros(md.n_examples, dtype=np.bool_)
 
@@ -108,9 +108,8 @@ class LabelsWriter:
         """
         labels = np.asarray(batch_labels.cpu() if isinstance(batch_labels, torch.Tensor) else batch_labels)
         start_idx = check_count(start_idx, name="start_idx", least=0)
-        end = start_idx + (len(labels) if labels.ndim else 0)
-        fits = labels.shape == (end - start_idx, *self.labels.shape[1:]) and end <= self.md.n_examples
-        if not fits or labels.dtype != np.uint8:
+        end = start_idx + len(labels)
+        if labels.dtype != np.uint8 or labels.shape != self.labels[start_idx:end].shape:
             raise ArgumentError(
                 f"labels of shape {labels.shape} and dtype {labels.dtype} for examples {start_idx} to {end}; the store has "
                 f"uint8 labels of shape {self.labels.shape}",
@@ -133,10 +132,8 @@ class LabelsWriter:
         """
         if self.has_written and not self._is_set.all():
             raise ArgumentError(
-                f"{np.count_nonzero(self._is_set)} of {self.md.n_examples} examples have labels; the first without is "
-                f"{int(np.argmin(self._is_set))}",
+                f"example {int(np.argmin(self._is_set))} has no labels; write those of all examples before flush()",
                 where=str(self.labels_path),
-                remedy="Write the labels of all examples before flush().",
             )
         if self.has_written:
             create(self.labels_path, self.labels.tobytes())
@@ -154,7 +151,7 @@ class ShardWriter:
     def __init__(self, shards_root: Path, md: Metadata) -> None:
         self.md = md
         self.logger = logging.getLogger("shard-writer")
-        self.shards_dir = path_of(shards_root, "shards_root") / md.hash
+        self.shards_dir = Path(shards_root) / md.hash
         if self.shards_dir.is_dir() and [path.name for path in self.shards_dir.iterdir()] == [METADATA_NAME]:
             (self.shards_dir / METADATA_NAME).unlink()  # of `Metadata.dump`: a part of a store must not open
         self._writer = ShardStore.create(shards_root, md.document, progress=False)
@@ -207,27 +204,22 @@ def pixel_to_patch_labels(
     Raises:
         ArgumentError: the image is no grid of so many patches, or a label is no integer from 0 to `max_classes` - 1.
     """
-    bg_label = check_count(bg_label, name="bg_label", least=0, most=255)
-    patch_size, n_patches = check_count(patch_size, name="patch_size"), check_count(n_patches, name="n_patches")
-    given = np.asarray(seg)
-    if given.dtype.kind not in "biuf":
-        raise ArgumentError(f"seg is {kind_of(seg)} of dtype {given.dtype}, no labels", where="seg")
-    with np.errstate(invalid="ignore"):
-        pixels = given.astype(np.uint8)
-    if not np.array_equal(pixels, given):
+    pixels, high = np.asarray(seg), check_count(patch_size, name="patch_size")
+    rows, columns = (side // high for side in pixels.shape) if pixels.ndim == 2 else (0, 0)
+    if pixels.shape != (rows * high, columns * high) or rows * columns != n_patches:
         raise ArgumentError(
-            f"a label is {given[pixels != given].flat[0]}; it must be an integer from 0 to 255", where="seg"
+            f"pixels of shape {pixels.shape} are not {n_patches} patches of {high} x {high}", where="seg"
         )
-    rows, columns = (side // patch_size for side in pixels.shape) if pixels.ndim == 2 else (0, 0)
-    if pixels.shape != (rows * patch_size, columns * patch_size) or rows * columns != n_patches:
+    most = min(max_classes, 256) - 1
+    with np.errstate(invalid="ignore"):  # of infinity
+        is_label = (pixels % 1 == 0) & (pixels >= 0) & (pixels <= most)
+    if not is_label.all():
         raise ArgumentError(
-            f"pixels of shape {pixels.shape} are not {n_patches} patches of {patch_size} x {patch_size}", where="seg"
+            f"labels are from {pixels.min()} to {pixels.max()}; they must be integers from 0 to {most}",
+            where="seg",
         )
-    if pixels.max() >= max_classes:
-        raise ArgumentError(f"label {pixels.max()} is not below {max_classes}", where="seg")
-    patches = pixels.reshape(rows, patch_size, columns, patch_size).swapaxes(1, 2).reshape(n_patches, -1)
+    patches = pixels.astype(np.uint8).reshape(rows, high, columns, high).swapaxes(1, 2).reshape(n_patches, -1)
     counts = np.stack([np.bincount(patch, minlength=256) for patch in patches])
-    if agg_of(pixel_agg) is PixelAgg.PREFER_FG:
-        has_foreground = counts[:, bg_label] < patch_size**2
-        counts[has_foreground, bg_label] = 0
+    if PixelAgg(pixel_agg) is PixelAgg.PREFER_FG:
+        counts[counts[:, bg_label] < high**2, bg_label] = 0
     return torch.as_tensor(counts.argmax(axis=1), dtype=torch.uint8)
