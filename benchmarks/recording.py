@@ -36,7 +36,7 @@ from transformers import GPTNeoXConfig, GPTNeoXModel, ViTConfig, ViTModel
 from saev_store.record import Images, RecordingReport, Texts, adapt, record
 from saev_store.record._examples import Batch, ExampleSource
 from saev_store.record._fill import batches_nbytes
-from saev_store.record._record import describe, prepare
+from saev_store.record._record import plan
 from saev_store.writer.copies import Rate
 from saev_store.writer.shard_file import ShardFile
 
@@ -179,8 +179,7 @@ def compared(name: str, model: torch.nn.Module, source: ExampleSource, folder: P
 def slow_recording(root: str, n_examples: int) -> dict[str, float]:
     """What a recording to a disk of 100 MB/s takes; in a process of its own, since its peak of memory counts."""
     source = Images(Photographs(n_examples), 16)
-    recorder = prepare(thin_vit(), source, range(12), hook_points=POINTS)
-    metadata = describe(recorder, source, ckpt="benchmark")
+    recorder, metadata = plan(thin_vit(), source, range(12), hook_points=POINTS, ckpt="benchmark")
     with recorder:
         largest = next(source.batches(0, n_examples)).inputs[0]
         vectors_nbytes = recorder(largest).nbytes

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from saev_store._runtime.progress import human_seconds
 from saev_store.core.arguments import check_count
-from saev_store.core.layout import RESID_POST
 from saev_store.core.token_arrays import LABELS
 from saev_store.errors import counted
 from saev_store.record._fill import batches_nbytes
 from saev_store.record._part import missing_examples, this_part
-from saev_store.record._record import describe, prepare
+from saev_store.record._record import plan
 from saev_store.store.card import human_bytes
 from saev_store.transport import open_transport
 from saev_store.writer import writing_requests
@@ -24,13 +23,14 @@ from saev_store.writer.work import Work
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
+    from typing import Unpack
 
     import torch
 
-    from saev_store.core.dtypes import StoredDtype
     from saev_store.record._adapters import Adapter
     from saev_store.record._examples import Batch, ExampleSource
     from saev_store.record._part import Part
+    from saev_store.record._record import PlanOptions
     from saev_store.record._recorder import Recorder
 
 
@@ -109,17 +109,10 @@ def estimate_recording(
     root: str | os.PathLike[str],
     *,
     layers: Sequence[int],
-    hook_points: Sequence[str] = (RESID_POST,),
-    dtype: StoredDtype | None = None,
-    max_tokens_per_shard: int | None = None,
-    dataset: str | None = None,
-    family: str | None = None,
-    ckpt: str | None = None,
-    protocol: str | None = None,
-    device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     part: Part | None = None,
     n_examples: int = 32,
+    **options: Unpack[PlanOptions],
 ) -> RecordingEstimate:
     """Estimate what `record` with the same arguments will take. Nothing is written below `root`.
 
@@ -130,18 +123,11 @@ def estimate_recording(
         source: As of `record`.
         root: As of `record`.
         layers: As of `record`.
-        hook_points: As of `record`.
-        dtype: As of `record`.
-        max_tokens_per_shard: As of `record`.
-        dataset: As of `record`.
-        family: As of `record`.
-        ckpt: As of `record`.
-        protocol: As of `record`.
-        device: As of `record`.
         storage_options: As of `record`.
         part: As of `record`.
         n_examples: Examples to run at least, if there are so many. The first batch is not counted if there is another one: it
             takes longer.
+        options: `hook_points`, `dtype`, `max_tokens_per_shard`, `dataset`, `family`, `ckpt`, `protocol` and `device`, as of `record`.
 
     Raises:
         ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
@@ -149,12 +135,8 @@ def estimate_recording(
     """
     check_count(n_examples, name="n_examples")
     of_ranks = this_part(part)
-    recorder = prepare(model, source, layers, hook_points=hook_points, device=device)
+    recorder, metadata = plan(model, source, layers, **options)
     transport = open_transport(root, storage_options)
-    metadata = describe(
-        recorder, source, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard, dataset=dataset, family=family, ckpt=ckpt,
-        protocol=protocol,
-    )  # fmt: skip
     layout, arrays = metadata.layout, metadata.token_arrays
     if not metadata.declares_token_arrays and LABELS.name in source.geometry(recorder.adapter).token_arrays:
         arrays = (LABELS,)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from saev_store.writer.inputs import NonfinitePolicy
 
 
-class RecordOptions(TypedDict, total=False):
-    """Options of `record`, which has their meanings and defaults."""
+class PlanOptions(TypedDict, total=False):
+    """Options of `record` that decide what is recorded; it has their meanings and defaults."""
 
     hook_points: Sequence[str]
     dtype: StoredDtype | None
@@ -49,6 +49,11 @@ class RecordOptions(TypedDict, total=False):
     ckpt: str | None
     protocol: str | None
     device: str | None
+
+
+class RecordOptions(PlanOptions, total=False):
+    """All options of `record` but `layers` and `part`."""
+
     storage_options: Mapping[str, object] | None
     resume: bool
     exist_ok: bool
@@ -158,14 +163,11 @@ def record(
     check_choice(recheck, get_args(Recheck), name="recheck")
     check_choice(on_overflow, ("raise", "saturate"), name="on_overflow")
     of_ranks = this_part(part)
-    recorder = prepare(
-        model, source, layers, hook_points=hook_points, device=this_device(device) if part == "auto" else device
-    )
-    transport = open_transport(root, storage_options)
-    metadata = describe(
-        recorder, source, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard, dataset=dataset, family=family, ckpt=ckpt,
-        protocol=protocol,
+    recorder, metadata = plan(
+        model, source, layers, hook_points=hook_points, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard, dataset=dataset,
+        family=family, ckpt=ckpt, protocol=protocol, device=this_device(device) if part == "auto" else device,
     )  # fmt: skip
+    transport = open_transport(root, storage_options)
     work = Work(transport, metadata)
     there = KeptExamples(work.store, metadata.layout, recheck, saturate=on_overflow == "saturate", work=work)
     try:
@@ -197,44 +199,36 @@ def record(
     return ShardStore.open(work.store)
 
 
-def prepare(
+def plan(
     model: torch.nn.Module | Adapter,
     source: ExampleSource,
     layers: Sequence[int],
     *,
     hook_points: Sequence[str] = (RESID_POST,),
-    device: str | None = None,
-) -> Recorder:
-    """The recorder of a model for a source; arguments as of `record`."""
-    if not isinstance(source, ExampleSource):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(
-            f"{brief(source)} is not a source of examples", where="source", remedy="Pass Images(…) or Texts(…)."
-        )
-    adapter = adapt(model)
-    place(adapter.model, device)
-    # The special token of a text is one of the tokens that the model is given, so it is not the recorder's matter.
-    cls_token = source.geometry(adapter).cls_token and adapter.has_cls
-    return Recorder(adapter, layers, hook_points=hook_points, cls_token=cls_token)
-
-
-def describe(
-    recorder: Recorder,
-    source: ExampleSource,
-    *,
     dtype: StoredDtype | None = None,
     max_tokens_per_shard: int | None = None,
     dataset: str | None = None,
     family: str | None = None,
     ckpt: str | None = None,
     protocol: str | None = None,
-) -> Metadata:
-    """The metadata of a recording; arguments as of `record`.
+    device: str | None = None,
+) -> tuple[Recorder, Metadata]:
+    """The recorder of a model for a source, and the metadata of the recording; arguments as of `record`.
 
     Raises:
         ArgumentError: an argument breaks a rule, or nothing names the family or the weights.
     """
-    adapter = recorder.adapter
-    geometry, data = source.geometry(adapter), source.describe()
+    if not isinstance(source, ExampleSource):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(
+            f"{brief(source)} is not a source of examples", where="source", remedy="Pass Images(…) or Texts(…)."
+        )
+    adapter = adapt(model)
+    place(adapter.model, device)
+    geometry = source.geometry(adapter)
+    # The special token of a text is one of the tokens that the model is given, so it is not the recorder's matter.
+    cls_token = geometry.cls_token and adapter.has_cls
+    recorder = Recorder(adapter, layers, hook_points=hook_points, cls_token=cls_token)
+    data = source.describe()
     if "recording" in data:
         raise ArgumentError("data has a key 'recording', which names the recording itself", where="data")
     family, ckpt = family or adapter.family, ckpt or adapter.ckpt
@@ -251,7 +245,7 @@ def describe(
     points = [point for _, point in recorder.axis]
     # Labels need no declaration before protocol 3.0, which is only written if something else needs it.
     is_old = dtype == "float32" and geometry.text is None and {*points} == {RESID_POST}
-    return new_metadata(
+    return recorder, new_metadata(
         protocol=protocol,
         family=family,
         ckpt=name_of(ckpt),

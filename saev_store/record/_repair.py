@@ -12,7 +12,7 @@ from saev_store.errors import ResumeError
 from saev_store.record._fill import fill_missing
 from saev_store.record._identity import repairable
 from saev_store.record._recheck import KeptExamples, Recheck
-from saev_store.record._record import describe, prepare
+from saev_store.record._record import plan
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
 from saev_store.writer import open_repair
@@ -120,16 +120,13 @@ def repair(
             where=transport.url,
             remedy="Copy the lost files from where they are whole, or make the store again. From Python: store.repair() takes vectors.",
         )
-    recorder = prepare(
+    recorder, here = plan(
         model,
         source,
         tuple(dict.fromkeys(there.layers)) if layers is None else layers,
         hook_points=tuple(dict.fromkeys(there.hook_points or (RESID_POST,))) if hook_points is None else hook_points,
-        device=device,
-    )
-    here = describe(
-        recorder, source, dtype=cast("StoredDtype", there.layout.dtype), max_tokens_per_shard=there.max_tokens_per_shard,
-        dataset=there.dataset, family=there.family, ckpt=there.ckpt, protocol=there.protocol,
+        dtype=cast("StoredDtype", there.layout.dtype), max_tokens_per_shard=there.max_tokens_per_shard, dataset=there.dataset,
+        family=there.family, ckpt=there.ckpt, protocol=there.protocol, device=device,
     )  # fmt: skip
     if differences := _unbridged(there, here):
         raise ResumeError(

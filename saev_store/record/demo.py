@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store._runtime.optional import need
-from saev_store.errors import AccessError, NotFoundError
+from saev_store.errors import NotFoundError
 from saev_store.record._images import Images
-from saev_store.record._record import prepare, record
+from saev_store.record._record import record
+from saev_store.record._recorder import Recorder
 from saev_store.record._texts import Texts
 
 if TYPE_CHECKING:
@@ -168,14 +169,9 @@ def run_demo(
 
     Raises:
         MissingDependencyError: a library of the extra `demo` is not installed.
-        AccessError: `out` cannot be created.
-        SaevStoreError: recording or reading failed.
+        SaevStoreError: recording or reading failed, or `out` cannot be created.
     """
     begun_s, folder = time.perf_counter(), Path("saev-demo" if out is None else out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise AccessError(f"the folder cannot be created: {error.strerror}", where=str(folder)) from error
     photographs = load_photographs(n=n_photographs, tile_px=tile_px)
     pretrained = _pretrained() if model is None else None
     images = model or pretrained or _random("Dinov2Config", hidden_size=384, num_attention_heads=6, image_size=518, patch_size=14)  # fmt: skip
@@ -275,7 +271,7 @@ def _tokenizer_of(texts: list[str]) -> Tokenizer:
 def _difference(store: ShardStore, model: torch.nn.Module, source: ExampleSource) -> float:
     """The largest difference of a store from a fresh forward pass, as a part of the largest number."""
     largest = worst = 0.0
-    with prepare(model, source, store.layers) as recorder:
+    with Recorder(model, store.layers) as recorder:
         computed = ((batch, recorder(*batch.inputs)) for batch in source.batches(0, len(store)))
         for found in source.assemble(computed, 0):
             fresh = found.acts.float().numpy()

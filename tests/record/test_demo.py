@@ -10,7 +10,7 @@ import pytest
 
 from saev_store import ShardStore
 from saev_store.cli import main
-from saev_store.errors import AccessError
+from saev_store.errors import SaevStoreError
 from saev_store.record import demo, load_photographs, run_demo
 
 torch = pytest.importorskip("torch")
@@ -43,9 +43,8 @@ def test_demo_records_checks_and_draws_and_keeps_what_is_there(tmp_path: Path) -
     again = run_demo(tmp_path, **options)
     assert (again.stores, again.n_recorded, again.ok) == (first.stores, 0, True)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(AccessError) as refused:
+    with pytest.raises(SaevStoreError):
         run_demo(tmp_path / "file" / "below", **options)
-    assert refused.value.where == str(tmp_path / "file" / "below")
 
 
 def test_tiles_of_photographs_fit_together_again() -> None:
