@@ -244,8 +244,8 @@ def test_record_with_every_batch_size_and_order_of_layers_stores_the_models_bits
     name = "Dinov2WithRegistersModel"
     image_model = tiny_vision(name).bfloat16()
     options = {"hook_points": ("resid_pre", "resid_post"), "ckpt": "tiny", "progress": False}
-    for size in (1, 2, 5, 64):
-        for layers in ((0, 1, 2), (-1, 0), (1,)):
+    for size in (1, 2, 64):
+        for layers in ((0, 1, 2), (-1, 0)):
             for special in (True, False):
                 source = Texts(DOCUMENTS, context=CONTEXT, bos=BOS if special else None, batch_size=size)
                 store = record(text_model, source, tmp_path, layers=layers, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +35,16 @@ def behind(model: object) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", LANGUAGE_CLASSES)
-def test_record_of_texts_on_a_gpu_that_is_behind_stores_its_bits(tmp_path: Path, name: str, dtype: str) -> None:
+def test_record_of_texts_on_a_gpu_that_is_behind_stores_its_bits(tmp_path: Path) -> None:
+    for name, dtype in itertools.product(LANGUAGE_CLASSES, ("float32", "bfloat16", "float16")):
+        check_texts(tmp_path / name, name, dtype)
+
+
+def check_texts(root: Path, name: str, dtype: str) -> None:
     model = tiny_language(name).to(getattr(torch, dtype))
     handles = behind(model)
     texts = Texts(documents(), context=CONTEXT, bos=None, batch_size=BATCH)
-    store = record(model, texts, tmp_path, **OPTIONS)
+    store = record(model, texts, root, **OPTIONS)
     assert (store.metadata.dtype, store.shape[:3]) == (dtype, (10, 2, CONTEXT))
     for handle in handles:
         handle.remove()
@@ -60,16 +64,18 @@ def test_record_of_texts_on_a_gpu_that_is_behind_stores_its_bits(tmp_path: Path,
                 assert not found[len(row) :].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "name", ["ViTModel", "Dinov2WithRegistersModel", "DINOv3ViTModel", "CLIPVisionModel", "SiglipVisionModel"]
-)
-def test_record_of_images_on_a_gpu_that_is_behind_stores_its_bits(tmp_path: Path, name: str, dtype: str) -> None:
+def test_record_of_images_on_a_gpu_that_is_behind_stores_its_bits(tmp_path: Path) -> None:
+    names = ("ViTModel", "Dinov2WithRegistersModel", "DINOv3ViTModel", "CLIPVisionModel", "SiglipVisionModel")
+    for name, dtype in itertools.product(names, ("float32", "bfloat16")):
+        check_images(tmp_path / name, name, dtype)
+
+
+def check_images(root: Path, name: str, dtype: str) -> None:
     model = tiny_vision(name).to(getattr(torch, dtype))
     size = model.config.image_size
     pixels = torch.from_numpy(np.random.default_rng(5).normal(size=(7, 3, size, size)).astype(np.float32))
     handles = behind(model)
-    store = record(model, Images(list(pixels), BATCH), tmp_path, **OPTIONS | {"hook_points": ("resid_post",)})
+    store = record(model, Images(list(pixels), BATCH), root, **OPTIONS | {"hook_points": ("resid_post",)})
     assert (store.metadata.dtype, len(store)) == (dtype, 7)
     for handle in handles:
         handle.remove()
