@@ -30,7 +30,7 @@ class RecordingReport:
     >>> report.examples_per_s, report.left_s
     (10.0, 20.0)
     >>> print(report)
-    recorded 600 examples (3.2 GB) in 60 s, 10 examples/s; the model waited 25 % of the time for the source and 1 % for the writer
+    recorded 600 examples (3.0 GiB) in 60 s, 10.0 examples/s; the model waited 25 % of the time for the source and 1 % for the writer
     """
 
     n_examples: int = 0
