@@ -694,9 +694,9 @@ def test_loader_without_maps_reads_to_its_place(tmp_path: Path) -> None:
         if layer == 5:
             assert (rows == kept_of(made, sel)) == (order == "stored")
     (made.path / "acts000002.bin").unlink()
+    store = ShardStore.open(str(made.path), engine="pread", damaged_ok=True)
     for order in ("stored", "shuffled"):
-        rows = ShardStore.open(str(made.path), engine="pread", damaged_ok=True).sel(layer=5, examples=slice(3))
-        assert len(list(Loader(rows, batch_size=2, order=order))) > 0
+        assert len(list(Loader(store.sel(layer=5, examples=slice(3)), batch_size=2, order=order))) > 0
         with pytest.raises(CorruptShardError) as caught:
             list(Loader(store.sel(layer=5), batch_size=7, order=order))
         assert "acts000002.bin" in str(caught.value.where)
