@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 @runtime_checkable
 class TensorLoader(Protocol):
-    """What a provider needs of a loader of `saev_store.torch`."""
+    """Loader of `saev_store.torch`, as a provider needs it."""
 
     def __iter__(self) -> Iterator[ExampleBatch]:
         """An epoch's batches."""
         ...
 
     def state_dict(self) -> dict[str, object]:
-        """Where the loader stands."""
+        """The place of the loader."""
         ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -73,7 +73,7 @@ class Provider(Iterator[T], Generic[T]):
         loader: The loader.
 
     Raises:
-        ArgumentError: `loader` is no loader of `saev_store.torch`.
+        ArgumentError: `loader` is not a loader of `saev_store.torch`.
     """
 
     def __init__(self, loader: TensorLoader, of: Callable[[ExampleBatch], T]) -> None:
@@ -121,7 +121,7 @@ class Provider(Iterator[T], Generic[T]):
         """Continue where `state_dict` was taken.
 
         Raises:
-            ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
+            ArgumentError: the state is of other rows, another batch size, seed or version; the message names it.
         """
         self.loader.load_state_dict(state)
         self._batches = None

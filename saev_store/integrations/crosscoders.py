@@ -1,4 +1,4 @@
-"""What crosscoders and transcoders are trained on: several layers, two models, or source and target, of the same tokens.
+"""Input of crosscoders and transcoders: several layers, two models, or source and target, of the same tokens.
 
 for acts in layer_batches(loader):  # (batch, layers, d_model)
 """

@@ -1,4 +1,4 @@
-"""What `trainSAE` and `evaluate` of dictionary_learning take: activations without end, and a description of them.
+"""Input of `trainSAE` and `evaluate` of dictionary_learning: activations without end, and a description of them.
 
     buffer = activation_buffer(loader)
     trainSAE(data=buffer, trainer_configs=[...], steps=50_000)
@@ -24,7 +24,7 @@ class ActivationBatches(Provider[torch.Tensor]):
 
     @property
     def config(self) -> dict[str, object]:
-        """What is loaded, plain JSON: dictionary_learning's keys for width, batch size and device, and the store, layers and seed."""
+        """Description of what is loaded, plain JSON: dictionary_learning's keys for width, batch size and device, and the store, layers and seed."""
         loader = self._described
         rows, options = rows_of_one_store(loader), loader.options
         return {
@@ -45,7 +45,7 @@ class ActivationBatches(Provider[torch.Tensor]):
 def activation_buffer(loader: StoreLoader) -> ActivationBatches:
     """Activations for `trainSAE` and `evaluate`: tensors (batch, d_model), epoch after epoch.
 
-    It stands where an `ActivationBuffer` stands, but holds no model: `evaluate` measures the reconstruction, not the model's loss.
+    It replaces an `ActivationBuffer`, but holds no model: `evaluate` measures the reconstruction, not the model's loss.
     With `normalize_activations=True`, `trainSAE` takes its first 102 batches for the norm and trains on those that follow.
 
     Args:

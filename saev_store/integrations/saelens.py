@@ -1,4 +1,4 @@
-"""What SAELens's trainers take: activations of one hook, or of several, without end.
+"""Input of SAELens's trainers: activations of one hook, or of several, without end.
 
     provider = data_provider(loader)
     trainer = SAETrainer(cfg, sae, provider, save_checkpoint_fn=provider.save_to_checkpoint)
@@ -27,7 +27,7 @@ from saev_store.transport.checks import from_os_error, os_errors
 
 T = TypeVar("T")
 
-#: The file in a checkpoint's folder that says which batch comes next.
+#: The file in a checkpoint's folder with the number of the next batch.
 STATE_NAME = "saev_store_provider.json"
 
 
@@ -60,14 +60,14 @@ class SaelensProvider(Provider[T]):
         Raises:
             NotFoundError: the checkpoint was written without `save_to_checkpoint`.
             AccessError, TransportError: the system refuses to read it.
-            ArgumentError: the state is of other rows, another batch size, seed or version; the message says which.
+            ArgumentError: the state is of other rows, another batch size, seed or version; the message names it.
         """
         path = Path(checkpoint_path, STATE_NAME)
         try:
             state = cast("object", json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise NotFoundError(
-                "the checkpoint does not say which batch comes next",
+                "the checkpoint does not have the next batch",
                 where=str(path),
                 remedy="Pass save_checkpoint_fn=provider.save_to_checkpoint to the trainer.",
             ) from None
@@ -138,7 +138,7 @@ def _by_hook(batch: ExampleBatch, names: Sequence[str]) -> dict[str, torch.Tenso
 
 
 class CachedStore(Protocol):
-    """What `use_store` needs of SAELens's `ActivationsStore`."""
+    """SAELens's `ActivationsStore`, as `use_store` needs it."""
 
     hook_name: str
     context_size: int
@@ -163,7 +163,7 @@ class CachedActivations:
         self.column_names = [into.hook_name, *(["token_ids"] if "token_ids" in store.token_arrays else [])]
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Number of examples."""
         return self._store.layout.n_examples
 
     def __getitem__(self, examples: slice) -> dict[str, torch.Tensor]:

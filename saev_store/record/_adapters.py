@@ -96,7 +96,7 @@ class Adapter(ABC):
 
     @property
     def has_cls(self) -> bool:
-        """Whether the architecture itself puts a CLS token first."""
+        """True if the architecture itself puts a CLS token first."""
         return False
 
     def keeps_cls(self, wanted: bool | None) -> bool:
@@ -113,7 +113,7 @@ class Adapter(ABC):
         return self.has_cls if wanted is None else wanted
 
     def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the model's device, where it gets its dtype. From pinned memory it is copied while the host goes on."""
+        """A tensor on the model's device, where it gets its dtype. From pinned memory it is copied while the host continues."""
         device = parameter_of(self.model).device
         return tensor.to(device, non_blocking=tensor.is_pinned()).to(dtype)
 

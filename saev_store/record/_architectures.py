@@ -1,4 +1,4 @@
-"""Where hook points are in the blocks of each architecture of `transformers`, and what its models are called."""
+"""Places of hook points in the blocks of each architecture of `transformers`, and what its models are called."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class RecordingEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the disk has room for what is left; None for a bucket."""
+        """True if the disk has room for what is left; None for a bucket."""
         return None if self.free_nbytes is None else self.needed_nbytes <= self.free_nbytes
 
     def to_dict(self) -> dict[str, object]:

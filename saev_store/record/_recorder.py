@@ -252,7 +252,7 @@ class Recorder:
 
 
 class _Captured:
-    """What hooks have captured of one batch.
+    """Vectors that hooks have captured of one batch.
 
     Attributes:
         out: (batch, layer, token, d_model); None before the first hook has run.
@@ -287,7 +287,7 @@ class _Captured:
             raise ArgumentError(f"the module of {name} ran twice in one forward pass", where="model")
         with torch.inference_mode(mode=False):  # callers may change what they get
             if self.out is None:
-                # A GPU goes on while its own memory is copied; it would wait for the host's.
+                # A GPU continues while its own memory is copied; it would wait for the host's.
                 device = hidden.device if hidden.is_cuda else "cpu"
                 self.out = torch.empty(self._shape, dtype=hidden.dtype, device=device)
             elif self.out.dtype != hidden.dtype:

@@ -55,7 +55,7 @@ class RepairedRecording:
         return {"url": self.store.url, "files": files}
 
     def __str__(self) -> str:
-        bytes_are = {True: "the bytes of before", False: "other bytes than before", None: "no digest tells which bytes"}
+        bytes_are = {True: "the bytes of before", False: "other bytes than before", None: "no digest to compare with"}
         lines = [
             f"{file.name}: {', '.join(f'examples {first} to {end - 1}' for first, end in file.examples) or 'written again'}; "
             f"{bytes_are[file.identical]}"

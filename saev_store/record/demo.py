@@ -96,7 +96,7 @@ def load_photographs(*, n: int = len(PHOTOGRAPHS), tile_px: int = 224) -> Photog
 
 
 def load_fables() -> dict[str, str]:
-    """Twelve fables of Aesop, told anew, title to text: something to record a language model over without a download.
+    """Twelve fables of Aesop, retold, title to text: something to record a language model over without a download.
 
     >>> len(load_fables()), load_fables()["The Fox and the Grapes"].split(".")[0]
     (12, 'On a hot afternoon a fox came to a vineyard')
@@ -134,7 +134,7 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """Whether both stores have no problem, hold the text, and equal a fresh forward pass but for rounding."""
+        """True if both stores have no problem, hold the text, and equal a fresh forward pass but for rounding."""
         return not self.problems and self.text_equal and self.difference <= 0.05
 
     def to_dict(self) -> dict[str, object]:

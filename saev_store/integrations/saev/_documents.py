@@ -183,7 +183,7 @@ class ShardInfo(list[Shard]):
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Where a row lies: its number, its example, its content token (-1 for the special one), positions in its shard."""
+    """Place of a row: its number, its example, its content token (-1 for the special one), positions in its shard."""
 
     idx: int
     example_idx: int
@@ -195,13 +195,13 @@ class Index:
 
 
 class IndexMap:
-    """Where the rows of a choice of layers and tokens lie.
+    """Places of the rows of a choice of layers and tokens.
 
     Args:
         md: The document.
         tokens: As in the configs.
         layer: As in the configs.
-        rows: The rows, where they are known. Of a store whose mask hides tokens the document alone does not tell them.
+        rows: The rows, where they are known. Of a store whose mask hides tokens the document alone does not name them.
 
     Raises:
         LayerNotFoundError, SelectionError: the store does not hold that, or its mask hides tokens.
@@ -215,7 +215,7 @@ class IndexMap:
         is_masked = any(array.name == MASK for array in md.document.token_arrays or ())
         if rows is None and is_masked and tokens != "special":
             raise SelectionError(
-                "the store has a mask, which hides tokens; the document does not tell which",
+                "the store has a mask, which hides tokens; the document does not name them",
                 where="md",
                 remedy="Use the index_map of an IndexedDataset.",
             )
@@ -225,7 +225,7 @@ class IndexMap:
         return len(self._rows)
 
     def from_global(self, idx: int | np.int_) -> Index:
-        """Where a row lies.
+        """Return the place of a row.
 
         Raises:
             SelectionError: there is no such row. It is an IndexError, too.

@@ -118,7 +118,7 @@ class Reservoir:
 
 
 class _DataLoader:
-    """What both loaders have. An iteration is an epoch; methods are those of `saev_store.torch`."""
+    """Base of both loaders. An iteration is an epoch; methods are those of `saev_store.torch`."""
 
     ExampleBatch = ours.ExampleBatch
 
@@ -151,7 +151,7 @@ class _DataLoader:
 
     @property
     def reservoir(self) -> Reservoir | None:
-        """How full the window is; None without an iteration."""
+        """Share of the window that is full; None without an iteration."""
         return Reservoir(self._loader, self.cfg.buffer_size * self.batch_size) if self.manager_pid > 0 else None
 
 

@@ -23,7 +23,7 @@ Labels = npt.NDArray[np.uint8] | torch.Tensor
 
 
 class Transformer(Protocol):
-    """What a model must have: its name, the tokens to record, its residual blocks in the order of depth."""
+    """Description of a model: its name, the tokens to record, its residual blocks in the order of depth."""
 
     @property
     def name(self) -> str: ...
@@ -74,7 +74,7 @@ class RecordedTransformer(torch.nn.Module):
 
     @property
     def activations(self) -> torch.Tensor:
-        """What the latest forward pass recorded, float32 on the CPU: (batch, layers, tokens, d_model).
+        """Vectors of the latest forward pass, float32 on the CPU: (batch, layers, tokens, d_model).
 
         Raises:
             ArgumentError: a block did not run.
@@ -120,7 +120,7 @@ class LabelsWriter:
 
     @property
     def has_written(self) -> bool:
-        """Whether labels of an example were set."""
+        """True if labels of an example were set."""
         return bool(self._is_set.any())
 
     def flush(self) -> None:
@@ -142,7 +142,7 @@ class LabelsWriter:
 class ShardWriter:
     """Writes a store, examples in their order; leaving its `with` block after the last one publishes the store.
 
-    `ShardStore.create` has more options; with `resume=True` it goes on where this was interrupted.
+    `ShardStore.create` has more options; with `resume=True` it continues where this was interrupted.
 
     Raises:
         StoreExistsError, IncompleteStoreError: a store is there already, or an unfinished one.
@@ -202,7 +202,7 @@ def pixel_to_patch_labels(
         max_classes: Labels are below this.
 
     Raises:
-        ArgumentError: the image is no grid of so many patches, or a label is no integer from 0 to `max_classes` - 1.
+        ArgumentError: the image is not a grid of so many patches, or a label is not an integer from 0 to `max_classes` - 1.
     """
     pixels, high = np.asarray(seg), check_count(patch_size, name="patch_size")
     rows, columns = (side // high for side in pixels.shape) if pixels.ndim == 2 else (0, 0)
