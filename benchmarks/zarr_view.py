@@ -2,98 +2,27 @@
 
     python benchmarks/zarr_view.py [--gib 0.5] [--folder DIR] [--rounds 5] [--latency-ms 30] [--json]
 
-The link is a server on this machine that waits before each answer: a web server, from which both sides read through fsspec,
-and a bucket, from which ours reads through obstore and FsspecStore through s3fs; with zarr's defaults.
+The link is a server on this machine that waits before each answer. Both sides read it through fsspec as a web server; as a bucket
+ours reads through obstore and FsspecStore through s3fs. With zarr's defaults.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import http.server
-import math
-import multiprocessing
 import os
-import re
 import shutil
 import tempfile
-import time
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import zarr
-from _common import Line, make_store, race, report, seconds
-from _transports import LatencyTransport
-from api import MemoryTransport
-from remote import serve as serve_bucket
+from _common import Line, make_store, race, report
+from _far_server import serve
 
-from saev_store import ShardStore, new_metadata
-from saev_store.documents import shards_bytes
+from saev_store import ShardStore
 from saev_store.zarr import ZarrView
-
-
-class SlowServer(http.server.SimpleHTTPRequestHandler):
-    """Files with ranges, each answer after a wait."""
-
-    protocol_version = "HTTP/1.1"
-    latency_s = 0.0
-
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, *, with_body: bool) -> None:
-        time.sleep(self.latency_s)
-        path = self.translate_path(self.path)
-        if not os.path.isfile(path):
-            self.send_response(404)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        size = os.path.getsize(path)
-        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "bytes=0-"))
-        first, last = wanted.groups() if wanted else ("0", "")
-        start = int(first) if first else max(0, size - int(last))
-        end = min(int(last) + 1, size) if first and last else size
-        self.send_response(206 if "Range" in self.headers else 200)
-        self.send_header("Content-Length", str(end - start))
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
-        self.end_headers()
-        if with_body:
-            with open(path, "rb") as file:
-                file.seek(start)
-                self.wfile.write(file.read(end - start))
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-def serve(folder: str, latency_s: float, ports: multiprocessing.Queue) -> None:
-    SlowServer.latency_s = latency_s
-    handler = functools.partial(SlowServer, directory=folder)
-    http.server.ThreadingHTTPServer.request_queue_size = 256  # connections beyond it are dropped and tried again later
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        ports.put(server.server_address[1])
-        server.serve_forever()
-
-
-@contextlib.contextmanager
-def served(folder: Path, latency_s: float) -> Iterator[str]:
-    context = multiprocessing.get_context("spawn")
-    ports = context.Queue()
-    process = context.Process(target=serve, args=(str(folder), latency_s, ports), daemon=True)
-    process.start()
-    try:
-        yield f"http://127.0.0.1:{ports.get(timeout=60)}"
-    finally:
-        process.terminate()
-        process.join()
 
 
 def activations(view: ZarrView) -> zarr.Array:
@@ -175,36 +104,22 @@ def dask_means(store: ShardStore, maps: list[np.memmap], rounds: int) -> list[Li
     return lines
 
 
-@contextlib.contextmanager
-def web(root: Path, latency_s: float) -> Iterator[tuple[str, dict[str, object]]]:
-    """Both sides through fsspec's client."""
-    with served(root, latency_s) as url:
-        yield f"{url}/far", {}
-
-
-@contextlib.contextmanager
-def bucket(root: Path, latency_s: float) -> Iterator[tuple[str, dict[str, object]]]:
-    """Ours through obstore, as `ShardStore.open` chooses, FsspecStore through s3fs."""
-    server, url = serve_bucket(root, latency_s)
-    try:
-        yield "s3://far", {"key": "k", "secret": "s", "endpoint_url": url}
-    finally:
-        server.kill()
-        server.wait()
-
-
 def remote(root: Path, latency_s: float, rounds: int) -> list[Line]:
     folder, _ = make_store(root / "far", n_bytes=40 * 6 * 197 * 768 * 4, n_shards=4, layers=range(6))
     local_store = ShardStore.open(folder)
     path = native(root / "far", local_store, (1, 1, *local_store.shape[2:]))
     lines = []
-    for place in (web, bucket):
-        with place(root, latency_s) as (url, options):
+    with serve(root, latency_s) as server:
+        places = {
+            "web": (f"{server}/far", {}),
+            "bucket": ("s3://far", {"key": "k", "secret": "s", "endpoint_url": server}),
+        }
+        for place, (url, options) in places.items():
             store = ShardStore.open(f"{url}/{folder.name}", options)
             native_store = zarr.storage.FsspecStore.from_url(
                 f"{url}/{path.name}", storage_options=options, read_only=True
             )
-            lines += far_lines(place.__name__, store, zarr.open_array(native_store, mode="r"), rounds)
+            lines += far_lines(place, store, zarr.open_array(native_store, mode="r"), rounds)
     return lines
 
 
@@ -222,35 +137,6 @@ def far_lines(place: str, store: ShardStore, theirs: zarr.Array, rounds: int) ->
     return lines
 
 
-def seven_million() -> list[Line]:
-    metadata = new_metadata(
-        family="clip", ckpt="ViT-L/14", layers=range(6), content_tokens_per_example=256, cls_token=True, d_model=1024,
-        n_examples=1_200_000, max_tokens_per_shard=2_400_000,
-    )  # fmt: skip
-    files = {"metadata.json": metadata.raw, "shards.json": shards_bytes(metadata.layout, metadata.count_key)}
-    transport = LatencyTransport(MemoryTransport(files, label=metadata.hash), 0.0, 1e12)
-    store = ShardStore.open(transport)
-
-    def work() -> None:
-        array = activations(store.as_zarr(chunks=(1, 1, 257, 1024)))
-        assert math.prod(array.cdata_shape) == 7_200_000
-
-    whole = seconds(lambda: ShardStore.open(transport))
-    work()
-    view = min(seconds(work) for _ in range(5))
-    return [
-        Line(
-            "opening 7.2 million chunks",
-            view * 1e3,
-            whole * 1e3,
-            "ms",
-            "opening the store itself",
-            "< 100 ms",
-            view / whole,
-        )
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=0.5, help="size of the local store")
@@ -264,7 +150,6 @@ def main() -> None:
         folder, metadata = make_store(root, n_bytes=int(options.gib * 2**30), n_shards=4, layers=(2, 5, 11))
         lines = [
             *local(root, folder, options.rounds),
-            *seven_million(),
             *remote(root, options.latency_ms / 1e3, options.rounds),
         ]
         facts = {
