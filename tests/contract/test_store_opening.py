@@ -385,7 +385,7 @@ def test_a_root_lists_its_stores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_there(engine: str, tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no store"):
+    with pytest.raises(NotFoundError):
         ShardStore.open(tmp_path, engine=engine)
     with pytest.raises(NotFoundError):
         ShardStore.open(tmp_path / "nowhere", engine=engine)
