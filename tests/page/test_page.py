@@ -315,7 +315,6 @@ def test_damaged_store_is_shown_with_what_is_left(tmp_path, acts):
 def test_files_that_vanish_later_are_errors_of_single_views(tmp_path, acts):
     folder = store_of(tmp_path, acts)
     with shown(folder) as page:
-        page("example", example=1)
         (folder / "acts000001.bin").unlink()
         assert page.error("example", example=4) == (410, "missing_shard")
         page("example", example=1)
