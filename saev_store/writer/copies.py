@@ -27,7 +27,7 @@ from saev_store.transport import Buffer, Transport
 from saev_store.transport.checks import os_errors
 from saev_store.transport.durable import fsync_folder, make_folders
 from saev_store.writer.create import is_as_written, is_whole
-from saev_store.writer.digests import BLOCK_BYTES, Digests, FileDigests, block_ranges, digest, load_digests
+from saev_store.writer.digests import BLOCK_BYTES, Digests, FileDigests, block_ranges, digest, load_digests, n_blocks
 from saev_store.writer.inputs import OverflowPolicy, check_overflow
 from saev_store.writer.rounding import RoundingReport, joined, parse_report, rounded
 from saev_store.writer.shard_writer import ShardWriter
@@ -52,14 +52,13 @@ class Rate:
         self._max_bytes_per_s, self._max_requests_per_s = max_bytes_per_s, max_requests_per_s
         self._lock, self._free_s = threading.Lock(), 0.0
 
-    def wait(self, nbytes: int, n_requests: int) -> None:
-        """Wait until so many bytes may move."""
+    def reserve(self, nbytes: int, n_requests: int) -> float:
+        """Seconds until so many bytes may move, which no others then may."""
         with self._lock:
             now_s = time.monotonic()
             needed_s = max(nbytes / self._max_bytes_per_s, n_requests / self._max_requests_per_s)
             self._free_s = max(self._free_s, now_s) + needed_s
-            wait_s = self._free_s - now_s
-        time.sleep(wait_s)
+            return self._free_s - now_s
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,9 @@ class Copy:
 
     def pause(self, nbytes: int) -> None:
         """Wait until so many bytes may be read and written; `TransportError` if the copy is given up."""
-        if self.stopped.is_set():
+        wait_s = 0.0 if self.rate is None else self.rate.reserve(2 * nbytes, 2 * n_blocks(nbytes, BLOCK_BYTES))
+        if self.stopped.wait(wait_s):
             raise TransportError("the copy was given up", where=self.store.url)
-        if self.rate is not None:
-            self.rate.wait(2 * nbytes, 2)
 
     def check_token_arrays(self) -> None:
         """Compare the token arrays of the source with its digests; `CorruptShardError` if one differs."""
@@ -213,9 +211,11 @@ class Copy:
             is_linked = self._is_renamed and link(source, work.store, name)
             if not is_linked and not work.store.copy_within(source, name, name):
                 return False
+            is_read = self.promised is None or not is_linked
+            if is_read:
+                self.pause(used)
             file = digests_of(work.store, name, used) if self.promised is None else self.promised.files[name]
-            is_read = is_linked or self.promised is None
-            if not is_read and not is_as_written(work.store, name, file, work.block_bytes, size):
+            if is_read and self.promised and not is_as_written(work.store, name, file, work.block_bytes, size):
                 raise TransportError(
                     f"{name} of the copy is not what was sent",
                     where=work.url,

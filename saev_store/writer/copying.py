@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace as replaced
 from typing import TYPE_CHECKING, Self, get_args
+from uuid import uuid4
 
 from saev_store._runtime.cluster import map_shards
 from saev_store._runtime.progress import Progress
@@ -27,9 +28,10 @@ from saev_store.errors import (
     TransportError,
     brief,
 )
-from saev_store.names import METADATA_NAME
+from saev_store.names import DIGESTS_NAME, METADATA_NAME
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
+from saev_store.transport.durable import TEMP_PREFIX
 from saev_store.writer.copies import Copy, Rate, identity_now
 from saev_store.writer.copy_metadata import in_dtype, in_protocol, part_of
 from saev_store.writer.create import differing
@@ -37,7 +39,7 @@ from saev_store.writer.digests import load_digests
 from saev_store.writer.inputs import OverflowPolicy
 from saev_store.writer.publish import publish
 from saev_store.writer.rounding import RoundingReport
-from saev_store.writer.work import create, names, read
+from saev_store.writer.work import create, each, names, read
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -244,6 +246,8 @@ def _begin(copy: Copy, *, resume: bool, replaces: bool) -> None:
         )
     for shard_idx in range(work.layout.n_shards) if is_other else ():
         work.forget(shard_idx)
+    if is_other:
+        copy.root.delete(work.name)  # labels and documents, too
     if there is None:
         create(work.work, _ORIGIN, origins[0].encode())
     else:
@@ -264,16 +268,32 @@ def _is_done(copy: Copy, *, resume: bool, replaces: bool) -> bool:
     if not fault and resume:
         work.remove()
         return True
+    if fault and replaces and _is_source(copy):
+        fault, replaces = "the source itself is there", False
     if theirs is None or not (fault and replaces):
         raise StoreExistsError(
             fault or "the copy is there already",
             where=work.url,
             remedy="Open it, or copy elsewhere; replace=True deletes it, and copies again.",
         )
-    work.claim()  # first: what a kill leaves is an unfinished copy
+    work.remove()  # what a publisher that was killed has left
+    work.claim()
+    # What a kill leaves is a damaged store, which the same call replaces, or digests and an unfinished copy.
+    others = [name for name in names(work.store) if name not in {METADATA_NAME, DIGESTS_NAME}]
+    each(work.store, work.store.delete, others)
     work.store.delete(METADATA_NAME)
     copy.root.delete(work.name)
     return False
+
+
+def _is_source(copy: Copy) -> bool:
+    """Return True if the store there is the source, which may have several addresses: a file of one is in the other."""
+    probe, place = f"{TEMP_PREFIX}{uuid4().hex}", copy.work.store
+    place.put(probe, b"1")
+    try:
+        return read(copy.store.transport, probe) is not None
+    finally:
+        place.delete(probe)
 
 
 def _rate(max_mb_per_s: object, max_requests_per_s: object, client: object) -> Rate | None:

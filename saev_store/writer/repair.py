@@ -286,7 +286,7 @@ class RepairWriter(ShardWriter):
         try:
             pieces = cast("Iterator[object]", values if isinstance(values, Iterator) else iter([values]))
             for some in map(partial(as_array, where=name), pieces):
-                n = min(len(some), n_examples - at)
+                n = min(len(np.atleast_1d(some)), n_examples - at)
                 rows = token_rows({name: some}, (array,), n, self.layout, required=True)
                 data, at = np.ascontiguousarray(rows).reshape(-1).data, at + n
                 sink.write(digester.nbytes, [data])

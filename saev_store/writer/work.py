@@ -196,13 +196,10 @@ class Work(Target):
             ResumeError: it was begun with other metadata of the same hash.
         """
         foreign = [name for name in names(self.store) if not name.startswith(TEMP_PREFIX)]
-        if foreign and names(self.work):  # begun before; the document may be gone, of a killed `discard_unfinished`
-            foreign = []
-        is_new = self.claim()
-        if is_new and foreign:
-            self.remove()
+        # Of what was begun before, the document may be gone: of a killed `discard_unfinished`.
+        if foreign and not names(self.work):
             raise refused(self.url, foreign)
-        return is_new
+        return self.claim()
 
     def claim(self) -> bool:
         """Create the document of the work folder; False if it was there. `ResumeError` if it is another one."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from clusters import two_workers
-from sim_disk import Disk
+from sim_disk import Disk, PowerCut, State
 from test_publish_races import Meanwhile
 from written import LOCAL, Case, a_case, append_missing, content, copy_whole, cut, files, finish
 
@@ -25,6 +29,7 @@ from saev_store.errors import (
 )
 from saev_store.transport import open_transport
 from saev_store.writer import copy_store, create_store
+from saev_store.writer.copies import Rate
 from saev_store.writer.copy_metadata import in_protocol
 
 
@@ -244,6 +249,31 @@ def test_copy_of_another_recording_is_refused_or_replaced(tmp_path):
         other.check(content(tmp_path / "b" / this.name))
 
 
+def test_copy_that_replaces_another_leaves_nothing_of_it_whenever_it_is_killed(tmp_path):
+    this = a_case()
+    other = replace(other_recording(this), labels=None)
+    for name, some in (("a", this), ("c", other)):
+        finish(tmp_path / name, some)
+    (tmp_path / "a" / this.name / "provenance.json").write_text("{}")
+    for posix, is_finished in itertools.product((False, True), (False, True)):
+        whole = Disk(posix=posix)
+        copied(tmp_path / "a" / this.name, whole)
+        published = max(i for i, step in enumerate(whole.state.log) if step == "create metadata.json")
+        for k in itertools.count(0, 2):
+            disk = Disk(State(posix, dies_before=None if is_finished else published))
+            with contextlib.suppress(PowerCut):
+                copied(tmp_path / "a" / this.name, disk)
+            disk.state.dies_before = len(disk.state.log) + k
+            with contextlib.suppress(PowerCut):
+                copied(tmp_path / "c" / this.name, disk, replace=True)
+            is_done, disk.state.dies_before = len(disk.state.log) < disk.state.dies_before, None
+            copied(tmp_path / "c" / this.name, disk, replace=True)
+            (other if posix else cut(other)).check(disk.content(this.name))
+            if is_done:
+                break
+        assert k > 10
+
+
 def test_copy_onto_itself_changes_nothing(tmp_path):
     this = a_case()
     finish(tmp_path, this)
@@ -251,12 +281,15 @@ def test_copy_onto_itself_changes_nothing(tmp_path):
     for options in ({}, {"replace": True}):
         copied(tmp_path / this.name, tmp_path, **options)
     assert content(tmp_path) == before
-    (tmp_path / this.name / "digests.json").unlink()
-    before = content(tmp_path)
-    for options in ({}, {"replace": True}):
-        with pytest.raises(StoreExistsError):
-            copied(tmp_path / this.name, tmp_path, **options)
-    assert content(tmp_path) == before
+    digests = tmp_path / this.name / "digests.json"
+    digests.write_bytes(replace(this, labels=None).files()["digests.json"])
+    for change in (bool, digests.unlink):  # labels were written after the digests; there are no digests
+        change()
+        before = content(tmp_path)
+        for options in ({}, {"replace": True}):
+            with pytest.raises(StoreExistsError):
+                copied(tmp_path / this.name, tmp_path, **options)
+        assert content(tmp_path) == before
 
 
 def test_copy_of_files_that_are_replaced_meanwhile_is_not_published(tmp_path, monkeypatch):
@@ -280,10 +313,24 @@ def test_copy_of_files_that_are_replaced_meanwhile_is_not_published(tmp_path, mo
 def test_copy_at_a_limited_rate_waits(tmp_path, monkeypatch):
     this, waited = a_case(labelled=False), []
     finish(tmp_path / "a", this)
-    monkeypatch.setattr("time.sleep", waited.append)
+    real = Rate.reserve
+    monkeypatch.setattr(Rate, "reserve", lambda *given: waited.append(real(*given)) or 0.0)
     copy_store(tmp_path / "a" / this.name, tmp_path / "b", max_mb_per_s=1e-3, progress=False)
     n = sum(len(this.acts[i : i + 3].tobytes()) for i in range(0, 11, 3))
     assert 0.8 * 2 * n / 1000 < max(waited) <= 2 * n / 1000  # all threads together read and write
+    this.check(content(tmp_path / "b" / this.name))
+
+
+def test_copy_that_waits_for_its_rate_ends_at_ctrl_c(tmp_path):
+    this = a_case()
+    finish(tmp_path / "a", this)
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        copy_store(tmp_path / "a" / this.name, tmp_path / "b", max_requests_per_s=0.05, progress=False)
+    assert time.monotonic() - began_s < 5
+    copied(tmp_path / "a" / this.name, tmp_path / "b")
     this.check(content(tmp_path / "b" / this.name))
 
 
