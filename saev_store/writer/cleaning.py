@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from saev_store.core.arguments import check_flag
+from saev_store.core.arguments import check_flag, check_number
 from saev_store.errors import AccessError, NotFoundError, StoreExistsError, WriterConflictError
 from saev_store.names import METADATA_NAME, WORK_FOLDER, folder_name
 from saev_store.transport import Entry, Transport, UnfinishedUpload, open_transport
@@ -145,13 +145,15 @@ def clean(
 
     Raises:
         NotFoundError: there is no such folder.
+        ArgumentError: an argument is not what it has to be.
 
     >>> import tempfile
     >>> clean(tempfile.mkdtemp(), dry_run=True)
     Cleaned(leftovers=(), uploads_listed=True)
     """
     dry_run = check_flag(dry_run, name="dry_run")
-    place = open_transport(root) if isinstance(root, (str, os.PathLike)) else root
+    older_than_s = check_number(older_than_s, name="older_than_s", zero_ok=True)  # NaN would keep nothing
+    place = cast("Transport", root) if hasattr(root, "list_uploads") else open_transport(cast("str", root))
     uploads = _uploads(place)
     try:
         entries = place.list()

@@ -214,8 +214,9 @@ def test_clean_keeps_what_is_not_ours(tmp_path):
 def test_clean_of_nothing_is_refused(tmp_path):
     with pytest.raises(NotFoundError):
         clean(tmp_path / "nowhere")
-    with pytest.raises(ArgumentError):
-        clean(tmp_path, dry_run="no")
+    for wrong in ({"dry_run": "no"}, {"older_than_s": float("nan")}, {"older_than_s": "1d"}, {"root": 3}):
+        with pytest.raises(ArgumentError):
+            clean(**{"root": tmp_path, **wrong})
 
 
 class Bucket(Disk):

@@ -171,7 +171,7 @@ def test_restore_array_writes_what_is_lost_and_nothing_else(tmp_path):
         assert sorted(writer.lost_arrays) == ["document_ids", "mask", "token_ids"]
         for name, values in [
             ("labels", this.arrays["mask"]), ("mask", this.arrays["mask"][:3]), ("mask", iter([this.arrays["mask"][:3]])),
-            ("mask", iter([this.arrays["mask"], this.arrays["mask"][:1]])),
+            ("mask", iter([this.arrays["mask"], this.arrays["mask"][:1]])), ("mask", "x"), ("mask", iter([3])),
         ]:  # fmt: skip
             with pytest.raises(ArgumentError):
                 writer.restore_array(name, values)
