@@ -41,11 +41,11 @@ def open_filesystem(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
             remedy="Install obstore, and leave out the options that it does not know.",
         )
     protocols, shown = protocols_of(url), safe_url(url)
-    ours = tuned(protocols[0], options) if len(protocols) == 1 else dict(options)
-    for protocol in set(protocols) if len(protocols) > 1 else ():
-        if found := tuned(protocol, cast("Mapping[str, object]", ours.get(protocol) or {})):
-            ours[protocol] = found
     try:
+        ours = tuned(protocols[0], options) if len(protocols) == 1 else dict(options)
+        for protocol in set(protocols) if len(protocols) > 1 else ():
+            if found := tuned(protocol, cast("Mapping[str, object]", ours.get(protocol) or {})):
+                ours[protocol] = found
         return import_module("fsspec.core").url_to_fs(url, **ours)
     except SaevStoreError:
         raise

@@ -205,9 +205,9 @@ def _configures_endpoint() -> bool:
     """Return True if the configuration file of AWS names an end point, for whatever profile."""
     with (
         contextlib.suppress(OSError),
-        open(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"))) as file,
+        open(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")), "rb") as file,
     ):
-        return "endpoint_url" in file.read(1 << 20)
+        return b"endpoint_url" in file.read(1 << 20)
     return False
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
+from saev_store.core.arguments import check_flag
 from saev_store.errors import (
     AccessError,
     DeadlineError,
@@ -54,7 +54,7 @@ class RemoteTransport(Transport):
         super().__init__()
         self._arguments, self._safe_url, self._folder = (url, options), safe_url, ""
         self.options = dict(options)
-        self.is_conditional = self.options.pop(CONDITIONAL_CREATE, True) is not False
+        self.is_conditional = check_flag(self.options.pop(CONDITIONAL_CREATE, True), name=CONDITIONAL_CREATE)
         self.slots = asyncio.Semaphore(IN_FLIGHT)
         #: The version of each file that was read, by its path below the address.
         self._pins: dict[str, FileStat] = {}
@@ -67,8 +67,8 @@ class RemoteTransport(Transport):
         return joined_url(self._safe_url, self._folder)
 
     def at(self, path: str) -> Self:
-        child = copy.copy(self)
-        child._folder = self._below(path) if path else self._folder  # noqa: SLF001  # of the same class
+        child = object.__new__(type(self))  # `copy` would open another client
+        vars(child).update(vars(self), _folder=self._below(path) if path else self._folder)
         return child
 
     def close(self) -> None:

@@ -124,7 +124,9 @@ class LocalTransport(Transport):
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         where = self.where(path)
         with os_errors(where, "read"), open(where, "rb", buffering=0, opener=os.open) as file:
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            check_regular(status.st_mode, where=where)  # a device may never end
+            size = status.st_size
             if max_bytes is not None and size > max_bytes:
                 raise too_big(where, size=size, max_bytes=max_bytes)
             data = file.read()

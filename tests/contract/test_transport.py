@@ -74,7 +74,9 @@ def test_a_transport_shows_its_root(place: Place) -> None:
     assert transport.is_local == place.is_local
     assert transport.local_path == (place.url if place.is_local else None)
     assert transport.at("").read("metadata.json") == FILES["metadata.json"]
-    assert transport.at("part").at("deeper").read("note.txt") == FILES["part/deeper/note.txt"]
+    below, before = transport.at("part").at("deeper"), transport.counters
+    assert below.read("note.txt") == FILES["part/deeper/note.txt"]
+    assert below.counters == transport.counters != before  # one client, and its totals
 
 
 def test_read_gives_whole_files_up_to_a_size(place: Place) -> None:
@@ -455,6 +457,15 @@ def test_a_file_that_is_opened_again_is_the_first_one_or_an_error(tmp_path) -> N
             assert one(transport, f"{n}.bin", 0, 9) == FILES["acts000001.bin"][:9]
         with pytest.raises(CorruptShardError):
             one(transport, "acts000000.bin", 0, 9)
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_a_device_in_the_place_of_a_file_is_refused(engine: str, tmp_path) -> None:
+    (tmp_path / "metadata.json").symlink_to("/dev/zero")
+    transport = open_transport(tmp_path, engine=engine)
+    for read in (transport.read, transport.stat, transport.version, lambda path: one(transport, path, 0, 1)):
+        with pytest.raises(TransportError):
+            read("metadata.json")
 
 
 def test_a_link_that_leads_nowhere_is_listed_without_a_size(tmp_path) -> None:

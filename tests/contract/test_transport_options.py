@@ -120,6 +120,11 @@ def test_what_is_no_address_engine_or_option_is_refused(tmp_path) -> None:
         ("http://h/x", None, "pread", "url"),
         (tmp_path, {"anon": True}, "auto", "storage_options"),
         (tmp_path, ["anon"], "auto", "storage_options"),
+        ("s3://b/x", {"client_kwargs": "abc"}, "auto", "storage_options"),
+        ("s3://b/x", {"config_kwargs": 3}, "auto", "storage_options"),
+        ("s3://b/x", {"conditional_create": "no"}, "auto", "conditional_create"),
+        ("https://h/x", {"client_kwargs": ["x"]}, "auto", "storage_options"),
+        ("simplecache::https://h/x", {"https": "abc"}, "auto", "storage_options"),
     ):
         with pytest.raises(ArgumentError) as refused:
             open_transport(url, options, engine=engine)
@@ -201,6 +206,7 @@ S3 = {"key": "AKID", "secret": "hush-hush"}
 CHOICES = [
     ("s3://b/x", S3, {}, "", "obstore"),
     ("s3://b/x", {"anon": True}, {}, "", "obstore"),
+    ("s3://b/x", S3, {}, "# Gr\xf6\xdfe in Latin 1", "obstore"),
     ("s3://b/x", {**S3, "endpoint_url": "http://127.0.0.1:9"}, {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:8"}, "", "obstore"),
     ("s3://b/x", {}, KEYS, "", "obstore"),
     ("s3://b/x", {}, {**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "", "obstore"),
@@ -225,7 +231,7 @@ CHOICES = [
 def test_auto_takes_obstore_where_it_finds_what_fsspec_would(
     url: str, options: dict, environment: dict, config: str, engine: str, monkeypatch, tmp_path
 ) -> None:
-    (tmp_path / "config").write_text(config)
+    (tmp_path / "config").write_text(config, "latin-1")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     for name, value in environment.items():
