@@ -193,20 +193,21 @@ class BaseLoader(ABC, Generic[B]):
             scratch=self._scratch,
             timeout_s=self.options.batch_timeout_s,
         )
+        numbers = iter(range(first, cut.n_batches))
         # Nothing is kept here of what is yielded.
-        yield from map(partial(self._note, reader), self._converted(self._batches(reader, sides, cut, first)))
-        if self._reader is not reader:
+        yield from map(partial(self._note, reader), self._converted(self._batches(reader, sides, cut, first)), numbers)
+        if next(numbers, None) is not None:
             raise ended()
 
     @abstractmethod
     def _converted(self, batches: Iterator[Batch]) -> Iterator[B]:
         """Return the batches as they are handed out; they may be made some time before that."""
 
-    def _note(self, reader: PoolReader, batch: B) -> B:
+    def _note(self, reader: PoolReader, batch: B, number: int) -> B:
         if self._reader is not reader:
             raise ended()
-        is_last = self._batch + 1 == self._cut.n_batches
-        self._epoch, self._batch = (self._epoch + 1, 0) if is_last else (self._epoch, self._batch + 1)
+        is_last = number + 1 == self._cut.n_batches
+        self._epoch, self._batch = (self._epoch + 1, 0) if is_last else (self._epoch, number + 1)
         return batch
 
     def _batches(self, reader: PoolReader, sides: Sequence[Side], cut: Cut, first: int) -> Iterator[Batch]:

@@ -96,9 +96,9 @@ class StoreLoader(BaseLoader[ExampleBatch]):
             self._moved = weakref.ref(found)
         return found if self._normalizer is None else map(self._normalizer, found)
 
-    def _note(self, reader: PoolReader, batch: ExampleBatch) -> ExampleBatch:
+    def _note(self, reader: PoolReader, batch: ExampleBatch, number: int) -> ExampleBatch:
         self._is_new = self._was_left = False
-        return super()._note(reader, batch)
+        return super()._note(reader, batch, number)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning."""

@@ -415,3 +415,15 @@ def test_iterator_of_an_earlier_iteration_is_refused(path: Path, monkeypatch: py
         with pytest.raises(ArgumentError):
             next(stale)
         assert loader.place == (0, 1) and len(list(later)) == 21
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_loader_may_be_moved_at_its_last_batch(path: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if late:
+        monkeypatch.setattr("saev_store.torch.loader.copies_to", lambda device: LateCopies())
+    loader = make(path)
+    for move in (loader.close, lambda: loader.set_epoch(5), lambda: loader.load_state_dict(loader.state_dict())):
+        for _ in loader:
+            if loader.place[1] == 0:
+                move()
+    assert loader.place == (6, 0)
