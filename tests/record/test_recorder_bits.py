@@ -365,9 +365,11 @@ def test_recorder_refuses_a_model_whose_vectors_depend_on_padding() -> None:
     adapter = TextAdapter(model=model, blocks=[model.block], d_model=D_MODEL)
     with Recorder(adapter, (0,)) as recorder:
         recorder(padded_ids()[0])  # without a mask there is no padding
-        with pytest.raises(ArgumentError) as refused:
-            recorder(*padded_ids())
-    assert refused.value.where == "model"
+        one_of_many = torch.arange(256)[None] % VOCABULARY, torch.arange(256)[None] < 255
+        for batch in (padded_ids(), one_of_many):
+            with pytest.raises(ArgumentError) as refused:
+                recorder(*batch)
+            assert refused.value.where == "model"
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
