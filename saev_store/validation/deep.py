@@ -312,7 +312,7 @@ def _judge_shard(layout: Layout, blocks: Sequence[_Seen], digests: Digests) -> t
     )
     if n_zero:
         message = f"{n_zero:,} of the {n_examples:,} examples of {name} are nothing but zeros"
-        if len(promised) == len(blocks) and not (unread or wrong):
+        if promised and file.nbytes == used and not (unread or wrong):
             found("zero_rows", f"{message}, and were recorded like this, as digests.json shows", severity="warning")
         else:
             lost = merge_ranges((first + start, first + end) for start, end in zero.tolist())
