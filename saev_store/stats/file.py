@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store.core.arguments import is_mapping
+from saev_store.core.layout import shard_name
 from saev_store.documents import parse_json
 from saev_store.errors import DocumentError, NotFoundError, SaevStoreError, brief
 from saev_store.stats.moments import Moments
 from saev_store.stats.result import Stats
 from saev_store.store.identity import recording_identity
+from saev_store.store.token_arrays import MASK
 
 if TYPE_CHECKING:
     from saev_store.store.store import ShardStore
@@ -29,7 +31,11 @@ _ENTRY_BYTES = 320
 
 def recording_of(store: ShardStore) -> dict[str, str]:
     """The entries of the file that identify the recording as it is now."""
-    identity = recording_identity(store.transport, store.layout, prefer="versions")
+    layout, arrays = store.layout, store.token_arrays
+    names = list(map(shard_name, range(layout.n_shards)))
+    if arrays.is_declared and MASK in arrays:  # it decides which tokens count
+        names.append(arrays.declared(MASK).file_name)
+    identity = recording_identity(store.transport, layout, files=names, prefer="versions")
     return {"metadata_sha256": hashlib.sha256(store.metadata.raw).hexdigest(), "recording": str(identity)}
 
 

@@ -175,6 +175,11 @@ def test_stats_leave_out_what_the_mask_leaves_out(tmp_path: Path) -> None:
         rows = store.sel(layer=4, tokens="content")[:].astype(np.float64)
         norms = np.linalg.norm(rows[np.isfinite(rows).all(1)], axis=1)
         np.testing.assert_allclose(store.stats().scale(4), np.sqrt(6) / norms.mean())
+        (tmp_path / meta.hash / "mask.bin").unlink()
+        with ShardStore.open(tmp_path / meta.hash, damaged_ok=True).repair() as writer:
+            writer.restore_array("mask", ~mask)
+        kept[:, -4:] = ~mask
+        assert_same(ShardStore.open(tmp_path / meta.hash).stats(), acts, kept)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
