@@ -215,18 +215,21 @@ class Reader:
 
         Raises:
             MissingShardError: there is no such file.
-            CorruptShardError: it is too short, and the store was not opened with `damaged_ok`.
+            CorruptShardError: it is too short, or of another capacity, and the store was not opened with `damaged_ok`.
         """
-        name, needed = shard_name(shard_idx), self.layout.used_nbytes(shard_idx)
+        name, needed, row = shard_name(shard_idx), self.layout.used_nbytes(shard_idx), self.layout.example_nbytes
         try:
             size = self.transport.size(name)
         except NotFoundError:
             size = None
-        if size is not None and size < needed and self._damaged_ok:
-            self._readable[shard_idx] = size // self.layout.example_nbytes
-        if size is not None and (size >= needed or self._damaged_ok):
-            self._checked.add(shard_idx)
-            return
+        if size is not None:
+            whole = 0 if size >= self.layout.shard_nbytes + row else size // row  # longer ones are of another capacity
+            is_right = whole * row >= needed
+            if not is_right and self._damaged_ok:
+                self._readable[shard_idx] = whole
+            if is_right or self._damaged_ok:
+                self._checked.add(shard_idx)
+                return
         start, end = self.layout.example_range(shard_idx)
         found = "is missing" if size is None else f"has {size} bytes and needs {needed}"
         raise (MissingShardError if size is None else CorruptShardError)(

@@ -91,8 +91,7 @@ class ShardStore(TextReading, Importing, Viewing):
         Args:
             url: The store's folder `<root>/<HASH>`: a path, any URL that fsspec supports, chained ones too, or a transport.
             storage_options: What fsspec hands to the file system, such as `{"anon": True}`.
-            engine: How bytes are read: `"auto"`, `"mmap"` or `"pread"` (local), `"fsspec"`, `"obstore"`; `"memory"` loads the whole
-                store at once.
+            engine: How bytes are read: `"auto"`, `"mmap"` or `"pread"` (local), `"fsspec"`, `"obstore"`.
             damaged_ok: Open also where shards are missing or short. What is lost is in `problems`, and reading it raises.
 
         Raises:

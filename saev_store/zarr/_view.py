@@ -17,6 +17,7 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from saev_store.core.chunk_grid import ChunkShape, chunk_shape
 from saev_store.core.dtypes import FLOAT32, ReadDtype, converted, numpy_dtype, read_dtype
+from saev_store.core.layout import shard_name
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, brief
 from saev_store.names import printable
 from saev_store.store.token_arrays import check_values, find_token_array
@@ -64,7 +65,9 @@ def open_view(store: ShardStore, *, chunks: ChunkShape = "auto", dtype: ReadDtyp
     }
     arrays = stored_arrays(layout, shape, tokens, dtype=shown, token_rows=rows)
     files = {array.file_name: array for array in tokens.values()}
-    return ZarrView(store.transport, TensorKeys(layout, arrays, files, attributes_of(store.metadata, url=store.url)))
+    readable = {shard_name(shard_idx): n * layout.example_nbytes for shard_idx, n in store.readable_examples.items()}
+    attributes = attributes_of(store.metadata, url=store.url)
+    return ZarrView(store.transport, TensorKeys(layout, arrays, files, attributes, readable))
 
 
 class ZarrView(Store):
@@ -120,6 +123,12 @@ class ZarrView(Store):
         # Numbers are converted as a whole.
         wanted = slice(0, nbytes) if part is None or extent.dtype else _bounds(part, nbytes)
         start, end = (min(extent.start + at, extent.end) for at in (wanted.start, wanted.stop))
+        if end > self._keys.readable.get(path, end):
+            raise CorruptShardError(
+                f"the bytes {start} to {end - 1} hold examples that were lost",
+                where=f"{self._transport.url}/{path}",
+                remedy="store.validate() lists everything that is lost, store.repair() records it again.",
+            )
         try:
             if start == end:
                 found: Bytes = b""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -160,12 +160,14 @@ class TensorKeys:
         arrays: The arrays that are in files, by name.
         token_arrays: Token arrays by the names of their files.
         attributes: The group's.
+        readable: Leading bytes that can be trusted of damaged shards, by file name.
     """
 
     layout: Layout
     arrays: Mapping[str, ChunkedArray]
     token_arrays: Mapping[str, TokenArray]
     attributes: Mapping[str, object]
+    readable: Mapping[str, int]
 
     @cached_property
     def every(self) -> dict[str, ChunkedArray]:
@@ -213,4 +215,4 @@ class TensorKeys:
 
     def __getstate__(self) -> dict[str, object]:
         # What can be computed again is not pickled.
-        return {name: vars(self)[name] for name in ("layout", "arrays", "token_arrays", "attributes")}
+        return {each.name: vars(self)[each.name] for each in fields(self)}

@@ -77,16 +77,16 @@ def plain() -> PlainStore:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("damage", ["missing", "short"])
+@pytest.mark.parametrize("damage", ["missing", "short", "long"])
 def test_what_is_lost_is_never_read_and_the_rest_is_right(engine: str, damage: str, tmp_path: Path) -> None:
     plain = plain_store(LAYOUT)
     folder = plain.write(tmp_path)
     shard = folder / "acts000001.bin"
     if damage == "missing":
         shard.unlink()
-    else:
-        shard.write_bytes(shard.read_bytes()[:500])
-    lost = {3, 4, 5} if damage == "missing" else {4, 5}
+    else:  # a long one is of another capacity
+        shard.write_bytes(shard.read_bytes()[:500] if damage == "short" else bytes(480) + shard.read_bytes())
+    lost = {4, 5} if damage == "short" else {3, 4, 5}
     with pytest.raises(CorruptShardError, match=r"acts000001.bin.*damaged_ok"):
         store = ShardStore.open(folder, engine=engine)
         store[3]  # far away, sizes are looked at when a shard is first read

@@ -362,6 +362,11 @@ def test_a_damaged_shard_is_an_error_and_never_fill_values(tmp_path: Path) -> No
                     assert "acts000001.bin" in str(caught.value.where)
                 if how == "short" and chunks[0] == 1:
                     same(array[3:5], plain.dense[3:5])
+    with shard.open("ab") as file:  # of another capacity: its vectors may be those of other examples
+        file.truncate(4 * LAYOUT.example_nbytes)
+    for engine in ("mmap", "pread"):
+        with pytest.raises(CorruptShardError):
+            read(ShardStore.open(folder, engine=engine, damaged_ok=True).as_zarr())[5]
 
 
 def test_a_shard_that_changes_under_the_view_is_an_error_or_the_same(tmp_path: Path) -> None:
