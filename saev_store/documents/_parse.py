@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Sequence
+from typing import cast
 
 from saev_store.errors import ArgumentError, DocumentError, brief, kind_of
 from saev_store.problems import Problem, Severity
@@ -16,6 +17,8 @@ from saev_store.problems import Problem, Severity
 #: Problems kept of one document.
 MAX_PROBLEMS = 100
 _MAX_IN_MESSAGE = 8
+#: Deeper documents are refused: Python's own limit depends on its version and its caller, and is lower for pickles.
+_MAX_DEPTH = 100
 
 _short = reprlib.Repr()
 _short.maxstring = 80
@@ -76,9 +79,26 @@ def parse_json(raw: bytes, *, where: str, max_nbytes: int) -> object:
         raise findings.error(
             remedy="It may be a partial copy, or its writer was stopped: copy it again, or record the store again."
         ) from None
+    if _is_deep(value):
+        findings.add("json", f"it is nested more than {_MAX_DEPTH} deep")
     if findings.n_errors:
         raise findings.error(remedy="Remove the value that is wrong.")
     return value
+
+
+def _is_deep(value: object) -> bool:
+    """Return True if there are values inside `_MAX_DEPTH` others."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            each
+            for some in level
+            if isinstance(some, (dict, list))
+            for each in (
+                cast("dict[str, object]", some).values() if isinstance(some, dict) else cast("list[object]", some)
+            )
+        ]
+    return bool(level)
 
 
 def shown(value: object) -> str:

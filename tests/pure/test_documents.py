@@ -127,7 +127,7 @@ def test_parse_json_of_anything_else_is_a_document_error_and_takes_memory_in_pro
         b'{"a": \xff}', b"\xff\xfe{\0}\0", '{"a": "\ud800"}'.encode("utf-8", "surrogatepass"), b"nul", b"[1 2]", b"NaNs",
         b'{"a": ' + b"9" * 5000 + b"}", b"[" * 900_000, b'{"a":' * 100_000, b'{"a":[' * 100_000, b'"' * 900_000,
         b'"\\' * 450_000, b'["["' * 200_000, b"[}" * 450_000, b"9" * 900_000, b"[" + b"[]," * 300_000,
-        b'{"a":0' + b',"a":0' * 150_000 + b"}", b" " * (1 << 20) + b"1",
+        b'{"a":0' + b',"a":0' * 150_000 + b"}", b" " * (1 << 20) + b"1", b"[" * 101 + b"]" * 101, b'{"a":[' * 60 + b"]}" * 60,
     ]  # fmt: skip
     for raw in hostile:
         tracemalloc.start()
