@@ -198,15 +198,22 @@ class Reader:
             )
 
     def check_wide(self) -> None:
-        """Compare the size of the first shard with the layout, now, if tables of the vectors of an example would be large.
+        """Compare the size of the first shard with the layout, now, if a vector or tables of those of an example would be large.
 
         Raises:
-            CorruptShardError: as `check_size`.
+            CorruptShardError: as `check_size`; with `damaged_ok` if all shards are lost.
         """
-        self.check_large(self.layout.vectors_per_example)
+        if max(self.layout.vectors_per_example, self.layout.d_model) <= _WIDE:
+            return
+        for shard_idx in range(self.layout.n_shards):
+            if self.is_unchecked(shard_idx):
+                self.check_size(shard_idx)
+            if self._readable.get(shard_idx) != 0:
+                return
+        self.check(0, 0)
 
     def check_large(self, n_planned: int) -> None:
-        """The same if the tables of a plan of that many vectors would be large."""
+        """Compare the size of the first shard, now, if the tables of a plan of that many vectors would be large."""
         if n_planned > _WIDE and self.is_unchecked(0):
             self.check_size(0)
 

@@ -450,6 +450,7 @@ def test_a_result_larger_than_memory_is_an_error() -> None:
 
 WIDE_READS = {
     "read": lambda store: store[0],
+    "column": lambda store: store[0, :, 0, 0],
     "zarr": lambda store: store.as_zarr(),
     "xarray": lambda store: store.as_xarray(),
     "stats": lambda store: store.stats(save=False, progress=False),
@@ -460,17 +461,19 @@ WIDE_READS = {
 
 
 @pytest.mark.parametrize("what", WIDE_READS)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_far_document_that_promises_many_tokens_takes_no_memory(plain, dtype, what):
+@pytest.mark.parametrize("damaged_ok", [False, True])
+@pytest.mark.parametrize(
+    ("n_tokens", "d_model", "dtype"), [(4_000_000, 1, "float32"), (4_000_000, 1, "float16"), (1, 4_000_000, "float16")]
+)
+def test_a_far_document_that_promises_wide_examples_takes_no_memory(plain, n_tokens, d_model, dtype, damaged_ok, what):
     """A far store's shards are not looked at when it is opened: two small files could ask for all of a machine's memory."""
-    n_tokens = 4_000_000
     metadata = new_metadata(
-        family="f", ckpt="c", layers=[1, 2], content_tokens_per_example=n_tokens, cls_token=False, d_model=1, n_examples=2,
-        max_tokens_per_shard=4 * n_tokens, dtype=dtype,
+        family="f", ckpt="c", layers=[1, 2], content_tokens_per_example=n_tokens, cls_token=False, d_model=d_model,
+        n_examples=2, max_tokens_per_shard=4 * n_tokens, dtype=dtype,
     )  # fmt: skip
     shards = json.dumps([{"name": "acts000000.bin", "n_examples": 2}]).encode()
     files = {"metadata.json": metadata.raw, "shards.json": shards, "acts000000.bin": bytes(64)}
-    with ShardStore.open(Far(files, label=metadata.hash)) as store:
+    with ShardStore.open(Far(files, label=metadata.hash), damaged_ok=damaged_ok) as store:
         WIDE_READS[what](ShardStore.open(Far(plain.files, label=plain.name)))  # imports take memory, too
         tracemalloc.start()
         try:
