@@ -64,6 +64,19 @@ class NewFile:
             self.abort()
             raise
 
+    def sync(self) -> None:
+        """Make what was written durable, if it is on this machine.
+
+        Raises:
+            TransportError: the system refuses it.
+            ReadOnlyError: the file is complete or abandoned.
+        """
+        self._check_open()
+        with os_errors(self._where, "write"):
+            self._file.flush()
+            if isinstance(self._transport, LocalTransport):
+                os.fsync(self._file.fileno())
+
     def commit(self) -> None:
         """Publish the file under its name, durable.
 
@@ -71,12 +84,10 @@ class NewFile:
             StoreExistsError: another writer has published a file of that name in the meantime, and `overwrite` is false.
             ReadOnlyError: the file is complete or abandoned.
         """
-        self._check_open()
         try:
+            self.sync()
             with os_errors(self._where, "commit"):
-                self._file.flush()
                 if isinstance(self._transport, LocalTransport):
-                    os.fsync(self._file.fileno())
                     self._rename(self._transport)
                 else:
                     self._upload()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import pickle
+import signal
 import struct
 import tracemalloc
 from pathlib import Path
@@ -14,7 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from kill_children import ended, in_child
 from servers import s3_bucket  # noqa: F401 (a fixture)
+from system_faults import SystemFaults
 from token_files import CODES, DATA, malformed, mmididx_bytes, samples, truth
 
 from saev_store.errors import (
@@ -651,6 +655,59 @@ def test_builders_that_publish_at_once_take_turns(tmp_path, monkeypatch):
     assert type(met[1]) is WriterConflictError
     assert lists(IndexedDataset(tmp_path / "x")) == [[0]]
     assert names(tmp_path) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_builder_that_is_stopped_after_any_call_is_repeated(tmp_path, overwrite, how):
+    def build(path: Path) -> None:
+        with IndexedDatasetBuilder(path, overwrite=overwrite) as builder:
+            builder.add_document([1])
+
+    def stopped(path: Path, number: int) -> None:
+        calls = itertools.count()
+
+        def wrapped(call):
+            def then_stop(*arguments, **options):
+                call(*arguments, **options)
+                if next(calls) == number:
+                    os.kill(os.getpid(), how)
+
+            return then_stop
+
+        for name in ("fsync", "link", "rename", "unlink"):
+            setattr(os, name, wrapped(getattr(os, name)))
+        build(path)
+
+    for number in itertools.count():
+        path = tmp_path / str(number) / "x"
+        path.parent.mkdir()
+        if overwrite:
+            put(path.parent, *mmididx_bytes([np.array([0], np.int32)]))
+        code, found = ended(in_child(lambda path=path, number=number: stopped(path, number))), None
+        with contextlib.suppress(NotFoundError):
+            found = lists(IndexedDataset(path))
+        assert found in (None, [[0]], [[1]])
+        if found != [[1]]:
+            build(path)
+        assert lists(IndexedDataset(path)) == [[1]]
+        if code == 0:
+            break
+    assert number > 5
+
+
+def test_builder_on_a_disk_that_is_full_keeps_what_it_was_to_replace(tmp_path, monkeypatch):
+    for number in range(2):
+        path = put(tmp_path)
+        builder = IndexedDatasetBuilder(path, "uint16", overwrite=True)
+        builder.add_document([1])
+        with monkeypatch.context() as patch:
+            faults = SystemFaults(patch, tmp_path)
+            with faults.failing("fsync", number, "EIO"):
+                assert type(refusal(builder.finalize)) is TransportError
+            assert faults.fired
+        assert lists(IndexedDataset(path)) == [each.tolist() for each in SEQUENCES]
+        assert names(tmp_path) == ["x.bin", "x.idx"]
 
 
 def test_builder_whose_index_cannot_be_published_leaves_no_tokens(tmp_path):

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_flag
-from saev_store.errors import ArgumentError, brief
+from saev_store.errors import ArgumentError, StoreExistsError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
 from saev_store.sources.mmididx.index import code_of, index_header
 from saev_store.sources.mmididx.reader import IndexedDataset, file_names
+from saev_store.store.opening import exists
 from saev_store.transport.durable import TEMP_PREFIX
 
 if TYPE_CHECKING:
@@ -72,7 +73,11 @@ class IndexedDatasetBuilder:
         self._overwrite = overwrite and self._transport.local_path is not None
         if not self._overwrite:
             refuse_existing(self._transport, self._idx_path)
-        self._bin: NewFile | None = NewFile(self._transport, bin_path, overwrite=self._overwrite)
+        folder, slash, name = self._idx_path.rpartition("/")
+        #: Held during publication. Where a killed builder has left it, `.bin` without an index is that builder's.
+        self._lock = f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
+        replaces = self._overwrite or exists(self._transport, self._lock)
+        self._bin: NewFile | None = NewFile(self._transport, bin_path, overwrite=replaces)
         self._sizes, self._doc_idx = array.array("i"), array.array("q", [0])
         self._modes = array.array("b") if multimodal else None
 
@@ -170,14 +175,12 @@ class IndexedDatasetBuilder:
             raise ArgumentError("this data set is complete or abandoned", where="finalize")
         if self._doc_idx[-1] != len(self._sizes):
             self.end_document()
-        folder, slash, name = self._idx_path.rpartition("/")
-        lock = f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
         try:
-            with self._transport.lock(lock):
+            with self._transport.lock(self._lock):
                 try:
                     self._publish(self._bin)
                 finally:
-                    self._transport.delete(lock)
+                    self._transport.delete(self._lock)
         finally:
             self.abort()
 
@@ -186,12 +189,17 @@ class IndexedDatasetBuilder:
         with NewFile(self._transport, self._idx_path, overwrite=self._overwrite) as index_file:
             self._write_index(index_file)
             if self._overwrite:
+                bin_file.sync()  # a full disk is noticed before anything is replaced
+                index_file.sync()
                 self._transport.delete(self._idx_path)
-            bin_file.commit()
             try:
+                bin_file.commit()
                 index_file.commit()
+            except StoreExistsError:  # it is another writer's
+                raise
             except BaseException:
-                self._transport.delete(bin_file.path)
+                if not exists(self._transport, self._idx_path):  # an interrupt may come after the last step
+                    self._transport.delete(bin_file.path)
                 raise
 
     def _write_index(self, file: NewFile) -> None:
