@@ -5,7 +5,8 @@ Documents (MMIDIDX) become pre-formed batches (LLMBATCH); samples of token ids, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -168,7 +169,7 @@ def samples_to_documents(
         ) as builder,
         Progress(len(source), "converting", shown=progress, unit="samples") as bar,
     ):
-        for documents in _mapped(ids.of, list(steps(len(source), _BATCH)), client):
+        for documents in _mapped(ids.of, steps(len(source), _BATCH), client):
             for tokens in documents:
                 builder.add_document(tokens)
                 _add_document(expected, tokens.astype(builder.dtype))
@@ -183,13 +184,14 @@ def samples_to_documents(
     return len(source)
 
 
-def _mapped(work: Callable[[_Range], T], ranges: list[_Range], client: Client | str | None) -> Iterator[T]:
+def _mapped(work: Callable[[_Range], T], ranges: Iterable[_Range], client: Client | str | None) -> Iterator[T]:
     """The results of `work` in order: of this thread, or of the workers of a cluster."""
     if client is None:
         yield from map(work, ranges)
         return
-    for first, end in steps(len(ranges), _WINDOW):
-        yield from map_shards(work, ranges[first:end], client)
+    left = iter(ranges)
+    while window := list(islice(left, _WINDOW)):
+        yield from map_shards(work, window, client)
 
 
 def _add_document(digest: xxhash.xxh3_128, tokens: npt.NDArray[np.generic]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from token_files import DATA
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError, StoreExistsError
 from saev_store.sources import convert, open_source
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
+from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 
@@ -160,6 +163,21 @@ def test_samples_to_documents_tokenizes_texts_of_energon(tmp_path):
     error = refusal(samples_to_documents, dataset([[2]]), tmp_path / "b", ids)
     assert (type(error), error.where) == (ArgumentError, "tokenizer")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_samples_that_a_document_only_claims_take_no_memory():
+    files = {path.relative_to(TEXTS).as_posix(): path.read_bytes() for path in TEXTS.rglob("*") if path.is_file()}
+    info = json.loads(files[".nv-meta/.info.json"])
+    info["shard_counts"] = dict.fromkeys(info["shard_counts"], 2**35)
+    memory = MemoryTransport(files | {".nv-meta/.info.json": json.dumps(info).encode()})
+    source = EnergonDataset("", transport=memory, damaged_ok=True)
+    assert len(source) > 2**35
+    tracemalloc.start()
+    try:
+        assert type(refusal(samples_to_documents, source, "y", ids, transport=memory)) is DocumentError
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_conversions_that_read_back_something_else_are_refused(monkeypatch):

@@ -224,8 +224,15 @@ class EnergonDataset(Source[RawSample]):
         view = View(range(len(documents.shards)), documents.counts)
         if isinstance(name, str) and name in documents.splits:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             ids = [self._by_name[shard] for shard in documents.splits[name]]
-            keys = [(self._by_name[shard], key) for shard, key in documents.exclude if self._by_name[shard] in set(ids)]
-            excluded = [place for shard, key in keys for place in self.places.find(key) if place[0] == shard]
+            chosen_ids = set(ids)
+            keys = [(self._by_name[shard], key) for shard, key in documents.exclude]
+            excluded = [
+                place
+                for shard, key in keys
+                if shard in chosen_ids
+                for place in self.places.find(key)
+                if place[0] == shard
+            ]
             chosen, view = name, View(ids, documents.counts[ids], excluded)
         elif name != "all":
             raise SelectionError(
