@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import signal
@@ -397,3 +398,20 @@ def test_commands_prepare_list_and_validate(run, tmp_path):
             run("prepare", tars(tmp_path / "other", "a.tar"), *options, *(["--split", "1,0,0"] if options else []))[0]
             == 2
         )
+
+
+def test_prepare_leaves_no_log_of_the_index_before(tmp_path):
+    folder = tars(tmp_path, "a.tar")
+    prepare(folder, split="1,0,0", progress=False)
+    path = folder / ".nv-meta/index.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as before:
+        before.execute("PRAGMA journal_mode = WAL")
+        before.execute("UPDATE samples SET byte_offset = byte_offset + 512")
+        before.commit()
+        logs = {name: Path(f"{path}{name}").read_bytes() for name in ("-wal", "-shm")}
+    for name, data in logs.items():  # as a writer that was killed leaves them
+        Path(f"{path}{name}").write_bytes(data)
+    prepare(folder, split="1,0,0", overwrite=True, progress=False)
+    with contextlib.closing(sqlite3.connect(path)) as index:
+        assert index.execute("SELECT MIN(byte_offset) FROM samples").fetchall() == [(0,)]
+    assert {each.name for each in path.parent.iterdir() if each.is_file()} == FILES

@@ -174,6 +174,8 @@ def prepare(
             # Until .info.json is written again, the folder is not a data set.
             there.delete(INFO_JSON)
             there.delete(INFO_YAML)
+            for ending in ("-wal", "-shm", "-journal"):  # of the index before: SQLite would apply them to the new one
+                there.delete(INDEX_SQLITE + ending)
             index.commit()
             in_threads(lambda tar: there.put(idx_path(tar), offsets[tar]), list(tars), _N_THREADS)
             there.put(INDEX_UUID, uuid.encode())
