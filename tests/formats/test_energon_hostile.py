@@ -407,6 +407,7 @@ def test_tars_that_are_damaged_or_hostile_are_refused(tmp_path):
         "second header": whole[:1024] + bytes([whole[1024] ^ 1]) + whole[1025:] + bytes(1024),
         **{f"size {size}": whole + sized(negative, size) + whole + bytes(1024) for size in (-1, -511, -512, -10_000, 2**80, 1 << 40)},
         "7 GiB of names": sized(pax, 7 << 30) + whole, "2 MiB of names": sized(pax, 2 << 20) + b"1" * (2 << 20) + whole,
+        "a run of digits": sized(pax, 1 << 19) + b"1" * (1 << 19) + whole,
         "longer name": sized(bytearray(header("././@LongLink", 0, tarfile.GNUTYPE_LONGNAME)), 1 << 40) + whole,
         "holes": signed(sparse) + (entry * 21 + b"\1" + bytes(7)) * 16_384 + bytes(1024), "one hole": signed(sparse) + bytes(512) * 4,
         "a part twice": tar_bytes([("a.txt", b"1"), ("a.txt", b"2")]),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import tarfile
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ _MAX_HEADERS_NBYTES = 1 << 20
 #: Bytes that are read at once: of files of this machine, and where a request is a round trip.
 _NEAR_NBYTES, _FAR_NBYTES = 8 << 10, 256 << 10
 _TAIL_NBYTES = 16 << 10
+#: Before Python 3.11.10 and 3.12.6, `tarfile` takes quadratic time for digits in a row.
+_MAX_DIGITS, _DIGITS = 1024, re.compile(rb"[0-9]+")
 #: The errors that `tarfile` raises for damaged headers.
 _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError, struct.error, LookupError)
 
@@ -94,7 +97,10 @@ class _Headers:
             stop = min(max(end, start + self._ahead_nbytes), self.nbytes)
             self._start, self._kept = start, bytes(self._get(start, stop))
         self._position = end
-        return self._kept[start - self._start : end - self._start]
+        found = self._kept[start - self._start : end - self._start]
+        if nbytes > BLOCK and any(len(run) > _MAX_DIGITS for run in _DIGITS.findall(found)):
+            raise tarfile.ReadError(f"a header has more than {_MAX_DIGITS:,} digits in a row")
+        return found
 
     def members(self) -> Iterator[tuple[tarfile.TarInfo, int]]:
         """The members of any kind, and the end of each, which is inside the tar."""
