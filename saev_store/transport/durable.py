@@ -56,6 +56,7 @@ def make_folders(folder: str) -> None:
 
     Raises:
         AccessError: this is Windows.
+        OSError: the system cannot create it.
     """
     if not hasattr(os, "pwritev"):
         raise AccessError("files are written on Linux and macOS only", where=folder, remedy="Write to an object store.")
@@ -65,6 +66,8 @@ def make_folders(folder: str) -> None:
     make_folders(parent)
     with contextlib.suppress(FileExistsError):  # another process was quicker
         os.mkdir(folder)
+    if os.path.islink(folder):
+        os.stat(folder)  # an error if it leads nowhere, such as to a disk that is not mounted
     fsync_folder(parent)
 
 

@@ -468,6 +468,21 @@ def test_a_device_in_the_place_of_a_file_is_refused(engine: str, tmp_path) -> No
             read("metadata.json")
 
 
+@pytest.mark.parametrize("below", ["link", "link/folder"])
+def test_nothing_is_written_below_a_link_that_leads_nowhere(below: str, tmp_path) -> None:
+    """Such as to a disk that is not mounted."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    transport = open_transport(tmp_path / below)
+    for write in (
+        lambda: transport.put("x", b""),
+        lambda: transport.create("x", b""),
+        lambda: transport.open_sink("x", used_nbytes=0, file_nbytes=0),
+        lambda: transport.lock("x").__enter__(),
+    ):
+        with pytest.raises(NotFoundError):
+            write()
+
+
 def test_a_link_that_leads_nowhere_is_listed_without_a_size(tmp_path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert [(entry.name, entry.is_dir, entry.size) for entry in open_transport(tmp_path).list()] == [
