@@ -44,6 +44,7 @@ class Ranges:
     transport: Transport
     extents: dict[str, Extent] = field(default_factory=dict)
     token_arrays: dict[str, TokenArray] = field(default_factory=dict)
+    readable: dict[str, int] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and self.extents == other.extents
