@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("lightning", reason="the frameworks are installed in .ci/nightly only")
 
 from saev_store import ShardStore, new_metadata
 from saev_store.torch import StoreLoader
