@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from api import MemoryTransport
-from dense_stores import PlainStore, plain_store
+from dense_stores import PlainStore, opened, plain_store, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_stores import plain_store as numbered_store
@@ -32,7 +32,7 @@ from saev_store.errors import (
     SaevStoreWarning,
     SelectionError,
 )
-from saev_store.transport import ReadCost, Transport
+from saev_store.transport import ReadCost
 
 SAMPLES = Path(__file__).parents[1] / "data" / "saev"
 
@@ -57,20 +57,6 @@ class Picky(MemoryTransport):
     def get_ranges(self, path: str, *, starts: list[int], ends: list[int]) -> list[memoryview]:
         self.requests += [(path, start, end) for start, end in zip(starts, ends, strict=True)]
         return super().get_ranges(path, starts=starts, ends=ends)
-
-
-def opened(transport: Transport, **kwargs: object) -> ShardStore:
-    """A store held in memory has no name to compare its hash with."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SaevStoreWarning)
-        return ShardStore.open(transport, **kwargs)
-
-
-def same_bits(found: object, expected: np.ndarray) -> None:
-    array = np.asarray(found)
-    assert array.dtype == np.float32
-    assert array.shape == expected.shape
-    assert array.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("engine", [*ENGINES])

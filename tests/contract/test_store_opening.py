@@ -9,14 +9,13 @@ import pickle
 import re
 import shutil
 import tracemalloc
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from api import MemoryTransport
-from dense_stores import PlainStore, plain_store
+from dense_stores import PlainStore, opened, plain_store, same_bits
 from plain_stores import Plain
 from plain_stores import plain_store as numbered_store
 from token_stores import TokenStore, token_store
@@ -48,20 +47,6 @@ ENGINES = ["mmap", "pread", "fsspec"]
 
 
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
-
-
-def opened(transport: Transport, **kwargs: object) -> ShardStore:
-    """A store held in memory has no name to compare its hash with."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SaevStoreWarning)
-        return ShardStore.open(transport, **kwargs)
-
-
-def same_bits(found: object, expected: np.ndarray) -> None:
-    array = np.asarray(found)
-    assert array.dtype == np.float32
-    assert array.shape == expected.shape
-    assert array.tobytes() == expected.tobytes()
 
 
 class Far(MemoryTransport):
@@ -234,14 +219,14 @@ def test_other_times_of_files_with_the_same_digests(tmp_path: Path, has_digests:
     os.rename(copy, plain.path)
     for number, file in enumerate(sorted(plain.path.iterdir())):
         os.utime(file, ns=(number, number))
-    for opened in (pickle.loads(sent), store):
+    for again in (pickle.loads(sent), store):
         if has_digests:
-            assert np.array_equal(opened[...], plain.acts)
-            assert np.array_equal(opened.unmapped()[...], plain.acts)
-            assert np.array_equal(opened.labels, plain.labels)
+            assert np.array_equal(again[...], plain.acts)
+            assert np.array_equal(again.unmapped()[...], plain.acts)
+            assert np.array_equal(again.labels, plain.labels)
         else:
             with pytest.raises(CorruptShardError, match=MESSAGE):
-                opened[...]
+                again[...]
     if has_digests:
         other = numbered_store(tmp_path / "other", labels=True, seed=1)
         other.write_digests(64)

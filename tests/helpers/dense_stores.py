@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from saev_store import ShardStore
 from saev_store.core.layout import Layout
+from saev_store.errors import SaevStoreWarning
+from saev_store.transport import Transport
 
 Tail = Literal["padded", "cut"]
 
@@ -89,3 +93,17 @@ def plain_documents(layout: Layout) -> dict[str, bytes]:
         max_tokens_per_shard=layout.examples_per_shard * layout.vectors_per_example,
     )  # fmt: skip
     return {"metadata.json": metadata.raw, "shards.json": shards_bytes(layout, metadata.count_key)}
+
+
+def opened(transport: Transport, **kwargs: object) -> ShardStore:
+    """A store held in memory has no name to compare its hash with."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaevStoreWarning)
+        return ShardStore.open(transport, **kwargs)
+
+
+def same_bits(found: object, expected: np.ndarray) -> None:
+    array = np.asarray(found)
+    assert array.dtype == np.float32
+    assert array.shape == expected.shape
+    assert array.tobytes() == expected.tobytes()
