@@ -6,19 +6,15 @@ for acts in layer_batches(loader):  # (batch, layers, d_model)
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeAlias
 
 import torch
 
 from saev_store.errors import ArgumentError
-from saev_store.integrations._provider import Provider, TensorLoader, rows_of
-from saev_store.torch import ExampleBatch
-
-#: Source and target of a transcoder.
-SourceTarget: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+from saev_store.integrations._provider import Provider, rows_of
+from saev_store.torch import Consumer, ExampleBatch, StoreLoader
 
 
-def layer_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
+def layer_batches(loader: StoreLoader | Consumer) -> Provider[torch.Tensor]:
     """Activations of several layers for a crosscoder: tensors (batch, layers, d_model), epoch after epoch.
 
     Args:
@@ -27,7 +23,6 @@ def layer_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
     Raises (from the provider):
         ArgumentError: batches are not of stacked layers.
 
-    >>> from saev_store.torch import StoreLoader
     >>> loader = StoreLoader(SAMPLE, layer=(11, 2), stack_layers=True, batch_size=8)
     >>> with layer_batches(loader) as batches:
     ...     next(batches).shape
@@ -36,7 +31,7 @@ def layer_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
     return Provider(loader, partial(rows_of, stacked=True))
 
 
-def model_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
+def model_batches(loader: StoreLoader | Consumer) -> Provider[torch.Tensor]:
     """Activations of two models for a crosscoder: tensors (batch, 2, d_model), first those of store `a`, epoch after epoch.
 
     Tensors are copies: the two stores are read into memory of their own.
@@ -48,7 +43,6 @@ def model_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
         ArgumentError: batches are not of two stores, or have several layers or two widths.
 
     >>> from saev_store import ShardStore, pair
-    >>> from saev_store.torch import StoreLoader
     >>> store = ShardStore.open(SAMPLE)
     >>> loader = StoreLoader(pair(store, store).sel(layer_a=5, layer_b=5), batch_size=8)
     >>> with model_batches(loader) as batches:
@@ -58,7 +52,7 @@ def model_batches(loader: TensorLoader) -> Provider[torch.Tensor]:
     return Provider(loader, _models)
 
 
-def transcoder_batches(loader: TensorLoader) -> Provider[SourceTarget]:
+def transcoder_batches(loader: StoreLoader | Consumer) -> Provider[tuple[torch.Tensor, torch.Tensor]]:
     """Source and target for a transcoder: two tensors of the same tokens, epoch after epoch.
 
     Args:
@@ -69,7 +63,6 @@ def transcoder_batches(loader: TensorLoader) -> Provider[SourceTarget]:
     Raises (from the provider):
         ArgumentError: batches are of one store, but not of two stacked layers.
 
-    >>> from saev_store.torch import StoreLoader
     >>> loader = StoreLoader(SAMPLE, layer=(2, 5), stack_layers=True, batch_size=8)
     >>> with transcoder_batches(loader) as batches:
     ...     source, target = next(batches)
@@ -91,7 +84,7 @@ def _models(batch: ExampleBatch) -> torch.Tensor:
     return torch.stack((a, b), dim=1)
 
 
-def _source_and_target(batch: ExampleBatch) -> SourceTarget:
+def _source_and_target(batch: ExampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Out of a pair of stores, or of two layers of one."""
     source, target = batch.get("act_a"), batch.get("act_b")
     if isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor):

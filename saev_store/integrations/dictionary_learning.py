@@ -54,7 +54,6 @@ def activation_buffer(loader: StoreLoader) -> ActivationBatches:
     Raises (from the buffer):
         ArgumentError: batches are of stacked layers.
 
-    >>> from saev_store.torch import StoreLoader
     >>> loader = StoreLoader(SAMPLE, layer=5, batch_size=8, drop_last=True)
     >>> with activation_buffer(loader) as buffer:
     ...     tuple(next(buffer).shape), buffer.config["layers"], buffer.config["out_batch_size"]

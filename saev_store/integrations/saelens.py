@@ -12,17 +12,14 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
-import numpy as np
 import torch
 
-from saev_store.core.layout import LayerKey, transformer_lens_name
+from saev_store.core.layout import transformer_lens_name
 from saev_store.errors import ArgumentError, NotFoundError, brief
-from saev_store.integrations._provider import Provider, TensorLoader, rows_of, rows_of_one_store
-from saev_store.store.store import ShardStore
-from saev_store.torch import ExampleBatch, StoreLoader
-from saev_store.torch.batch import tensor_of
+from saev_store.integrations._provider import Provider, rows_of, rows_of_one_store
+from saev_store.torch import Consumer, ExampleBatch, StoreLoader
 from saev_store.transport.checks import from_os_error, os_errors
 
 T = TypeVar("T")
@@ -80,7 +77,7 @@ class SaelensProvider(Provider[T]):
         self.load_state_dict(cast("Mapping[str, object]", state))
 
 
-def data_provider(loader: TensorLoader) -> SaelensProvider[torch.Tensor]:
+def data_provider(loader: StoreLoader | Consumer) -> SaelensProvider[torch.Tensor]:
     """Activations for `SAETrainer`: tensors (batch, d_model), epoch after epoch.
 
     Make the loader with `drop_last=True` and `batch_size` as `train_batch_size_samples`: SAELens counts every batch as a full one. A
@@ -92,7 +89,6 @@ def data_provider(loader: TensorLoader) -> SaelensProvider[torch.Tensor]:
     Raises (from the provider):
         ArgumentError: batches are of stacked layers, or of two stores.
 
-    >>> from saev_store.torch import StoreLoader
     >>> loader = StoreLoader(SAMPLE, layer=5, batch_size=8, drop_last=True)
     >>> with data_provider(loader) as provider:
     ...     [tuple(next(provider).shape) for _ in range(4)]  # an epoch has three
@@ -116,7 +112,6 @@ def multi_hook_data_provider(
         ArgumentError: the names are not as many as the layers, or not different; from the provider: batches are not of stacked
             layers.
 
-    >>> from saev_store.torch import StoreLoader
     >>> loader = StoreLoader(SAMPLE, layer=(5, 11), stack_layers=True, batch_size=8)
     >>> with multi_hook_data_provider(loader) as provider:
     ...     {name: tuple(rows.shape) for name, rows in next(provider).items()}
@@ -135,89 +130,3 @@ def multi_hook_data_provider(
 def _by_hook(batch: ExampleBatch, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The layers of a stacked batch, by name: views (n, d_model)."""
     return dict(zip(names, rows_of(batch, stacked=True).unbind(1), strict=True))
-
-
-class CachedStore(Protocol):
-    """SAELens's `ActivationsStore`, as `use_store` needs it."""
-
-    hook_name: str
-    context_size: int
-    d_in: int
-    device: torch.device
-    dtype: torch.dtype
-    cached_activation_dataset: object
-    current_row_idx: int
-
-
-class CachedActivations:
-    """A store as SAELens's data set of cached activations: `[a:b]` has the examples a to b, fresh tensors.
-
-    Made by `use_store`.
-
-    Attributes:
-        column_names: The hook, and `token_ids` where the store has them.
-    """
-
-    def __init__(self, store: ShardStore, layer: int, into: CachedStore) -> None:
-        self._store, self._layer, self._into, self._hook_name = store, layer, into, into.hook_name
-        self.column_names = [into.hook_name, *(["token_ids"] if "token_ids" in store.token_arrays else [])]
-
-    def __len__(self) -> int:
-        """Number of examples."""
-        return self._store.layout.n_examples
-
-    def __getitem__(self, examples: slice) -> dict[str, torch.Tensor]:
-        """The hook's activations (n, context, d_in) and `token_ids` int64 (n, context), on the device of SAELens's store, and of its dtype.
-
-        Raises:
-            CorruptShardError: a shard of these examples is missing or short.
-        """
-        store, into = self._store, self._into
-        acts = store.read((examples, self._layer, slice(store.layout.n_special_tokens, None)))
-        found = {self._hook_name: tensor_of(acts).to(into.device, into.dtype)}
-        if "token_ids" in self.column_names:
-            ids = store.token_arrays["token_ids"][examples].astype(np.int64)
-            found["token_ids"] = tensor_of(ids).to(into.device)
-        return found
-
-
-def use_store(activations: CachedStore, store: ShardStore, layer: LayerKey | None = None) -> None:
-    """Let an `ActivationsStore` of SAELens take activations from a store, instead of running its model or reading its own cache.
-
-    Batches, shuffling and the removal of special tokens are SAELens's then, for all that asks its `ActivationsStore` for activations. It
-    reads examples in their order. Train with `data_provider`, which also mixes the whole store and continues exactly.
-
-    Args:
-        activations: Made as always; of one hook, and its `context_size` is the store's number of content tokens.
-        store: Of texts in windows, of which no token is padding.
-        layer: The recorded layer; default: the one that TransformerLens calls `activations.hook_name`.
-
-    Raises:
-        LayerNotFoundError: the store does not have that layer.
-        ArgumentError: no layer has the name of the hook, the sizes differ, the store's mask hides tokens, or it is a stream of documents.
-    """
-    layout = store.layout
-    if layer is None:
-        named = {transformer_lens_name(key): key for key in layout.layer_keys}
-        if activations.hook_name not in named:
-            raise ArgumentError(
-                f"no layer of the store is {activations.hook_name!r}; they are {list(named)}",
-                where="activations",
-                remedy="Give the layer.",
-            )
-        layer = named[activations.hook_name]
-    sizes = (activations.context_size, activations.d_in)
-    if sizes != (layout.content_tokens_per_example, layout.d_model):
-        raise ArgumentError(
-            f"context_size and d_in are {sizes}; those of the store are {(layout.content_tokens_per_example, layout.d_model)}",
-            where="activations",
-        )
-    is_stream = (store.metadata.text or {}).get("layout") == "stream"
-    if is_stream or ("mask" in store.token_arrays and not store.token_arrays["mask"].all()):
-        raise ArgumentError(
-            "the store is a stream without contexts, or its mask hides tokens; a data set of SAELens has neither",
-            where="store",
-            remedy="Use data_provider.",
-        )
-    activations.cached_activation_dataset = CachedActivations(store, layout.layer_index(layer), activations)
-    activations.current_row_idx = 0

@@ -191,61 +191,9 @@ def dictionaries(store: str, folder: Path) -> dict[str, object]:
     return found
 
 
-def cached(store: str, folder: Path) -> dict[str, object]:
-    """What two `ActivationsStore`s of SAELens give: one reads a cache that SAELens has written, one a store that was imported from it."""
-    import warnings
-
-    from datasets import Dataset
-    from peer_caches import CONTEXT, D_MODEL, HOOK
-    from peer_caches import saelens as write_cache
-    from sae_lens.training.activations_store import ActivationsStore
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-    from saev_store.sources.caches import import_cache
-
-    del store
-    write_cache(folder, "float32")
-    imported = import_cache(str(folder / "cache"), str(folder / "stores"), family="gpt2", ckpt="tiny")
-    sizes = {
-        "n_layers": 1,
-        "d_model": D_MODEL,
-        "n_ctx": CONTEXT,
-        "d_head": 8,
-        "n_heads": 2,
-        "d_mlp": 32,
-        "d_vocab": 100,
-    }
-    model = HookedTransformer(HookedTransformerConfig(**sizes, act_fn="gelu", device="cpu"))
-    shared = {
-        "model": model, "streaming": False, "hook_name": HOOK, "hook_head_index": None, "context_size": CONTEXT, "d_in": D_MODEL,
-        "n_batches_in_buffer": 4, "total_training_tokens": 1000, "store_batch_size_prompts": 5, "train_batch_size_tokens": 16,
-        "prepend_bos": False, "normalize_activations": "none", "device": torch.device("cpu"), "dtype": "float32",
-        "exclude_special_tokens": torch.tensor([3, 50, 51]),
-    }  # fmt: skip
-    texts = Dataset.from_dict({"tokens": [[1] * CONTEXT] * 4})
-    given: dict[str, list] = {}
-    for name in ("cache", "store"):
-        path = str(folder / "cache") if name == "cache" else None
-        activations = ActivationsStore(dataset=None if path else texts, cached_activations_path=path, **shared)
-        if name == "store":
-            block = page_block("integrations.md", "SAELens", "use_store(activations_store")
-            exec(smaller(block, {"/data/shards/941cc259": imported.url}), {"activations_store": activations})
-        batches = []
-        for _ in range(6):  # of 24 contexts, five at a time: more than an epoch
-            acts, ids = activations.get_raw_llm_batch()
-            batches.append([acts.tolist(), ids.tolist()])
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a new epoch begins
-            mixed = [next(activations).tolist() for _ in range(20)]
-        given[name] = [batches, mixed]
-    return {"same": given["cache"] == given["store"], "raw": [len(acts) for acts, _ in given["store"][0]]}
-
-
 TOOLS = {
     "saelens": saelens,
     "dictionaries": dictionaries,
-    "cached": cached,
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,14 @@ from row_stores import D_MODEL, N_EXAMPLES, N_TOKENS, row_store, rows_of
 torch = pytest.importorskip("torch")
 
 from saev_store import ShardStore, new_metadata, pair
-from saev_store.errors import ArgumentError, LayerNotFoundError, NotFoundError, TransportError
+from saev_store.errors import ArgumentError, NotFoundError, TransportError
 from saev_store.integrations.crosscoders import layer_batches, model_batches, transcoder_batches
 from saev_store.integrations.dictionary_learning import activation_buffer
-from saev_store.integrations.saelens import STATE_NAME, data_provider, multi_hook_data_provider, use_store
+from saev_store.integrations.saelens import STATE_NAME, data_provider, multi_hook_data_provider
 from saev_store.loaders import Loader
 from saev_store.torch import StoreLoader
 
 BATCH, N_BATCHES = 32, 10  # of 336 rows; half a batch is dropped
-HOOK = "blocks.11.hook_resid_post"
 
 
 @pytest.fixture(scope="module")
@@ -228,71 +226,3 @@ def test_checkpoints_that_are_none_are_refused(stores: list[Path], tmp_path: Pat
         data_provider(one(stores, layer=5)).save_to_checkpoint(tmp_path)
         with pytest.raises(ArgumentError):
             provider.load_from_checkpoint(tmp_path)
-
-
-# -- a store in the place of SAELens's data set of cached activations; SAELens itself: test_training_peers.py -----------
-
-
-def cached_store(root: Path, *, cls: bool = False, mask: np.ndarray | None = None, ids: bool = True, **more: object) -> ShardStore:  # fmt: skip
-    shape = (N_EXAMPLES, N_TOKENS)
-    arrays = {"token_ids": np.arange(N_EXAMPLES * N_TOKENS, dtype=np.int32).reshape(shape)} if ids else {}
-    arrays |= {} if mask is None else {"mask": mask}
-    more |= {"token_arrays": {name: str(values.dtype) for name, values in arrays.items()}} if arrays else {}
-    metadata = new_metadata(
-        family="gpt2", ckpt="cached", layers=(3, 11), content_tokens_per_example=N_TOKENS, cls_token=cls, d_model=D_MODEL,
-        n_examples=N_EXAMPLES, **more,
-    )  # fmt: skip
-    acts = np.random.default_rng(0).standard_normal(metadata.layout.shape, dtype=np.float32)
-    with ShardStore.create(root, metadata, progress=False) as writer:
-        writer.append(acts, **arrays)
-    return ShardStore.open(writer.url)
-
-
-def activations(**changed: object) -> SimpleNamespace:
-    """What SAELens's store has of these names."""
-    given = {"hook_name": HOOK, "context_size": N_TOKENS, "d_in": D_MODEL, "device": torch.device("cpu")}
-    given |= {"dtype": torch.float32, "cached_activation_dataset": None, "current_row_idx": 5}
-    return SimpleNamespace(**given | changed)
-
-
-def test_cached_examples_are_contexts_without_special_tokens(tmp_path: Path) -> None:
-    for cls in (False, True):
-        into, store = activations(), cached_store(tmp_path, cls=cls)
-        use_store(into, store)
-        found = into.cached_activation_dataset
-        assert (into.current_row_idx, len(found), found.column_names) == (0, N_EXAMPLES, [HOOK, "token_ids"])
-        for some in (slice(0, 4), slice(3, 9), slice(N_EXAMPLES - 1, N_EXAMPLES + 11)):
-            batch = found[some]
-            np.testing.assert_array_equal(batch[HOOK].numpy(), store[some, 1, int(cls) :])
-            assert batch["token_ids"].dtype == torch.int64
-            np.testing.assert_array_equal(batch["token_ids"].numpy(), store.token_arrays["token_ids"][some])
-    into, store = activations(hook_name="my.hook", dtype=torch.bfloat16), cached_store(tmp_path, ids=False)
-    use_store(into, store, layer=3)
-    batch = into.cached_activation_dataset[2:3]
-    assert list(batch) == ["my.hook"]
-    assert torch.equal(batch["my.hook"], torch.from_numpy(store[2:3, 0]).bfloat16())
-    into = activations(device=torch.device("meta"))
-    use_store(into, cached_store(tmp_path / "meta"))
-    assert {values.device.type for values in into.cached_activation_dataset[1:4].values()} == {"meta"}
-
-
-def test_stores_that_do_not_fit_saelens_are_refused(tmp_path: Path) -> None:
-    mask = np.ones((N_EXAMPLES, N_TOKENS), bool)
-    store = cached_store(tmp_path / "plain", mask=mask)
-    use_store(activations(), store)  # a mask that hides nothing
-    hidden = mask.copy()
-    hidden[8, 4] = False
-    cases = [
-        (store, {"hook_name": "blocks.5.hook_resid_post"}, "activations"),
-        (store, {"context_size": 4}, "activations"),
-        (store, {"d_in": 9}, "activations"),
-        (cached_store(tmp_path / "masked", mask=hidden), {}, "store"),
-        (cached_store(tmp_path / "stream", text={"layout": "stream", "bos": False}), {}, "store"),
-    ]
-    for given, changed, where in cases:
-        into = activations(**changed)
-        with pytest.raises(ArgumentError) as refused:
-            use_store(into, given)
-        assert (refused.value.where, into.current_row_idx) == (where, 5)
-    with pytest.raises(LayerNotFoundError):
-        use_store(activations(), store, layer=5)

@@ -119,12 +119,6 @@ def test_dictionary_learning_trains_two_dictionaries_at_once(store: Path, batche
     }  # fmt: skip
 
 
-def test_an_activations_store_of_saelens_reads_a_store_as_its_own_cache(store: Path, tmp_path: Path):
-    run([str(ROOT / "tests/helpers/peer_training.py"), "cached", str(store), str(tmp_path)], tmp_path)
-    found = json.loads((tmp_path / "seen.json").read_text())
-    assert found == {"same": True, "raw": [40] * 6}
-
-
 def script(heading: str, containing: str, store: Path) -> str:
     """A script of docs/integrations.md, with this store and smaller sizes."""
     text = page_block("integrations.md", heading, containing)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self, cast
 
 import numpy as np
@@ -51,18 +50,16 @@ class RecordedTransformer(torch.nn.Module):
             blocks[layer].register_forward_hook(partial(self._keep, position))
 
     def _keep(self, position: int, _block: torch.nn.Module, _args: object, output: object) -> None:
-        found = (
-            output[:, self.token_i, :]
-            if isinstance(output, torch.Tensor) and output.ndim == 3
-            else torch.empty(0, 0, 0)
-        )
+        if not isinstance(output, torch.Tensor) or output.ndim != 3:
+            raise ArgumentError(
+                f"block {self.layers[position]} gives {kind_of(output)}, not (batch, tokens, d_model)", where="model"
+            )
+        found = output[:, self.token_i, :]
         if not self.cls_token and found.shape[1] == self.tokens_per_example + 1:
             found = found[:, 1:]
         if found.shape[1] != self.tokens_per_example:
-            shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ""
             raise ArgumentError(
-                f"block {self.layers[position]} gives {kind_of(output)} {shape}; a tensor (batch, tokens, d_model) with "
-                f"{self.tokens_per_example} tokens to record is expected",
+                f"block {self.layers[position]} gives {tuple(output.shape)}; {self.tokens_per_example} tokens are to be recorded",
                 where="model",
             )
         # A copy: what runs after the block may write to its output.
