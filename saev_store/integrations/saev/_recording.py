@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol, Self, cast
 
 import numpy as np
