@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import unicodedata
 
 import pytest
 
@@ -18,8 +19,8 @@ from saev_store.errors import (
     SaevStoreError,
     TransportError,
     brief,
-    counted,
 )
+from saev_store.names import printable
 from saev_store.problems import Problem
 
 #: Of each error its kind, its own parent in the tree, and what else it is.
@@ -65,24 +66,18 @@ def test_warnings_are_shown_to_users_and_can_be_told_apart():
     assert issubclass(errors.BreakingProtocolWarning, errors.SaevStoreWarning)
 
 
-@pytest.mark.parametrize("name", TREE)
-@pytest.mark.parametrize("passed_on", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
-def test_a_copy_of_an_error_keeps_everything(name: str, passed_on):
+def test_a_copy_of_an_error_keeps_everything() -> None:
     """Workers raise copies: also attributes that a class adds, and those that somebody else set."""
-    kind = getattr(errors, name)
-    given = {"problems": PROBLEMS} if issubclass(kind, (DocumentError, CorruptShardError)) else {}
-    given |= {"transient": True} if issubclass(kind, TransportError) else {}
-    error = kind("it is gone", where="/lab/s", remedy="Look elsewhere", **given)
-    error.seen_by = 3
-    found = passed_on(error)
-    assert type(found) is kind
-    assert (found.message, found.where, found.remedy, found.seen_by) == ("it is gone", "/lab/s", "Look elsewhere", 3)
-    assert str(found) == "/lab/s: it is gone. Look elsewhere"
-    assert found.args == ("it is gone",)
-    if "problems" in given:
-        assert found.problems == tuple(PROBLEMS)
-    if "transient" in given:
-        assert found.transient is True
+    for name in TREE:
+        kind = getattr(errors, name)
+        given = {"problems": PROBLEMS} if issubclass(kind, (DocumentError, CorruptShardError)) else {}
+        given |= {"transient": True} if issubclass(kind, TransportError) else {}
+        error = kind("it is gone", where="/lab/s", remedy="Look elsewhere", **given)
+        error.seen_by = 3
+        for found in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+            assert type(found) is kind
+            assert vars(found) == vars(error)
+            assert str(found) == "/lab/s: it is gone. Look elsewhere"
 
 
 def test_what_is_not_said_is_nothing():
@@ -94,17 +89,14 @@ def test_what_is_not_said_is_nothing():
     assert TransportError("no").transient is DeadlineError("no").transient is False
 
 
-@pytest.mark.parametrize(
-    ("message", "text"),
-    [
-        ("it is 3", "p: it is 3. Use 4."), ("it is 3.", "p: it is 3. Use 4."), ("is it 3?", "p: is it 3? Use 4."),
-        ("no!", "p: no! Use 4."), ("errors:", "p: errors: Use 4."), ("(3)", "p: (3). Use 4."),
-    ],
-)  # fmt: skip
-def test_a_remedy_is_a_sentence_of_its_own(message: str, text: str):
-    assert str(ArgumentError(message, where="p", remedy="Use 4.")) == text
-    assert str(ArgumentError(message, remedy="Use 4.")) == text.removeprefix("p: ")
-    assert str(ArgumentError(message, where="p")) == f"p: {message}"
+def test_a_remedy_is_a_sentence_of_its_own() -> None:
+    for message, text in (
+        ("it is 3", "it is 3. Use 4."),
+        ("is it 3?", "is it 3? Use 4."),
+        ("errors:", "errors: Use 4."),
+    ):
+        assert str(ArgumentError(message, where="p", remedy="Use 4.")) == f"p: {text}"
+        assert str(ArgumentError(message, remedy="Use 4.")) == text
 
 
 def test_half_a_surrogate_pair_is_printed_escaped():
@@ -129,44 +121,20 @@ def test_a_hidden_context_stays_hidden_and_another_is_kept():
     assert isinstance(raised(hidden=False).__context__, OSError)
 
 
-class Verbose:
-    def __repr__(self) -> str:
-        return "<" + "x" * 1000 + ">"
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["a" * 1000, b"a" * 1000, Verbose(), list(range(1000)), {"a": "b" * 1000}, 10**5000],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_value_in_a_message_is_short(value: object):
-    assert len(brief(value)) < 120
-    assert len(brief(Verbose())) == len(brief("a" * 1000)) == 80
-
-
-def test_integers_are_shown_up_to_128_bits():
+def test_a_value_in_a_message_is_short() -> None:
+    for value in ("a" * 1000, b"a" * 1000, list(range(1000)), {"a": "b" * 1000}, 10**5000, [10**5000]):
+        assert len(brief(value)) < 120
     assert brief(2**128 - 1) == "340282366920938463463374607431768211455"
-    assert brief(2**128) == "an integer of 129 bits"
     assert brief(-(2**128)) == "an integer of 129 bits"
-    assert brief(2**63) == "9223372036854775808"
-    assert brief([10**5000]) == "a list"
-    assert brief((10**5000,)) == "a tuple"
-    assert brief(True) == "True"
 
 
-def test_things_are_counted_in_words():
-    assert [counted(n, "shard") for n in (0, 1, 2, 1000)] == ["0 shards", "1 shard", "2 shards", "1,000 shards"]
+def test_a_problem_as_text() -> None:
+    problem = Problem("odd", "strange", where="metadata.json", loc=("layers", 2), lost=((3, 6), (8, 9)))
+    assert str(problem) == "error odd metadata.json['layers'][2]: strange (examples 3:6, 8:9 are lost)"
+    assert str(Problem("odd", "strange", severity="info")) == "info odd: strange"
 
 
-@pytest.mark.parametrize(
-    ("problem", "text"),
-    [
-        (Problem("odd", "strange"), "error odd: strange"),
-        (Problem("odd", "strange", severity="info"), "info odd: strange"),
-        (Problem("odd", "strange", where="metadata.json", loc=("layers", 2)), "error odd metadata.json['layers'][2]: strange"),
-        (Problem("odd", "strange", loc=("layers",)), "error odd ['layers']: strange"),
-        (Problem("odd", "strange", lost=((3, 6), (8, 9))), "error odd: strange (examples 3:6, 8:9 are lost)"),
-    ],
-)  # fmt: skip
-def test_a_problem_as_text(problem: Problem, text: str):
-    assert str(problem) == text
+def test_printed_texts_have_no_control_characters() -> None:
+    text = printable("".join(map(chr, range(0x250))) + "café 漢字 😀")
+    assert not [character for character in text if unicodedata.category(character) == "Cc" and character not in "\t\n"]
+    assert text.endswith("café 漢字 😀")
