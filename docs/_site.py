@@ -49,7 +49,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill in the parts of the navigation that are lists of files."""
     lists: dict[str, list[str]] = {
         "API": [_page_of(room) for room in ROOMS],
-        "NOTEBOOKS": ["notebooks.md", *NOTEBOOKS.values()],
+        "NOTEBOOKS": [*NOTEBOOKS.values()],
     }
     config.nav = _filled(config.nav, lists)
     return config

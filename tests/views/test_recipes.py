@@ -1,4 +1,4 @@
-"""The code of docs/exports.md and docs/serving.md that needs other packages runs, and reads the dense array."""
+"""The code of docs/reading.md that needs other packages runs, and reads the dense array."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_icechunk_recipe_holds_two_stores(tmp_path: Path, monkeypatch: pytes
     train, val = (ShardStore.open(plain.write(tmp_path / f"shards/{seed}")) for seed, plain in enumerate(plains))
     monkeypatch.chdir(tmp_path)
     names = {"train": train, "val": val, "ROOT": str(tmp_path / "shards")}
-    exec(block("exports.md", "icechunk.Repository"), names)
+    exec(block("reading.md", "icechunk.Repository"), names)
     found = names["ds"]
     dense = np.concatenate([plain.dense for plain in plains])
     assert found.activations.values.tobytes() == dense.tobytes()
@@ -51,18 +51,18 @@ def test_the_serving_recipe_reads_right_and_shows_damage_as_an_error(
     monkeypatch.setattr(server, "serve", lambda app, **_: started.append(server.serve_background(app, port=0)))
     plain = plain_store(LAYOUT, tail="cut", labelled=True)
     folder = plain.write(tmp_path)
-    exec(block("serving.md", "store_app"), {"store": ShardStore.open(folder)})
+    exec(block("reading.md", "store_app"), {"store": ShardStore.open(folder)})
     (running,) = started
     try:
         names: dict[str, object] = {}
-        exec(block("serving.md", "open_zarr").replace("http://127.0.0.1:8000", running.url), names)
+        exec(block("reading.md", "open_zarr").replace("http://127.0.0.1:8000", running.url), names)
         assert names["vector"].tobytes() == plain.dense[3, 2, 0].tobytes()
         dataset = names["ds"]
         assert dataset.activations.values.tobytes() == plain.dense.tobytes()
         assert np.array_equal(dataset.labels.values, plain.labels)
         (folder / "acts000001.bin").unlink()
         store = ShardStore.open(folder, damaged_ok=True)
-        exec(block("serving.md", "store_app"), {"store": store})
+        exec(block("reading.md", "store_app"), {"store": store})
         array = zarr.open_group(started[1].url, mode="r")["activations"]
         assert array[:3].tobytes() == plain.dense[:3].tobytes()
         with pytest.raises(Exception, match="500"):

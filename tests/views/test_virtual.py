@@ -1,4 +1,4 @@
-"""References to the shards, read by others without this package, are the dense array; and the recipes of docs/exports.md."""
+"""References to the shards, read by others without this package, are the dense array; and the recipes of docs/reading.md."""
 
 from __future__ import annotations
 
