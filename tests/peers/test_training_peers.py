@@ -115,7 +115,7 @@ def test_dictionary_learning_trains_two_dictionaries_at_once(store: Path, batche
     assert found["evaluation"]["l0"] == 4
     assert found["config"] == {
         "d_submodule": 8, "out_batch_size": BATCH, "device": "cpu", "store": ShardStore.open(store).url, "layers": ["11"],
-        "tokens": "content", "dtype": "float32", "n_samples": 336, "scale": None, "normalize": None, "seed": 17,
+        "tokens": "content", "dtype": "float32", "n_samples": 320, "scale": None, "normalize": None, "seed": 17,
     }  # fmt: skip
 
 
