@@ -30,14 +30,14 @@ from saev_store.transport import open_transport
 if TYPE_CHECKING:
     import torch
 
-    from saev_store.record import ExampleSource, Images, Part, RecordedPart, RecordingReport, Texts
+    from saev_store.record import ExampleSource, Images, Part, RecordedPart, Texts
     from saev_store.sources import Source
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 #: Options of one call, which a TOML file does not have.
 _ONLY_OPTIONS = {"context_", "config", "option", "part", "dry_run", "as_json", "progress"}
 _OF_TEXTS = ("context", "tokenizer", "text_key", "layout", "pack", "bos", "example_tokens")
-_OF_IMAGES = ("processor", "image_key", "masks", "on_bad_image")
+_OF_IMAGES = ("processor", "image_key", "masks")
 
 
 def _read_config(context: typer.Context, config: Path | None) -> Path | None:
@@ -97,9 +97,6 @@ class Inputs:
     masks: Annotated[
         str | None, typer.Option(metavar="URL", help="Folder of segmentation masks with the names of the images.")
     ] = None
-    on_bad_image: Annotated[
-        Literal["raise", "skip"], typer.Option(help="What to do with images that do not decode.")
-    ] = "raise"
     context: Annotated[
         int | None,
         typer.Option(help="Most tokens of a row that the model sees at once, such as 128. Needed for texts."),
@@ -169,11 +166,11 @@ class Inputs:
         given = self.text or self.tokens or self.images or ""
         return given if "://" in given or "::" in given else os.path.normpath(given)
 
-    def load(self, *, progress: bool | None) -> tuple[torch.nn.Module, ExampleSource]:
+    def load(self) -> tuple[torch.nn.Module, ExampleSource]:
         """The model and its source; mistakes in the options are refused before a model is loaded."""
-        return self._texts(progress=progress) if self.images is None else self._images(self.images, progress=progress)
+        return self._texts() if self.images is None else self._images(self.images)
 
-    def _texts(self, *, progress: bool | None) -> tuple[torch.nn.Module, Texts]:
+    def _texts(self) -> tuple[torch.nn.Module, Texts]:
         from saev_store.record import Texts, load_language_model
         from saev_store.sources import TextFile, open_source
 
@@ -192,19 +189,19 @@ class Inputs:
             documents = open_source(self.tokens or "")
         model, tokenizer = load_language_model(
             self.model or "", tokenizer=self.tokenizer, needs_tokenizer=self.text is not None or bos == "tokenizer",
-            dtype=self.compute_dtype, attention=self.attention, progress=progress,
+            dtype=self.compute_dtype, attention=self.attention,
         )  # fmt: skip
         return model, texts(documents, tokenizer)
 
-    def _images(self, images: str, *, progress: bool | None) -> tuple[torch.nn.Module, Images]:
+    def _images(self, images: str) -> tuple[torch.nn.Module, Images]:
         from saev_store.record import Images, load_image_processor, load_vision_model
 
         name = self.model or ""
         source = Images(
-            images, self.batch_size or 32, processor=load_image_processor(self.processor or name, progress=progress),
-            masks=self.masks, image_key=self.image_key, on_bad_image=self.on_bad_image,
+            images, self.batch_size or 32, processor=load_image_processor(self.processor or name),
+            masks=self.masks, image_key=self.image_key,
         )  # fmt: skip
-        model = load_vision_model(name, dtype=self.compute_dtype, attention=self.attention, progress=progress)
+        model = load_vision_model(name, dtype=self.compute_dtype, attention=self.attention)
         return model, source
 
 
@@ -244,7 +241,7 @@ def record(
     ] = True,
     part: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Record the I-th of N parts, from 1; auto: as torchrun or Slurm numbers it."),
+        typer.Option(metavar="I/N", help="Record the I-th of N parts, from 1."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what it would take; exit code 1 if it does not fit the disk.")
@@ -267,9 +264,9 @@ def record(
         storage_options(option),
         integers(layers, where="--layers"),
     )
-    of_ranks, reports = None if part is None else _parse_part(part), list["RecordingReport"]()
+    of_ranks = None if part is None else _parse_part(part)
     open_transport(to, storage).close()  # a wrong address is an error before a model is loaded
-    model, source = given.load(progress=progress)
+    model, source = given.load()
     if dry_run:
         found = estimate_recording(
             model, source, to, layers=blocks, hook_points=hook_points.split(","), dtype=dtype, ckpt=given.model,
@@ -282,7 +279,6 @@ def record(
         model, source, to, layers=blocks, hook_points=hook_points.split(","), dtype=dtype, ckpt=given.model,
         dataset=given.dataset, device=given.device, max_tokens_per_shard=max_tokens_per_shard, storage_options=storage,
         part=of_ranks, resume=resume, exist_ok=True, on_nonfinite=given.on_nonfinite, progress=progress,
-        on_report=reports.append,
     )  # fmt: skip
     if isinstance(store, RecordedPart):
         _emit_part(store, as_json=as_json)
@@ -293,24 +289,20 @@ def record(
             "dtype": store.metadata.dtype,
             "layers": store.layers,
             "nbytes": store.nbytes,
-            "report": reports[-1].to_dict(),
         })  # fmt: skip
     else:
-        print(reports[-1], file=sys.stderr)
         emit(store.url)
 
 
 def _parse_part(text: str) -> Part:
-    """The part of an option `--part 3/16`, where parts count from 1; `auto` is itself."""
-    if text == "auto":
-        return "auto"
+    """The part of an option `--part 3/16`, where parts count from 1."""
     number, slash, n = text.partition("/")
     if slash and number.isdecimal() and n.isdecimal() and 1 <= int(number) <= int(n):
         return int(number) - 1, int(n)
     raise ArgumentError(
         f"{text!r} is not a part",
         where="--part",
-        remedy="Write 1/4 to 4/4 for four processes, or auto under torchrun and Slurm.",
+        remedy="Write 1/4 to 4/4 for four processes.",
     )
 
 
@@ -335,8 +327,8 @@ def repair(
     context_: typer.Context,
     url: Annotated[str, typer.Argument(metavar="URL", help="The folder of the store.")],
     recheck: Annotated[
-        Literal["exact", "close", "off"],
-        typer.Option(help="What may differ from the first recording: nothing, rounding, or anything."),
+        Literal["exact", "close"],
+        typer.Option(help="What may differ from the first recording: nothing, or rounding."),
     ] = "exact",
     as_json: AsJson = False,
     option: Options = None,
@@ -360,7 +352,7 @@ def repair(
             remedy="Copy the lost files from another copy, or pass vectors to store.repair() in Python.",
         )
     given = Inputs.of(context_, inputs)
-    model, source = given.load(progress=progress)
+    model, source = given.load()
     done = repair_recording(
         model, source, url, device=given.device, storage_options=storage, recheck=recheck, on_nonfinite=given.on_nonfinite,
         progress=progress,
@@ -393,7 +385,7 @@ def demo(
     as_json: AsJson = False,
     progress: Progress = None,
 ) -> None:
-    """Record a vision transformer over photographs and a language model over fables, validate both stores, and plot one.
+    """Record a vision transformer over photographs, validate the store, and plot it.
 
     A second run with the same --out uses what is finished, and continues an interrupted recording.
     """

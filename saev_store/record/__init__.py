@@ -22,7 +22,6 @@ from saev_store.record._part import Part, RecordedPart, finalize
 from saev_store.record._record import record
 from saev_store.record._recorder import Recorder
 from saev_store.record._repair import RepairedRecording, repair
-from saev_store.record._report import RecordingReport
 from saev_store.record._texts import Texts
 from saev_store.record.demo import DemoResult, Photographs, load_fables, load_photographs, run_demo
 
@@ -38,7 +37,6 @@ __all__ = [
     "RecordedPart",
     "Recorder",
     "RecordingEstimate",
-    "RecordingReport",
     "RepairedRecording",
     "TextAdapter",
     "Texts",

@@ -1,16 +1,15 @@
-"""`adapt`: the adapter of a model; for `transformers` it is made from its configuration and its modules."""
+"""`adapt`: the adapter of a model of `transformers`, made from its configuration and its modules."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypedDict, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
 
 from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import Adapter, TextAdapter, VisionAdapter
 from saev_store.record._architectures import FAMILIES, hook_points_of
-from saev_store.record._foreign import adapt_foreign
 
 if TYPE_CHECKING:
     import torch
@@ -22,15 +21,12 @@ _REMEDY = (
 
 
 def adapt(model: torch.nn.Module | Adapter) -> Adapter:
-    """The adapter of a model of `transformers`, OpenCLIP, timm or TransformerLens; an adapter as it is.
+    """The adapter of a model of `transformers`; an adapter as it is.
 
     Models of images: ViT, DeiT, BEiT, DINOv2 with and without registers, DINOv3, the vision towers of CLIP, SigLIP and
     SigLIP 2, and models that wrap one of them. Models of tokens: every causal language model whose blocks are the one list of
     `num_hidden_layers` modules, such as GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma and OLMo, with or without a head. A head
     of a language model is not run.
-
-    Of other libraries: the vision transformers of OpenCLIP and timm, and `HookedTransformer` and `TransformerBridge` of
-    TransformerLens.
 
     Raises:
         ArgumentError: the model has an encoder and a decoder, or its blocks cannot be found. Make a `VisionAdapter` or a
@@ -42,9 +38,6 @@ def adapt(model: torch.nn.Module | Adapter) -> Adapter:
     need("torch", install="saev-store[record]")
     if not hasattr(model, "named_parameters"):
         raise ArgumentError(f"{brief(model)} is not a torch module", where="model", remedy=_REMEDY)
-    foreign = adapt_foreign(model)
-    if foreign is not None:
-        return foreign
     if hasattr(model, "text_model") and hasattr(model, "vision_model"):
         raise ArgumentError(
             f"{type(model).__name__} has a tower for images and one for texts",
@@ -76,7 +69,8 @@ def _vision(model: torch.nn.Module, names_of: torch.nn.Module) -> VisionAdapter:
         n_special=int(has_cls) + int(registers) + int("distillation_token" in parameters),
         cls_first=has_cls,
         patchify=type(blocks[0]).__name__ == "Siglip2EncoderLayer",
-        **_names(model, names_of),
+        family=_family(model),
+        ckpt=_ckpt(names_of, model),
     )
 
 
@@ -90,11 +84,8 @@ def _text(model: torch.nn.Module) -> TextAdapter:
             remedy="Pass the encoder alone, model.get_encoder(), or make a TextAdapter with a call of your own.",
         )
     blocks, size = _blocks(decoder), None
-    with contextlib.suppress(
-        AttributeError, NotImplementedError
-    ):  # of models that make vectors of characters or sounds
+    with contextlib.suppress(AttributeError, NotImplementedError):  # models that make vectors of characters or sounds
         size = getattr(cast("Callable[[], object]", decoder.get_input_embeddings)(), "num_embeddings", None)
-    longest: object = getattr(_config(decoder), "max_position_embeddings", None)
     return TextAdapter(
         model=decoder,
         blocks=blocks,
@@ -102,51 +93,39 @@ def _text(model: torch.nn.Module) -> TextAdapter:
         points=hook_points_of(type(blocks[0]).__name__),
         keywords=True,
         vocabulary_size=size,
-        # XLNet has -1: there is no limit
-        max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
-        **_names(decoder, model),
+        family=_family(decoder),
+        ckpt=_ckpt(model, decoder),
     )
 
 
-class _Names(TypedDict):
-    family: str
-    ckpt: str
-
-
-def _names(tower: torch.nn.Module, model: torch.nn.Module) -> _Names:
-    """The names of the family and of the weights, as far as the configurations have them."""
+def _family(tower: torch.nn.Module) -> str:
     model_type = str(getattr(_config(tower), "model_type", ""))
-    found = [str(getattr(_config(module), "_name_or_path", "")) for module in (model, tower)]
-    return {"family": FAMILIES.get(model_type, model_type), "ckpt": found[0] or found[1]}
+    return FAMILIES.get(model_type, model_type)
+
+
+def _ckpt(*models: torch.nn.Module) -> str:
+    return next(filter(None, (str(getattr(_config(model), "_name_or_path", "")) for model in models)), "")
 
 
 def _blocks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
-    """The residual blocks of the encoder, in depth order.
-
-    They are the only list of so many modules of one class. Its name differs between architectures and releases of `transformers`.
-
-    Raises:
-        ArgumentError: there is no such list, or more than one.
-    """
+    """The residual blocks of the encoder, in depth order: the only list of so many modules of one class."""
     import torch
 
     depth = _size(model, "num_hidden_layers")
-    modules = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())  # its stub has no types
-    found = {
-        name: list(module)
-        for name, module in modules
+    found = [
+        list(module)
+        for module in model.modules()
         if isinstance(module, torch.nn.ModuleList)
         and len(module) == depth
         and len({type(block) for block in module}) == 1
-    }
+    ]
     if len(found) != 1:
         raise ArgumentError(
-            f"{type(model).__name__} has {len(found)} lists of {depth} modules ({', '.join(found) or 'none'}); exactly one "
-            "must be the blocks",
+            f"{type(model).__name__} has {len(found)} lists of {depth} modules; exactly one must be the blocks",
             where="model",
             remedy=_REMEDY,
         )
-    return found.popitem()[1]
+    return found[0]
 
 
 def _config(model: torch.nn.Module) -> object:

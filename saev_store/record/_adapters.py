@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from saev_store._runtime.optional import need
 from saev_store.core.arguments import check_count, check_flag
-from saev_store.errors import ArgumentError, LayerNotFoundError, brief
+from saev_store.errors import ArgumentError, brief
 from saev_store.record._architectures import RESIDUAL, HookPoint
 
 if TYPE_CHECKING:
@@ -59,11 +57,7 @@ class Adapter(ABC):
         check_count(self.batch_axis, name="batch_axis", least=0, most=1)
 
     def hooked(self, depth: int, hook_point: str) -> tuple[torch.nn.Module, Literal["input", "output"]]:
-        """The module of a hook point of a block, and which of its sides is recorded.
-
-        Raises:
-            ArgumentError: this architecture has no such hook point.
-        """
+        """The module of a hook point of a block, and which of its sides is recorded; `ArgumentError` if there is none."""
         block = self.blocks[depth]
         try:
             point = self.points[hook_point]
@@ -77,22 +71,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def forward(self, *inputs: torch.Tensor) -> None:
-        """Run the model on one batch; what it returns is not used.
-
-        Raises:
-            ArgumentError: the batch is not one of this model's.
-        """
+        """Run the model on one batch; what it returns is not used. `ArgumentError` for a batch that is not one of this model's."""
 
     @abstractmethod
     def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
-        """(special, content): number of special tokens at the beginning of each row of a batch, and of tokens behind them.
-
-        Args:
-            inputs: As of `forward`.
-
-        Raises:
-            ArgumentError: the batch is not one of this model's.
-        """
+        """Number of special tokens at the beginning of each row of a batch, and of tokens behind them; errors as of `forward`."""
 
     @property
     def has_cls(self) -> bool:
@@ -100,16 +83,10 @@ class Adapter(ABC):
         return False
 
     def keeps_cls(self, wanted: bool | None) -> bool:
-        """Return True if the CLS token is recorded; None: if there is one.
-
-        Raises:
-            ArgumentError: it is wanted, and there is none; or `wanted` is not a boolean.
-        """
+        """Return True if the CLS token is recorded; None: if there is one. `ArgumentError` if it is wanted, and there is none."""
         wanted = check_flag(wanted, name="cls_token", other=None)
         if wanted and not self.has_cls:
-            raise ArgumentError(
-                f"{type(self.model).__name__} has no CLS token", where="cls_token", remedy="Use False or None."
-            )
+            raise ArgumentError(f"{type(self.model).__name__} has no CLS token", where="cls_token")
         return self.has_cls if wanted is None else wanted
 
     def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -148,11 +125,7 @@ class VisionAdapter(Adapter):
         return self.cls_first
 
     def content_tokens(self, shape: tuple[int, ...]) -> int:
-        """Number of patches of an image of a batch of this shape.
-
-        Raises:
-            ArgumentError: not (batch, channels, height, width), or smaller than one patch.
-        """
+        """Number of patches of an image of a batch of this shape, (batch, channels, height, width)."""
         high, wide = self.patch_px
         if len(shape) != 4 or shape[1] != self.n_channels or shape[0] < 1 or shape[2] < high or shape[3] < wide:
             raise ArgumentError(
@@ -190,18 +163,14 @@ class TextAdapter(Adapter):
 
     Attributes:
         vocabulary_size: Number of token ids that the embedding has; None if that is not known.
-        max_tokens: The longest row that the model takes; None if there is no limit.
     """
 
     vocabulary_size: int | None = None
-    max_tokens: int | None = None
 
     def content_of(self, *inputs: torch.Tensor) -> tuple[int, int]:
         shape = tuple(inputs[0].shape)
         if len(shape) != 2 or min(shape) < 1:
-            raise ArgumentError(
-                f"the shape is {shape}; it must be (batch, tokens), at least one of each", where="input_ids"
-            )
+            raise ArgumentError(f"the shape is {shape}; it must be (batch, tokens), one at least", where="input_ids")
         return 0, shape[1]
 
     def forward(self, *inputs: torch.Tensor) -> None:
@@ -212,7 +181,10 @@ class TextAdapter(Adapter):
         # Both are checked before they are placed: a look at numbers on a GPU would wait for it.
         if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
             raise ArgumentError(f"they are {ids.dtype}; token ids are integers", where="input_ids")
-        self.check_ids(int(ids.min()), int(ids.max()), where="input_ids")
+        least, most, size = int(ids.min()), int(ids.max()), self.vocabulary_size
+        if least < 0 or (size is not None and most >= size):
+            message = f"there are token ids from {least} to {most}; the model has {size or 'others'}"
+            raise ArgumentError(message, where="input_ids", remedy="Use the model's own tokenizer.")
         is_token = torch.arange(ids.size(1), device=mask.device) < mask.sum(-1, keepdim=True)
         if mask.shape != ids.shape or not torch.equal(mask.bool(), is_token) or mask.max() > 1:
             raise ArgumentError(
@@ -234,44 +206,9 @@ class TextAdapter(Adapter):
         else:
             self.model(ids)
 
-    def check_ids(self, least: int, most: int, *, where: str) -> None:
-        """Refuse token ids that have no embedding.
-
-        Raises:
-            ArgumentError: there is one, and it is named.
-        """
-        size = self.vocabulary_size
-        if least < 0 or (size is not None and most >= size):
-            raise ArgumentError(
-                f"there is a token id {least if least < 0 else most}; the model has those from 0 to "
-                f"{'its largest' if size is None else size - 1}",
-                where=where,
-                remedy="Use the model's own tokenizer.",
-            )
-
-
-def place(model: torch.nn.Module, device: str | None) -> None:
-    """Move a model to a device; None leaves it where it is.
-
-    Raises:
-        ArgumentError: there is no such device here.
-    """
-    if device is None:
-        return
-    try:
-        model.to(device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise ArgumentError(
-            f"{device!r} cannot be used: {error}", where="device", remedy="Omit it to use the CPU."
-        ) from error
-
 
 def parameter_of(model: torch.nn.Module) -> torch.nn.Parameter:
-    """One parameter of a model, which has its device and dtype: the first one of floating point that is not packed.
-
-    Raises:
-        ArgumentError: it has none.
-    """
+    """One parameter of a model, which has its device and dtype: the first one of floating point that is not packed."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
             return parameter
@@ -293,26 +230,3 @@ def pixel_dtype(model: torch.nn.Module) -> torch.dtype:
 def dtype_of(adapter: Adapter) -> torch.dtype:
     """The dtype in which a model begins to compute, which a store has by default."""
     return pixel_dtype(adapter.model) if isinstance(adapter, VisionAdapter) else parameter_of(adapter.model).dtype
-
-
-def resolve_layers(layers: Sequence[int], n_blocks: int) -> tuple[int, ...]:
-    """The index of the block of each label.
-
-    >>> resolve_layers((-1, 3, -11), 12)
-    (11, 3, 1)
-
-    Raises:
-        LayerNotFoundError: a label is not an integer from -n_blocks to n_blocks - 1.
-        ArgumentError: `layers` is empty, or two labels name one block.
-    """
-    for label in layers:
-        if not isinstance(label, (int, np.integer)) or isinstance(label, bool) or not -n_blocks <= label < n_blocks:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise LayerNotFoundError(
-                f"layer {label!r} is not a block of this model, which has {n_blocks}",
-                where="layers",
-                remedy=f"Use integers from 0 to {n_blocks - 1}, or from -{n_blocks} to -1, counted from the end.",
-            )
-    depths = tuple(int(label) % n_blocks for label in layers)
-    if not depths or len({*depths}) < len(depths):
-        raise ArgumentError(f"layers is {brief(layers)}; it must name at least one block, each once", where="layers")
-    return depths

@@ -30,9 +30,6 @@ class HookPoint:
         side: Whether the vectors are that module's `"output"` (of several the first one), or its `"input"`: its first argument, or
             that by the name `hidden_states`.
 
-    Raises:
-        ArgumentError: `side` is neither of the two.
-
     >>> HookPoint("mlp", "output").path
     'mlp'
     """
@@ -48,14 +45,8 @@ class HookPoint:
 RESIDUAL = {"resid_pre": HookPoint("", "input"), "resid_post": HookPoint("", "output")}
 
 
-def serial(attn_out: str, mlp_out: str, behind_attention: str) -> dict[str, HookPoint]:
-    """Hook points of blocks in which attention, then the MLP adds the output of a module to the stream.
-
-    Args:
-        attn_out: The module that puts out what attention adds.
-        mlp_out: The module that puts out what the MLP adds.
-        behind_attention: The first module that sees the stream after attention.
-    """
+def _serial(attn_out: str, mlp_out: str, behind_attention: str) -> dict[str, HookPoint]:
+    """Of blocks in which attention, then the MLP adds a module's output; `behind_attention` is the first that sees the stream between."""
     return {
         "attn_out": HookPoint(attn_out),
         "resid_mid": HookPoint(behind_attention, "input"),
@@ -63,30 +54,34 @@ def serial(attn_out: str, mlp_out: str, behind_attention: str) -> dict[str, Hook
     }
 
 
-_LLAMA = serial("self_attn", "mlp", "post_attention_layernorm")
-_VIT = serial("attention", "mlp", "layernorm_after")
-_CLIP = serial("self_attn", "mlp", "layer_norm2")
-_DINO = serial("layer_scale1", "layer_scale2", "norm2")
-_GEMMA = serial("post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm")
-_OLMO2 = serial("post_attention_layernorm", "post_feedforward_layernorm", "mlp")
+_VIT = _serial("attention", "mlp", "layernorm_after")
+_CLIP = _serial("self_attn", "mlp", "layer_norm2")
+_DINO = _serial("layer_scale1", "layer_scale2", "norm2")
+_GEMMA = _serial("post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm")
+_OLMO2 = _serial("post_attention_layernorm", "post_feedforward_layernorm", "mlp")
 
 #: Class of blocks -> their hook points beside those of `RESIDUAL`.
 _BRANCHES: Mapping[str, Mapping[str, HookPoint]] = {
-    "GPT2Block": serial("attn", "mlp", "ln_2"),
+    "GPT2Block": _serial("attn", "mlp", "ln_2"),
     # Attention and the MLP read the same stream in most of its models, so nothing is between them.
     "GPTNeoXLayer": {"attn_out": HookPoint("attention"), "mlp_out": HookPoint("mlp")},
-    "LlamaDecoderLayer": _LLAMA,
-    "MistralDecoderLayer": _LLAMA,
-    "MinistralDecoderLayer": _LLAMA,
-    "Ministral3DecoderLayer": _LLAMA,
-    "MixtralDecoderLayer": _LLAMA,
-    "Qwen2DecoderLayer": _LLAMA,
-    "Qwen2MoeDecoderLayer": _LLAMA,
-    "Qwen3DecoderLayer": _LLAMA,
-    "Qwen3MoeDecoderLayer": _LLAMA,
-    "GemmaDecoderLayer": _LLAMA,
-    "OlmoDecoderLayer": _LLAMA,
-    "OlmoeDecoderLayer": _LLAMA,
+    **{
+        f"{name}DecoderLayer": _serial("self_attn", "mlp", "post_attention_layernorm")
+        for name in (
+            "Llama",
+            "Mistral",
+            "Ministral",
+            "Ministral3",
+            "Mixtral",
+            "Qwen2",
+            "Qwen2Moe",
+            "Qwen3",
+            "Qwen3Moe",
+            "Gemma",
+            "Olmo",
+            "Olmoe",
+        )
+    },
     "Gemma2DecoderLayer": _GEMMA,
     "Gemma3DecoderLayer": _GEMMA,
     "Olmo2DecoderLayer": _OLMO2,
@@ -105,11 +100,5 @@ _BRANCHES: Mapping[str, Mapping[str, HookPoint]] = {
 
 
 def hook_points_of(block_class: str) -> dict[str, HookPoint]:
-    """The hook points of a class of blocks, by the names that `metadata.json` has for them.
-
-    >>> sorted(hook_points_of("LlamaDecoderLayer"))
-    ['attn_out', 'mlp_out', 'resid_mid', 'resid_post', 'resid_pre']
-    >>> sorted(hook_points_of("SomeoneElsesBlock"))
-    ['resid_post', 'resid_pre']
-    """
+    """The hook points of a class of blocks, by the names that `metadata.json` has for them."""
     return {**RESIDUAL, **_BRANCHES.get(block_class, {})}

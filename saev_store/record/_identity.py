@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, TypeGuard, cast
 
-import numpy as np
 import xxhash
 
 from saev_store.errors import ArgumentError, kind_of
 from saev_store.record._adapters import dtype_of, parameter_of
-from saev_store.sources.pictures import is_pillow
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
     import torch
 
@@ -39,15 +39,10 @@ _IDLE = {
 
 
 def describe_recording(recorder: Recorder, source: Mapping[str, object]) -> dict[str, object]:
-    """Identity of a recording in plain JSON types: `data["recording"]` of the metadata.
-
-    Args:
-        recorder: Has the model, where it will run.
-        source: Identity of the source: the size of batches, for example.
-    """
+    """Identity of a recording in plain JSON types: `data["recording"]` of the metadata."""
     adapter = recorder.adapter
     model = adapter.model
-    names = {id(module): name for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())}
+    names = {id(module): name for name, module in _modules(model)}
     points = {name: adapter.points[name] for name in recorder.hook_points}
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
     return {
@@ -65,19 +60,16 @@ def describe_recording(recorder: Recorder, source: Mapping[str, object]) -> dict
             "device": parameter_of(model).device.type,
         },
         "source": dict(source),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "packages": _versions(),
     }
 
 
 def repairable(there: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
-    """The identity that a store has, with the weights, the configuration, the hook points and the source of this call.
-
-    It differs from that of the store where these differ. The rest of an identity, which other releases wrote in other ways, is
-    left to the vectors that are computed again.
-    """
-    models = [cast("Mapping[str, object]", found.get("model") or {}) for found in (there, here)]
+    """The identity that a store has, with the weights, the configuration, the hook points and the source of this call."""
+    # The rest, which other releases wrote in other ways, is left to the vectors that are computed again.
+    models, sources = ([cast("Mapping[str, object]", found.get(key) or {}) for found in (there, here)] for key in ("model", "source"))  # fmt: skip
     compared = {name: models[1][name] for name in ("weights", "config", "hook_points")}
-    return {**there, "model": {**models[0], **compared}, "source": here["source"]}
+    return {**there, "model": {**models[0], **compared}, "source": {**sources[0], **sources[1]}}
 
 
 def config_digest(config: object) -> str | None:
@@ -89,45 +81,13 @@ def config_digest(config: object) -> str | None:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def digest_of(items: Iterable[object]) -> dict[str, object] | None:
-    """xxh3_128 over dtype, shape and bytes of arrays, files in memory and images of Pillow; None if there is anything else.
-
-    >>> pair = [np.zeros(2, np.uint8), b"a"]
-    >>> digest_of(pair) == digest_of([pair[0].copy(), b"a"]), digest_of(pair) == digest_of(pair[:1]), digest_of([None])
-    (True, False, None)
-    """
-    hasher = xxhash.xxh3_128()
-    for item in items:
-        if isinstance(item, bytes):
-            hasher.update(f"file {len(item)} ".encode() + item)
-        elif is_pillow(item):
-            hasher.update(f"image {item.mode} {item.size} ".encode() + item.tobytes())
-        else:
-            try:
-                array = np.asarray(item)
-            except (TypeError, ValueError, RuntimeError):
-                return None
-            if array.dtype.kind not in "biuf":
-                return None
-            hasher.update(f"array {array.dtype.name} {array.shape} ".encode())
-            hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return {"algorithm": "xxh3_128", "scope": "full", "value": hasher.hexdigest()}
-
-
 def weights_digest(model: torch.nn.Module) -> str:
-    """xxh3_128, in hexadecimal digits, over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names.
-
-    Buffers that are not saved with the model count, such as the frequencies of rotary embeddings, and so do tensors that are plain
-    attributes of modules.
-
-    Raises:
-        ArgumentError: the model's state has something else than plain tensors, as libraries that quantise keep it.
-    """
+    """xxh3_128 over names, dtypes, shapes and bytes of all tensors of a model, also of buffers that are not saved and of attributes."""
     import torch
 
     attributes = {
         f"{path}.{name} (attribute)": value
-        for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
+        for path, module in _modules(model)
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor) and not (name.startswith("_") or "cache" in name or name == "rope_deltas")
     }
@@ -138,8 +98,7 @@ def weights_digest(model: torch.nn.Module) -> str:
             raise ArgumentError(
                 f"{name} is {kind_of(value)}, which has no plain numbers; the weights are part of a recording's identity",
                 where="model",
-                remedy="Record the model before it was packed, with all weights in memory; or run it yourself, and append what it "
-                "gives: ShardStore.create.",
+                remedy="Record the model before it was packed, or append what it gives: ShardStore.create.",
             )
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
@@ -159,7 +118,7 @@ def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
 def _foreign_hooks(model: torch.nn.Module) -> dict[str, list[str]]:
     """Names of the forward hooks that a user has added, by the path of the module."""
     found: dict[str, list[str]] = {}
-    for path, module in cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules()):
+    for path, module in _modules(model):
         for kind in ("forward_pre_hook", "forward_hook"):
             for hook in cast("Mapping[int, object]", getattr(module, f"_{kind}s")).values():
                 if str(getattr(hook, "__module__", "")).partition(".")[0] not in _LOOKING_ON:
@@ -168,8 +127,13 @@ def _foreign_hooks(model: torch.nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _modules(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Module]]:
+    return cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
+
+
+def _versions() -> dict[str, str]:
+    found = dict[str, str]()
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
-from saev_store._runtime.threads import ahead
-from saev_store.core.arguments import check_choice, check_count
-from saev_store.core.dtypes import dtype_name
-from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, outside
+from saev_store.core.arguments import check_count
+from saev_store.errors import ArgumentError
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded
-from saev_store.record._identity import config_digest, digest_of
+from saev_store.record._identity import config_digest
 from saev_store.record._masks import Masks
 from saev_store.record._processing import framing_of, process
 from saev_store.sources import Source, recorded_from
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.map_style import DataSet, MapStyle
-from saev_store.sources.pictures import (
-    ImageKey,
-    is_pillow,
-    name_of,
-    open_images,
-    picture_of,
-    picture_px,
-    shared_between_threads,
-)
+from saev_store.sources.pictures import ImageKey, is_pillow, name_of, open_images, picture_of, picture_px
 from saev_store.sources.pixels import decode_rgb, to_rgb
-from saev_store.sources.places import sample_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from saev_store.core.layout import IntArray
     from saev_store.record._adapters import Adapter
     from saev_store.record._processing import Processor
 
     Labels: TypeAlias = npt.NDArray[np.uint8]
 
 Address: TypeAlias = str | os.PathLike[str]
-_N_THREADS = 8
+_REMEDY = (
+    "Pass the model's image processor as processor=…, or normalised pixels; of pairs (image, label) pass image_key=0."
+)
 
 
 class Images(ExampleSource):
@@ -64,27 +53,17 @@ class Images(ExampleSource):
             recording's identity.
         cls_token: Whether to record the CLS token; None: if the model has one.
         labels: (n_examples, content tokens) uint8, a label for each patch; may be a memory map.
-        masks: Instead of `labels`: for each sample a label for each pixel. A map-style data set of integers (height, width) or of
-            images with one channel, or the address of a folder with the masks under the names of the images. The label of a
-            patch is the most frequent one, of equally frequent ones the smallest.
+        masks: Instead of `labels`: for each sample a label for each pixel, see `Masks`.
         image_key: Of samples with several parts the name of the image, or its place in a pair (image, label).
-        on_bad_image: `"raise"`, or `"skip"` to leave out images that do not decode. All images are then decoded once before
-            recording begins. Which are left out is part of the metadata.
         data: Description of the data set for the metadata, any JSON object; None: what `store.origin` needs.
-        digest: What the digests of files cover that are part of the identity, see `ImageFolder.describe`: `"sampled"` reads some of
-            the bytes, `"full"` all of them.
         storage_options: Options of the file system of an address.
 
     Attributes:
         source: Source of the samples.
-        skipped: Positions of the samples that are left out, in order, and why.
 
     Raises:
         ArgumentError: an argument breaks a rule, or there is no image.
         NotFoundError: there is nothing at an address, or a mask is missing.
-
-    Warns:
-        SaevStoreWarning: images are left out.
 
     >>> images = Images(np.zeros((5, 3, 8, 8)), batch_size=2)
     >>> [(batch.first, batch.inputs[0].shape[0]) for batch in images.batches(3, 5)]
@@ -101,46 +80,33 @@ class Images(ExampleSource):
         labels: Labels | None = None,
         masks: Address | DataSet | None = None,
         image_key: ImageKey | None = None,
-        on_bad_image: Literal["raise", "skip"] = "raise",
         data: Mapping[str, object] | None = None,
-        digest: Literal["sampled", "full"] = "sampled",
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
         self.batch_size = check_count(batch_size, name="batch_size")
         self.processor, self.cls_token = processor, cls_token
-        check_choice(on_bad_image, ("raise", "skip"), name="on_bad_image")
-        check_choice(digest, ("sampled", "full"), name="digest")
         if masks is not None and labels is not None:
-            raise ArgumentError(
-                "masks and labels both give labels of patches", where="masks", remedy="Pass one of them."
-            )
+            message = "masks and labels both give labels of patches"
+            raise ArgumentError(message, where="masks", remedy="Pass one of them.")
         self.source = _opened(images, storage_options)
-        self.image_key, self._data = image_key, data
-        self._digest: Literal["sampled", "full"] = digest
-        self.skipped = self._undecodable() if on_bad_image == "skip" else {}
-        self.n_examples = len(self.source) - len(self.skipped)
+        self.image_key, self._data, self.n_examples = image_key, data, len(self.source)
         self.labels = None if labels is None else labels if hasattr(labels, "shape") else np.asarray(labels)
-        samples = self._samples(0, self.n_examples).tolist()
-        self._masks = None if masks is None else Masks(masks, self.source, samples, storage_options)
+        self._masks = None if masks is None else Masks(masks, self.source, storage_options)
         self._shape: tuple[int, ...] = ()  # of a batch, when the first image was seen
         self._patch_px = (0, 0)
 
     def geometry(self, adapter: Adapter) -> Geometry:
         if not isinstance(adapter, VisionAdapter):
             raise ArgumentError(
-                f"{type(adapter.model).__name__} is a model of tokens; these are images",
-                where="source",
-                remedy="Give it texts, or choose a model of images.",
+                f"{type(adapter.model).__name__} is a model of tokens; these are images", where="source"
             )
         if not self._shape:
             self._shape = self._pixels(*self._images(0, 1)).shape
         content = adapter.content_tokens(self._shape)
         self._patch_px = adapter.patch_px
         if self.labels is not None and self.labels.shape != (self.n_examples, content):
-            raise ArgumentError(
-                f"labels has the shape {self.labels.shape}; one per patch is {(self.n_examples, content)}",
-                where="labels",
-            )
+            message = f"labels has the shape {self.labels.shape}; one per patch is {(self.n_examples, content)}"
+            raise ArgumentError(message, where="labels")
         arrays = {} if self.labels is None and self._masks is None else {"labels": "uint8"}
         return Geometry(self.n_examples, content, adapter.keeps_cls(self.cls_token), arrays)
 
@@ -151,34 +117,24 @@ class Images(ExampleSource):
         (height, width), (high, wide) = self._shape[2:], self._patch_px
         return recorded_from(
             self.source,
-            skipped=list(self.skipped),
             patches=(height // high, width // wide),
             image_px=(height, width),
             patch_px=(high, wide),
             framing=framing_of(self.processor),
             image_key=self.image_key,
-            digest=self._digest,
         )
 
     def identity(self) -> dict[str, object]:
         found: dict[str, object] = {"batch_size": self.batch_size}
         if self.processor is not None:
             found["processor"] = {"class": type(self.processor).__name__, "config": config_digest(self.processor)}
-        if self._data is not None and self.image_key is not None:  # else the description of the source has it
-            found["image_key"] = self.image_key
-        if self.skipped:
-            found["skipped"] = list(self.skipped)
-        if self.labels is not None:
-            found["labels"] = {"digest": digest_of(self.labels[i : i + 4096] for i in range(0, self.n_examples, 4096))}
-        images = None
-        if isinstance(self.source, MapStyle) and _is_in_memory(self.source.data):
-            images = digest_of(self._image(sample) for sample in self._samples(0, self.n_examples).tolist())
-        elif self._data is not None:
-            images = self.source.describe(digest=self._digest).get("digest")
-        if images is not None:
-            found["images"] = {"digest": images}
+        if self._data is not None:  # else the description of the source has both
+            if self.image_key is not None:
+                found["image_key"] = self.image_key
+            if (digest := self.source.describe().get("digest")) is not None:
+                found["images"] = {"digest": digest}
         if self._masks is not None:
-            found["masks"] = self._masks.identity(self._digest)
+            found["masks"] = self._masks.identity()
         return found
 
     def batches(self, start: int, end: int) -> Iterator[Batch]:
@@ -192,8 +148,10 @@ class Images(ExampleSource):
                 input_px, framing = (pixels.shape[2], pixels.shape[3]), framing_of(self.processor)
                 labels = np.stack(
                     [
-                        self._masks.labels(sample, input_px, self._patch_px, picture_px(image, where="images"), framing)
-                        for sample, image in zip(self._samples(first, last).tolist(), images, strict=True)
+                        self._masks.labels(
+                            first + i, input_px, self._patch_px, picture_px(image, where="images"), framing
+                        )
+                        for i, image in enumerate(images)
                     ]
                 )
             yield Batch((pixels,), first, {} if labels is None else {"labels": labels})
@@ -204,29 +162,13 @@ class Images(ExampleSource):
             yield Recorded(batch.first, acts, batch.token_arrays)
             del batch, acts  # not held while the next ones are waited for
 
-    def _samples(self, first: int, last: int) -> IntArray:
-        """The positions in the source of examples `first` to `last - 1`."""
-        return sample_of(np.arange(first, last), list(self.skipped))
-
     def _images(self, first: int, last: int) -> tuple[list[str], list[object]]:
         """Names and images of examples `first` to `last - 1`: files and images of Pillow as RGB, others as they are."""
-        samples = self._samples(first, last)
-        found = zip(samples.tolist(), self.source.rows(samples), strict=True)
-        try:
-            images = [self._decoded(sample_idx, sample) for sample_idx, sample in found]
-        except DocumentError as error:
-            error.remedy = error.remedy or 'on_bad_image="skip" leaves out images that do not decode.'
-            raise
-        return [name_of(self.source, sample) for sample in samples.tolist()], images
+        names = [name_of(self.source, sample_idx) for sample_idx in range(first, last)]
+        samples = self.source.rows(slice(first, last))
+        return names, [self._decoded(sample, where) for where, sample in zip(names, samples, strict=True)]
 
-    def _image(self, sample_idx: int) -> object:
-        """The bytes of the file of an image in memory, its RGB values, or the array."""
-        where = name_of(self.source, sample_idx)
-        picture = picture_of(self.source, self.source[sample_idx], self.image_key, where=where)
-        return to_rgb(picture, where=where) if is_pillow(picture) else picture
-
-    def _decoded(self, sample_idx: int, sample: object) -> object:
-        where = name_of(self.source, sample_idx)
+    def _decoded(self, sample: object, where: str) -> object:
         if isinstance(self.source, ImageFolder):
             from PIL import Image
 
@@ -238,22 +180,13 @@ class Images(ExampleSource):
 
     def _pixels(self, names: list[str], images: list[object]) -> npt.NDArray[np.float32]:
         """(examples, channels, height, width): the input of the model."""
-        what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        if any(isinstance(image, (tuple, Mapping)) for image in images):
-            raise ArgumentError(
-                f"{what} are samples with several parts; they must be pixels alone",
-                where="images",
-                remedy="Of pairs (image, label) hand over the images alone, or name them with image_key=….",
-            )
+        what = f"{names[0]} to {names[-1]}"
         if self.processor is not None:
             pixels = process(self.processor, images, what)
         else:
             each = [_as_pixels(image, name) for name, image in zip(names, images, strict=True)]
-            pixels = (
-                np.stack(each)
-                if len({image.shape for image in each}) == 1
-                else np.empty((len(each), 0, 0, 0), np.float32)
-            )
+            same = len({image.shape for image in each}) == 1
+            pixels = np.stack(each) if same else np.empty((len(each), 0, 0, 0), np.float32)
         shape = self._shape[1:] or pixels.shape[1:]
         if pixels.shape[1:] != shape or not pixels.size:  # their patches would be other places
             raise ArgumentError(
@@ -263,27 +196,6 @@ class Images(ExampleSource):
             )
         return pixels
 
-    def _undecodable(self) -> dict[int, str]:
-        """Positions of the images that do not decode, and why; decodes all of them."""
-
-        def fault(sample_idx: int) -> str | None:
-            try:
-                self._decoded(sample_idx, self.source[sample_idx])
-            except DocumentError as error:
-                return error.message
-            return None
-
-        n_threads = _N_THREADS if shared_between_threads(self.source) else 1
-        faults = enumerate(ahead(fault, range(len(self.source)), n_threads))
-        skipped = {sample_idx: why for sample_idx, why in faults if why is not None}
-        if skipped:
-            shown = [f"{name_of(self.source, sample_idx)}: {why}" for sample_idx, why in [*skipped.items()][:3]]
-            text = f"{len(skipped)} of {len(self.source)} images do not decode: {'; '.join(shown)}"
-            if len(skipped) == len(self.source):
-                raise ArgumentError(text, where="images", remedy="Check image_key, and whether these are images.")
-            warnings.warn(f"{text}. They are left out", SaevStoreWarning, stacklevel=outside())
-        return skipped
-
 
 def _opened(images: Address | Source[object] | DataSet, storage_options: Mapping[str, object] | None) -> Source[object]:
     """The source of images; `ArgumentError` for one of token ids, and for an empty one."""
@@ -292,32 +204,21 @@ def _opened(images: Address | Source[object] | DataSet, storage_options: Mapping
     else:
         source = cast("Source[object]", images) if isinstance(images, Source) else MapStyle(images)
     if len(source) < 1 or source.format in {"mmididx", "llmbatch"}:
-        raise ArgumentError(
-            f"{source.url or 'images'} has no images",
-            where="images",
-            remedy="There must be at least one. Token ids are recorded as texts: Texts(…).",
-        )
+        raise ArgumentError(f"{source.url or 'the data set'} has no images", where="images")
     return source
-
-
-def _is_in_memory(data: object) -> bool:
-    """Return True if all samples are in memory already: a list, a tuple, an array of NumPy, memory maps included, or a tensor."""
-    return isinstance(data, (list, tuple, np.ndarray)) or hasattr(data, "detach")
 
 
 def _as_pixels(image: object, what: str) -> npt.NDArray[np.float32]:
     """An image as float32; `ArgumentError` if it is not an array of floats."""
-    detach = getattr(image, "detach", None)
+    import torch
+
+    if isinstance(image, torch.Tensor):
+        image = image.detach().cpu()
+        image = image.float() if image.is_floating_point() else image  # NumPy has no bfloat16
     try:
-        found = cast("torch.Tensor", detach()) if callable(detach) else np.asarray(image)
+        found = np.asarray(image)
     except ValueError as error:
-        raise ArgumentError(f"{what} is not an array of numbers: {error}", where="images") from error
-    name = dtype_name(found.dtype)
-    if name is None or "float" not in name:
-        raise ArgumentError(
-            f"{what} has {name} numbers; pixels are normalised floats",
-            where="images",
-            remedy="Pass the model's image processor as processor=…, or normalise them.",
-        )
-    # NumPy has no bfloat16.
-    return found.astype(np.float32, copy=False) if isinstance(found, np.ndarray) else found.float().cpu().numpy()
+        raise ArgumentError(f"{what} is not an array of numbers: {error}", where="images", remedy=_REMEDY) from error
+    if found.dtype.kind != "f":
+        raise ArgumentError(f"{what} has {found.dtype} numbers, not normalised floats", where="images", remedy=_REMEDY)
+    return found.astype(np.float32, copy=False)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -31,7 +30,6 @@ def load_language_model(
     needs_tokenizer: bool = True,
     dtype: Dtype = "auto",
     attention: str | None = None,
-    progress: bool | None = None,
 ) -> tuple[torch.nn.Module, object]:
     """A model without a head, and its tokenizer.
 
@@ -41,20 +39,19 @@ def load_language_model(
         needs_tokenizer: False, for token ids: the tokenizer is None if there is none with the model.
         dtype: What the model computes in; `"auto"` is the dtype of its file.
         attention: Implementation of attention, such as `"eager"`; None: the library's choice.
-        progress: Show the bars of the library on stderr; default: when it is a terminal.
 
     Raises:
-        ArgumentError: it is a model of images, or a name is empty.
+        ArgumentError: a name is empty.
         NotFoundError: there is no such model, tokenizer or implementation of attention, or its files cannot be read.
         DocumentError: the files are damaged, lack weights, or have weights of other sizes than `config.json` has.
         MissingDependencyError: transformers is not installed.
     """
-    model = _model(name, "input_ids", dtype, attention, progress)
+    model = _model(name, dtype, attention)
     from transformers import AutoTokenizer
 
     where = name if tokenizer is None else tokenizer
     try:
-        with _loading(where, progress=progress):
+        with _loading(where):
             found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(where))
         # Of a folder without the files of a tokenizer, transformers makes one that knows special tokens only.
         if len(found.get_vocab()) <= len(found.get_added_vocab()):
@@ -67,34 +64,18 @@ def load_language_model(
     return model, found
 
 
-def load_vision_model(
-    name: str, *, dtype: Dtype = "auto", attention: str | None = None, progress: bool | None = None
-) -> torch.nn.Module:
+def load_vision_model(name: str, *, dtype: Dtype = "auto", attention: str | None = None) -> torch.nn.Module:
     """A model of images without a head; of CLIP and the like, which have a tower for texts, too, the one for images.
 
-    Args:
-        name: As of `load_language_model`.
-        dtype: As of `load_language_model`.
-        attention: As of `load_language_model`.
-        progress: As of `load_language_model`.
-
-    Raises:
-        ArgumentError: it is a model of texts, or the name is empty.
-        NotFoundError: there is no such model or implementation of attention, or its files cannot be read.
-        DocumentError: as of `load_language_model`.
-        MissingDependencyError: transformers is not installed.
+    Args and errors as of `load_language_model`.
     """
-    model = _model(name, "pixel_values", dtype, attention, progress)
+    model = _model(name, dtype, attention)
     has_towers = hasattr(model, "text_model") and hasattr(model, "vision_model")
     return cast("torch.nn.Module", model.vision_model) if has_towers else model
 
 
-def load_image_processor(name: str, *, progress: bool | None = None) -> Processor:
-    """The image processor of a model.
-
-    Args:
-        name: A folder, or a name on the hub. No code of the repository is run.
-        progress: As of `load_language_model`.
+def load_image_processor(name: str) -> Processor:
+    """The image processor of a model: a folder, or a name on the hub. No code of the repository is run.
 
     Raises:
         ArgumentError: the name is empty.
@@ -105,75 +86,47 @@ def load_image_processor(name: str, *, progress: bool | None = None) -> Processo
     need("PIL", install="saev-store[record]")
     from transformers import AutoImageProcessor
 
-    with _loading(name, progress=progress):
+    with _loading(name):
         return cast("Processor", AutoImageProcessor.from_pretrained(name))
 
 
-def _model(name: str, wanted: str, dtype: Dtype, attention: str | None, progress: bool | None) -> torch.nn.Module:
-    """A model without a head; arguments as of `load_language_model`, `wanted` is the name of its input."""
+def _model(name: str, dtype: Dtype, attention: str | None) -> torch.nn.Module:
+    """A model without a head; arguments as of `load_language_model`."""
     need("transformers", install="saev-store[record]")
     from transformers import AutoModel
 
-    with _loading(name, progress=progress):
-        # Sizes that differ are refused below, with their names.
+    with _loading(name):
+        options = {} if attention is None else {"attn_implementation": attention}
         model, found = AutoModel.from_pretrained(
-            name,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **({} if attention is None else {"attn_implementation": attention}),
+            name, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
     model = cast("PreTrainedModel", model)
-    # A model with several towers has the input of one of them.
-    if model.main_input_name != wanted and not model.config.sub_configs:
-        raise ArgumentError(
-            f"{model.config.model_type} takes {model.main_input_name}, not {wanted}",
-            where=name,
-            remedy="Record texts with a model of texts, and images with a model of images.",
-        )
-    remedy = "Check that config.json belongs to these weights."
-    for key, there, wanted_shape in sorted(cast("set[tuple[str, object, object]]", found["mismatched_keys"])):
-        raise DocumentError(
-            f"{key} has the shape {there}, and {wanted_shape} in config.json", where=name, remedy=remedy
-        )
     for key in sorted(cast("list[str]", found["missing_keys"])):
         # transformers has filled them with random numbers; no hook point sees a pooler, and zeros have the same digest each time.
         if not {"pooler", "head"}.intersection(key.split(".")):
+            remedy = "Check that config.json belongs to these weights."
             raise DocumentError(f"its files have no weights for {key}", where=name, remedy=remedy)
         model.get_parameter(key).data.zero_()
     return model
 
 
 @contextmanager
-def _loading(name: str, *, progress: bool | None) -> Generator[None]:
-    """Turns errors of transformers into those of this package, and its bars off if they are not wanted."""
-    from transformers.utils import logging as bars
-
+def _loading(name: str) -> Generator[None]:
+    """Turns errors of transformers into those of this package."""
     if not name:  # it would be the default
         raise ArgumentError("'' is the name of no folder and of no model", where="name")
-    wants = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
-    hides = not wants and bars.is_progress_bar_enabled()
-    if hides:
-        bars.disable_progress_bar()
     try:
         yield
     except MemoryError:
         raise
-    except Exception as error:
-        # transformers and what it calls raise many kinds of errors for damaged files.
-        line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        if not isinstance(error, (OSError, ValueError, ImportError)):
-            raise DocumentError(
-                f"its files are damaged, or do not belong together: {line}",
-                where=name,
-                remedy="Download or copy the model again.",
-            ) from error
+    except (OSError, ValueError, ImportError) as error:
         raise NotFoundError(
-            f"it could not be loaded: {line}",
+            f"it could not be loaded: {error}",
             where=name,
             remedy="Check the name, or pass a folder that has the files. Only safetensors are read: convert pytorch_model.bin.",
         ) from error
-    finally:
-        if hides:
-            bars.enable_progress_bar()
+    except Exception as error:  # many kinds, for damaged files
+        remedy = "Download or copy the model again."
+        raise DocumentError(
+            f"its files are damaged, or do not belong together: {error}", where=name, remedy=remedy
+        ) from error

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from saev_store.errors import ArgumentError, NotFoundError, brief
-from saev_store.record._identity import digest_of
 from saev_store.sources import Source
 from saev_store.sources.address import full_url
 from saev_store.sources.image_folder import ImageFolder
@@ -18,6 +16,8 @@ from saev_store.sources.pictures import is_pillow, name_of
 from saev_store.sources.pixels import decode_mask, mask_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from saev_store.sources.framing import Framing, SizePx
@@ -33,14 +33,13 @@ class Masks:
         masks: A map-style data set with the mask of sample i at i: (height, width) integers, or images of Pillow with one channel.
             Or the address of a folder of images whose paths are the keys of the samples, with any endings.
         source: Source of the images.
-        samples: Positions of the samples that are recorded.
         storage_options: Of that folder.
 
     Raises:
         ArgumentError: their number is not that of the samples, or two have one name.
         NotFoundError: a sample has no mask.
 
-    >>> masks = Masks([np.array([[1, 2, 7, 7], [2, 1, 0, 0]])], MapStyle(["an image"]), [0])
+    >>> masks = Masks([np.array([[1, 2, 7, 7], [2, 1, 0, 0]])], MapStyle(["an image"]))
     >>> masks.labels(0, (2, 4), (2, 2), None, None).tolist()
     [1, 0]
     """
@@ -49,30 +48,21 @@ class Masks:
         self,
         masks: os.PathLike[str] | str | DataSet,
         source: Source[object],
-        samples: Sequence[int],
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        self._source, self._samples = source, samples
+        self._source = source
         if isinstance(masks, (str, os.PathLike)):
             self._masks: ImageFolder | MapStyle = ImageFolder(masks, storage_options)
-            self._positions: Mapping[int, int] = _matched(self._masks, source, samples)
+            self._positions = _matched(self._masks, source)
             return
-        self._masks, self._positions = MapStyle(masks), {sample: sample for sample in samples}
+        self._masks, self._positions = MapStyle(masks), list(range(len(source)))
         if len(self._masks) != len(source):
-            raise ArgumentError(
-                f"there are {len(self._masks)} masks, but {len(source)} images; each image has one", where="masks"
-            )
+            message = f"there are {len(self._masks)} masks, but {len(source)} images; each image has one"
+            raise ArgumentError(message, where="masks")
 
-    def identity(self, digest: Literal["sampled", "full"]) -> dict[str, object]:
-        """The digest of the masks; empty if a data set makes them when it is asked.
-
-        Args:
-            digest: As of `Images`.
-        """
-        if isinstance(self._masks, ImageFolder):
-            return {"digest": self._masks.describe(digest=digest)["digest"]}
-        in_memory = isinstance(self._masks.data, (list, tuple, np.ndarray))
-        return {"digest": digest_of(map(self._mask, self._samples))} if in_memory else {}
+    def identity(self) -> dict[str, object]:
+        """The digest of a folder of masks; empty for others."""
+        return {"digest": self._masks.describe()["digest"]} if isinstance(self._masks, ImageFolder) else {}
 
     def labels(
         self,
@@ -82,9 +72,7 @@ class Masks:
         original_px: SizePx | None,
         framing: Framing | None,
     ) -> npt.NDArray[np.uint8]:
-        """The label of each patch of a sample, row by row: its most frequent value, of equally frequent ones the smallest.
-
-        Pixels behind the last whole patch are left out, as by the model.
+        """The label of each whole patch of a sample, row by row: its most frequent value, of equally frequent ones the smallest.
 
         Args:
             sample_idx: Position of the sample in the source.
@@ -95,7 +83,6 @@ class Masks:
 
         Raises:
             ArgumentError: the mask has another size, or a label that uint8 cannot hold.
-            DocumentError: it does not decode.
         """
         mask = self._mask(sample_idx)
         framed = mask if mask.shape == input_px else None
@@ -106,8 +93,7 @@ class Masks:
                 f"{self._name(sample_idx)} has {mask.shape} pixels from {mask.min()} to {mask.max()}; the model's input has "
                 f"{input_px}, made of {original_px}, and labels are from 0 to {_N_LABELS - 1}",
                 where="masks",
-                remedy="Pass masks of the input's size. Those of the image's size are resized and cropped only as a known "
-                "processor does it.",
+                remedy="Pass masks of the input's size.",
             )
         (high, wide), (height, width) = patch_px, input_px
         rows, columns = height // high, width // wide
@@ -125,39 +111,27 @@ class Masks:
         """The mask of a sample, (height, width)."""
         position = self._positions[sample_idx]
         if isinstance(self._masks, ImageFolder):
-            where = full_url(self._masks.transport, self._masks.paths[position])
-            return decode_mask(self._masks.raw(position), where=where)
-        found, what = self._masks[position], self._name(sample_idx)
-        if is_pillow(found):
-            return mask_of(found, where=what)
-        values = np.asarray(found)
-        if values.ndim != 2 or values.dtype.kind not in "iub" or not values.size:
-            raise ArgumentError(
-                f"{what} is {brief(found)}; it must be integers (height, width)",
-                where="masks",
-                remedy="Pass one label for each pixel.",
+            return decode_mask(
+                self._masks.raw(position), where=full_url(self._masks.transport, self._masks.paths[position])
             )
+        found, what = self._masks[position], self._name(sample_idx)
+        values = mask_of(found, where=what) if is_pillow(found) else np.asarray(found)
+        if values.ndim != 2 or values.dtype.kind not in "iub" or not values.size:
+            raise ArgumentError(f"{what} is {brief(found)}; it must be integers (height, width)", where="masks")
         return cast("npt.NDArray[np.integer]", values)
 
 
-def _matched(folder: ImageFolder, source: Source[object], samples: Sequence[int]) -> dict[int, int]:
+def _matched(folder: ImageFolder, source: Source[object]) -> list[int]:
     """The position in the folder of the mask of each sample."""
     if isinstance(source, MapStyle):
-        raise ArgumentError(
-            "the samples of this data set have no names by which masks could be found",
-            where="masks",
-            remedy="Pass a list of masks in the order of the samples.",
-        )
+        message = "the samples of this data set have no names by which masks could be found"
+        raise ArgumentError(message, where="masks", remedy="Pass a list of masks in the order of the samples.")
     by_name = {path.rpartition(".")[0]: position for position, path in enumerate(folder.paths)}
     if len(by_name) < len(folder):
         raise ArgumentError(f"{folder.url} has several masks of one name, with other endings", where="masks")
-    found: dict[int, int] = {}
-    for sample_idx in samples:
-        key = source.key(sample_idx)
-        name = key.rpartition(".")[0] if isinstance(source, ImageFolder) else key
+    keys = [source.key(sample_idx) for sample_idx in range(len(source))]
+    names = [key.rpartition(".")[0] for key in keys] if isinstance(source, ImageFolder) else keys
+    for name in names:
         if name not in by_name:
-            raise NotFoundError(
-                f"sample {brief(key)} has no mask there", where=folder.url, remedy=f"It is searched as {name}.png."
-            )
-        found[sample_idx] = by_name[name]
-    return found
+            raise NotFoundError(f"a sample has no mask there: {name}.png", where=folder.url)
+    return [by_name[name] for name in names]

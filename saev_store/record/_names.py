@@ -11,13 +11,7 @@ _OF_TRAINER = re.compile(r"[^/]+/checkpoint-[0-9]+")
 
 
 def name_of(given: str) -> str:
-    """The name of a folder that is there, however its path is written; anything else, such as a name on the hub, as it is given.
-
-    That of a snapshot in the hub's cache is the name on the hub, and that of a trainer's checkpoint begins with its run.
-
-    >>> name_of("Qwen/Qwen3-0.6B")
-    'Qwen/Qwen3-0.6B'
-    """
+    """The name of a folder that is there, however its path is written; anything else, such as a name on the hub, as it is given."""
     if not given or not os.path.isdir(given):
         return given
     parts = os.path.abspath(given).replace(os.sep, "/").split("/")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, SaevStoreError
+from saev_store.errors import ArgumentError
 from saev_store.sources.framing import Framing
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 #: Classes of processors that resize the whole image, and then crop its centre, as their configuration has it.
 _KNOWN = re.compile(r"(ViT|CLIP|Bit|Siglip|DeiT|Beit|DINOv3ViT)ImageProcessor(Pil|Fast)?")
-#: A size with other keys, such as a limit of the longest edge.
-_UNKNOWN = (0, 0)
 
 
 class Processor(Protocol):
@@ -27,16 +25,12 @@ class Processor(Protocol):
 
 
 def process(processor: Processor, images: Sequence[object], what: str) -> npt.NDArray[np.float32]:
-    """The pixels of images, (images, channels, height, width), by the processor of a model.
-
-    Raises:
-        ArgumentError: it refuses them, or does not return pixels, one array for each image.
-    """
+    """The pixels of images, (images, channels, height, width), by the processor of a model."""
     try:
         pixels = np.asarray(processor(images=images, return_tensors="np")["pixel_values"], dtype=np.float32)
         if pixels.ndim < 1 or len(pixels) != len(images):
             raise ValueError(f"pixels of shape {pixels.shape} of {len(images)} images")
-    except (SaevStoreError, MemoryError):
+    except MemoryError:
         raise
     except Exception as error:  # processors raise many kinds of errors
         raise ArgumentError(
@@ -48,10 +42,7 @@ def process(processor: Processor, images: Sequence[object], what: str) -> npt.ND
 
 
 def framing_of(processor: Processor | None) -> Framing | None:
-    """The resizing and cropping of a processor; None if they are not known.
-
-    Without a processor images are the model's input as they are.
-    """
+    """The resizing and cropping of a processor; None if they are not known. Without one images are the model's input as they are."""
     if processor is None:
         return Framing()
     to_dict: Callable[[], Mapping[str, object]] | None = getattr(processor, "to_dict", None)
@@ -60,17 +51,19 @@ def framing_of(processor: Processor | None) -> Framing | None:
     settings = to_dict()
     if settings.get("do_pad") or settings.get("crop_pct") is not None:
         return None
-    resize = _size_of(settings.get("size")) if settings.get("do_resize") else None
-    crop = _size_of(settings.get("crop_size")) if settings.get("do_center_crop") else None
-    if resize is _UNKNOWN or crop is _UNKNOWN or isinstance(crop, int):
+    try:
+        resize = _size_of(settings["size"]) if settings.get("do_resize") else None
+        crop = _size_of(settings["crop_size"]) if settings.get("do_center_crop") else None
+    except (KeyError, TypeError, AttributeError):  # other keys, such as a limit of the longest edge
         return None
-    return Framing(resize, crop)
+    return None if isinstance(crop, int) else Framing(resize, crop)
 
 
 def _size_of(size: object) -> tuple[int, int] | int:
     """(height, width), or the shortest edge."""
-    given = cast("Mapping[str, object]", size if isinstance(size, Mapping) else {})
-    found = {key: value for key, value in given.items() if isinstance(value, int)}
+    found = {key: value for key, value in cast("Mapping[str, int | None]", size).items() if value is not None}
     if {*found} == {"shortest_edge"}:
         return found["shortest_edge"]
-    return (found["height"], found["width"]) if {*found} == {"height", "width"} else _UNKNOWN
+    if {*found} != {"height", "width"}:
+        raise KeyError(size)
+    return found["height"], found["width"]

@@ -16,48 +16,37 @@ if TYPE_CHECKING:
     from saev_store.transport import Transport
     from saev_store.writer.work import Work
 
-Recheck = Literal["exact", "close", "off"]
+Recheck = Literal["exact", "close"]
 #: With `recheck="close"`: the largest difference, as a part of the largest number.
 _CLOSE = 0.01
 
 
 class KeptExamples:
-    """The examples that a store holds.
-
-    Args:
-        store: Its folder.
-        layout: Its geometry.
-        recheck: As of `record`.
-        saturate: Whether numbers beyond the dtype were stored as its largest finite number.
-        work: The unfinished store; None if a published one is repaired, which compares token arrays itself.
-    """
+    """The examples that a store holds; `work` is None if a published one is repaired, which compares token arrays itself."""
 
     def __init__(
         self, store: Transport, layout: Layout, recheck: Recheck, *, saturate: bool, work: Work | None = None
     ) -> None:
-        self._store, self._layout, self.recheck, self._saturate, self._work = store, layout, recheck, saturate, work
+        self._store, self._layout, self._recheck, self._saturate, self._work = store, layout, recheck, saturate, work
 
     def compare(self, recorded: Recorded, i: int) -> None:
         """Check that example `i` of `recorded` is what is there; `ResumeError` if it is not."""
         import torch
 
-        layout, example = self._layout, recorded.first + i
         self._compare_token_arrays(recorded, i)
-        fresh, largest = recorded.acts[i], LARGEST[layout.dtype]
+        dtype, largest, fresh = self._layout.dtype, LARGEST[self._layout.dtype], recorded.acts[i]
         if self._saturate:
             fresh = torch.where(fresh.isfinite(), fresh.clamp(-largest, largest), fresh)
-        fresh = fresh.to(getattr(torch, layout.dtype)).contiguous()
+        fresh = fresh.to(getattr(torch, dtype)).contiguous()
+        example = recorded.first + i
         there = torch.frombuffer(bytearray(self._read(example)), dtype=fresh.dtype).reshape(fresh.shape)
         if torch.equal(fresh.view(torch.uint8), there.view(torch.uint8)):
             return
-        other = (fresh != there) & ~(fresh.isnan() & there.isnan())
-        difference = (fresh.double() - there.double())[other].abs().max().item() if other.any() else 0.0
-        finite = there.double()[there.isfinite()].abs()
-        if self.recheck == "close" and difference <= _CLOSE * (finite.max().item() if len(finite) else 0.0):
+        apart = _CLOSE * there.double().nan_to_num(0, 0, 0).abs().max().item()
+        if self._recheck == "close" and there.double().allclose(fresh.double(), rtol=0, atol=apart, equal_nan=True):
             return
         raise ResumeError(
-            f"example {example} is not what the model gives now: {int(other.sum())} of {fresh.numel()} numbers differ, by up to "
-            f"{difference:.3g}",
+            f"example {example} is not what the model gives now",
             where=self._store.url,
             remedy='Go on with the model, on a machine like the first one and with as many threads. recheck="close" (--recheck close) '
             "accepts other rounding. An unfinished store is thrown away by `discard_unfinished`.",
@@ -67,10 +56,8 @@ class KeptExamples:
         """Check the token arrays of an example of an unfinished store."""
         shard_idx, row = divmod(recorded.first + i, self._layout.examples_per_shard)
         receipt = None if self._work is None else self._work.receipt(shard_idx)
-        if (
-            self._work is None or receipt is None or not receipt.tokens
-        ):  # without labels, which the writer refuses to change
-            return
+        if self._work is None or receipt is None or not receipt.tokens:
+            return  # without labels, which the writer refuses to change
         for array in self._work.metadata.recordable:
             nbytes = array.example_nbytes(self._layout)
             there = self._work.read_tokens(array, shard_idx, receipt) or b""

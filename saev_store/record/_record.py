@@ -10,23 +10,24 @@ from saev_store.core.layout import RESID_POST
 from saev_store.documents import new_metadata
 from saev_store.errors import ArgumentError, WriterConflictError, brief
 from saev_store.record._adapt import adapt
-from saev_store.record._adapters import dtype_of, place
+from saev_store.record._adapters import dtype_of
 from saev_store.record._examples import ExampleSource
 from saev_store.record._fill import fill_missing
 from saev_store.record._identity import describe_recording
 from saev_store.record._names import name_of
-from saev_store.record._part import RecordedPart, missing_examples, part_examples, this_device, this_part
+from saev_store.record._part import RecordedPart, missing_examples, part_examples
 from saev_store.record._recheck import KeptExamples, Recheck
 from saev_store.record._recorder import Recorder
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
 from saev_store.writer import create_store
+from saev_store.writer.create import check_part
 from saev_store.writer.publish import publish
 from saev_store.writer.work import Work
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Unpack
 
     import torch
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
     from saev_store.record._part import Part
-    from saev_store.record._report import RecordingReport
     from saev_store.writer.inputs import NonfinitePolicy
 
 
@@ -61,7 +61,6 @@ class RecordOptions(PlanOptions, total=False):
     on_nonfinite: NonfinitePolicy
     on_overflow: Literal["raise", "saturate"]
     progress: bool | None
-    on_report: Callable[[RecordingReport], object] | None
 
 
 @overload
@@ -106,19 +105,16 @@ def record(
     on_nonfinite: NonfinitePolicy = "raise",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
-    on_report: Callable[[RecordingReport], object] | None = None,
 ) -> ShardStore | RecordedPart:
     """Record a model's activations of a source, publish the store and open it.
 
     An interrupted call continues with the first shard that is not durable when it is made again. The result has the same bytes as an
     uninterrupted one: batches are cut at the same places, and a batch that was written in part runs as a whole again.
 
-    A thread reads the source ahead of the model, and writing runs at the same time. `estimate_recording` gives beforehand the memory
-    that this takes, and what else a recording costs.
-
     The identity of the recording is in `data["recording"]` of the metadata, so it is part of the store's hash: digests of the
     weights and of the configuration, names of hooks that are not ours, the source with its sizes of batches and contexts, and the
-    versions of torch and transformers. A model that was changed by hand is yours to name, in `data` of the source.
+    versions of torch and transformers. A model that was changed by hand, and samples in memory, are yours to name: in `data` of the
+    source, or as `ckpt`.
 
     Args:
         model: A transformer of `transformers`, see `adapt`, or an adapter. Put into evaluation mode while recording.
@@ -134,21 +130,18 @@ def record(
         ckpt: Name of the weights for the metadata; None: from the configuration. Of a folder that is there, its own name without
             those above it.
         protocol: Version of the documents, see `saev_store.new_metadata`; None: the oldest that has all of this.
-        part: `(rank, n)`, ranks from 0: record only the shards of this rank, while others record theirs. `"auto"`: as torchrun or
-            Slurm has started this process; with `device="cuda"` each rank then takes a GPU of its own. None: record all of it.
-            An unfinished store can be continued by any number of ranks.
+        part: `(rank, n)`, ranks from 0: record only the shards of this rank, while others record theirs; any number of them may
+            continue.
         device: Device of the computation, such as `"cuda"`; None: that of the model.
         storage_options: Options of the file system of `root`.
         resume: Continue an unfinished store of the same metadata, or begin one; False never continues one.
         exist_ok: Open a complete store of the same metadata instead of refusing it.
         recheck: Before anything is appended to an unfinished store, its last example is computed again. `"exact"` refuses to
-            continue if a bit differs, `"close"` if the difference is more than rounding; `"off"` only looks at the
-            metadata.
+            continue if a bit differs, `"close"` if the difference is more than rounding.
         on_nonfinite: What to do with NaN and infinity: `"raise"`, `"warn"` or `"allow"`; the bits are kept as they are.
         on_overflow: What to do with finite numbers that become infinite in the store's dtype: refuse them, or store its largest
             finite number.
         progress: Show a bar on standard error; None: when it is a terminal.
-        on_report: Called with a `RecordingReport` in this thread: after each batch, and once more after publication.
 
     Returns:
         The store, published. With `part`, while other ranks are not done: a `RecordedPart`. The last rank publishes the store.
@@ -162,10 +155,10 @@ def record(
     """
     check_choice(recheck, get_args(Recheck), name="recheck")
     check_choice(on_overflow, ("raise", "saturate"), name="on_overflow")
-    of_ranks = this_part(part)
+    of_ranks = None if part is None else check_part(part)
     recorder, metadata = plan(
         model, source, layers, hook_points=hook_points, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard, dataset=dataset,
-        family=family, ckpt=ckpt, protocol=protocol, device=this_device(device) if part == "auto" else device,
+        family=family, ckpt=ckpt, protocol=protocol, device=device,
     )  # fmt: skip
     transport = open_transport(root, storage_options)
     work = Work(transport, metadata)
@@ -175,27 +168,15 @@ def record(
             transport, metadata, resume=resume, exist_ok=exist_ok, part=of_ranks, on_nonfinite=on_nonfinite,
             on_overflow=on_overflow, progress=progress,
         ) as writer:  # fmt: skip
-            meter = fill_missing(
-                writer,
-                recorder,
-                source,
-                part_examples(work, of_ranks),
-                there,
-                rounds=dtype is not None or protocol not in {None, "3.0"},
-                on_report=on_report,
-            )
-            with meter.waiting("writer"):
-                writer.close()
+            rounds = dtype is not None or protocol not in {None, "3.0"}
+            fill_missing(writer, recorder, source, part_examples(work, of_ranks), there, rounds=rounds)
     except WriterConflictError as error:
-        error.remedy = "Each process records a part of its own: part=(rank, n), or 'auto' under torchrun and Slurm. Stop the others."
+        error.remedy = "Each process records a part of its own: part=(rank, n). Stop the others."
         raise
     missing = missing_examples(work)
-    with meter.waiting("writer"):
-        _ = missing or publish(work)
-    if on_report is not None:
-        on_report(meter.report())
     if of_ranks is not None and missing:
         return RecordedPart(work.url, of_ranks, tuple(missing))
+    publish(work)
     return ShardStore.open(work.store)
 
 
@@ -213,17 +194,16 @@ def plan(
     protocol: str | None = None,
     device: str | None = None,
 ) -> tuple[Recorder, Metadata]:
-    """The recorder of a model for a source, and the metadata of the recording; arguments as of `record`.
-
-    Raises:
-        ArgumentError: an argument breaks a rule, or nothing names the family or the weights.
-    """
+    """The recorder of a model for a source, and the metadata of the recording; arguments and errors as of `record`."""
     if not isinstance(source, ExampleSource):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(
             f"{brief(source)} is not a source of examples", where="source", remedy="Pass Images(…) or Texts(…)."
         )
     adapter = adapt(model)
-    place(adapter.model, device)
+    try:
+        _ = device is None or adapter.model.to(device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ArgumentError(f"{device!r} cannot be used: {error}", where="device") from error
     geometry = source.geometry(adapter)
     # The special token of a text is one of the tokens that the model is given, so it is not the recorder's matter.
     cls_token = geometry.cls_token and adapter.has_cls
@@ -234,11 +214,8 @@ def plan(
     family, ckpt = family or adapter.family, ckpt or adapter.ckpt
     for name, value in (("family", family), ("ckpt", ckpt)):
         if not value:
-            raise ArgumentError(
-                f"{name} is not given, and the model's configuration does not have it",
-                where=name,
-                remedy=f"Pass {name}=….",
-            )
+            message = f"{name} is not given, and the model's configuration does not have it"
+            raise ArgumentError(message, where=name, remedy=f"Pass {name}=….")
     if dtype is None:
         computed = str(dtype_of(adapter)).removeprefix("torch.")
         dtype = cast("StoredDtype", computed) if computed in ITEMSIZES and protocol in {None, "3.0"} else "float32"

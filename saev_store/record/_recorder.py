@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
+
+import numpy as np
 
 from saev_store.core.layout import RESID_POST
-from saev_store.errors import ArgumentError, SaevStoreError, brief, kind_of
+from saev_store.errors import ArgumentError, LayerNotFoundError, SaevStoreError, brief, kind_of
 from saev_store.record._adapt import adapt
-from saev_store.record._adapters import TextAdapter, parameter_of, resolve_layers
+from saev_store.record._adapters import parameter_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +74,7 @@ class Recorder:
     ) -> None:
         self.adapter = adapt(model)
         self.layers, self.hook_points = _listed(layers, "layers"), _listed(hook_points, "hook_points")
-        self.depths = resolve_layers(self.layers, len(self.adapter.blocks))
+        self.depths = _depths(self.layers, len(self.adapter.blocks))
         self.axis = tuple((label, point) for label in self.layers for point in self.hook_points)
         self._hooked = [self.adapter.hooked(depth, point) for depth in self.depths for point in self.hook_points]
         self.cls_token = self.adapter.keeps_cls(cls_token)
@@ -80,7 +82,6 @@ class Recorder:
         self._batch: _Captured | None = None
         self._stream: torch.cuda.Stream | None = None
         self._axes_are_known = False
-        self._padding_is_hidden = False
 
     def __enter__(self) -> Self:
         import torch
@@ -95,11 +96,7 @@ class Recorder:
             undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
             for slot, (module, side) in enumerate(self._hooked):
-                if side == "input":
-                    handle = module.register_forward_pre_hook(self._on_input(slot), with_kwargs=True)
-                else:
-                    handle = module.register_forward_hook(self._on_output(slot))
-                undo.callback(handle.remove)
+                undo.callback(self._add_hook(slot, module, side))
             self._undo = undo.pop_all()
         return self
 
@@ -124,7 +121,7 @@ class Recorder:
             The tensor is the caller's.
 
         Raises:
-            ArgumentError: the batch is not one of this model's, a module did not run once on it, or vectors depend on padding.
+            ArgumentError: the batch is not one of this model's, or a module did not run once on it.
         """
         return self.begin(*inputs)()
 
@@ -134,20 +131,11 @@ class Recorder:
         return int(parameter_of(self.adapter.model).device.type == "cuda")
 
     def begin(self, *inputs: object) -> Callable[[], torch.Tensor]:
-        """Begin what a call does; the function that is returned waits for a GPU and gives the vectors.
-
-        Args:
-            inputs: As of a call.
-
-        Raises:
-            ArgumentError: as of a call.
-        """
+        """Begin what a call does; the function that is returned waits for a GPU and gives the vectors."""
         import torch
 
         if self._undo is None:
-            raise ArgumentError(
-                "the hooks are not in place", where="Recorder", remedy="Call it inside `with Recorder(…) as recorder:`."
-            )
+            raise ArgumentError("the hooks are not in place; call it inside `with Recorder(…)`", where="Recorder")
         try:
             tensors = tuple(torch.as_tensor(value) for value in inputs)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -179,39 +167,7 @@ class Recorder:
                 remedy="Compiled code runs no hooks that are added later: record the model as it was before torch.compile.",
             )
         self._axes_are_known = True
-        if len(tensors) == 2 and not self._padding_is_hidden and isinstance(self.adapter, TextAdapter):
-            self._check_padding(*tensors)
         return self._to_host(captured.out)
-
-    def _check_padding(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
-        """Refuse a model whose vectors depend on the padding behind a text: some take a mask and ignore it.
-
-        Half of a row is run twice, once, with different tokens as its padding: with as much of it as the row allows.
-        """
-        import torch
-
-        least, most, width = int(ids.min()), int(ids.max()), ids.shape[1]
-        padded_rows = (mask.sum(-1) < width).nonzero()
-        if not len(padded_rows) or least == most:
-            return
-        self._padding_is_hidden = True  # to the two calls here
-        row, n = int(padded_rows[0]), width // 2
-        hides = torch.arange(width)[None] < n
-        first, second = (
-            self(torch.cat([ids[row : row + 1, :n], ids.new_full((1, width - n), other)], 1), hides)[:, :, :n]
-            for other in (least, most)
-        )
-        squares, off_by = (some.double().square().sum(-1) for some in (first, second - first))
-        # Experts get other tokens at the same time, so products of matrices may be rounded in another way.
-        is_exact = first.dtype.itemsize >= 4 and torch.get_float32_matmul_precision() == "highest"
-        if torch.any(off_by > (1e-5 if is_exact else 0.05) ** 2 * squares):
-            self._padding_is_hidden = False
-            raise ArgumentError(
-                f"the vectors of a text change with the padding behind it: {type(self.adapter.model).__name__} does not hide what "
-                "the mask marks as padding",
-                where="model",
-                remedy="Record without padding, by batch_size=1.",
-            )
 
     def _to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The copy of computed vectors to pinned memory, begun on a stream of its own, so that the next batch runs at the same time."""
@@ -235,19 +191,20 @@ class Recorder:
 
         return arrived
 
-    def _on_input(self, slot: int) -> Callable[[torch.nn.Module, tuple[object, ...], Mapping[str, object]], None]:
-        def keep(_module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def _add_hook(self, slot: int, module: torch.nn.Module, side: Literal["input", "output"]) -> Callable[[], None]:
+        """Hook one side of a module; the function that is returned removes the hook."""
+
+        def on_input(_module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
             self._keep(slot, args[0] if args else kwargs.get("hidden_states"))
 
-        return keep
-
-    def _on_output(self, slot: int) -> Callable[[torch.nn.Module, object, object], None]:
-        def keep(_module: torch.nn.Module, _args: object, output: object) -> None:
+        def on_output(_module: torch.nn.Module, _args: object, output: object) -> None:
             if isinstance(output, (tuple, list)) and output:
                 output = cast("Sequence[object]", output)[0]
             self._keep(slot, cast("object", output))
 
-        return keep
+        if side == "input":
+            return module.register_forward_pre_hook(on_input, with_kwargs=True).remove
+        return module.register_forward_hook(on_output).remove
 
     def _keep(self, slot: int, hidden: object) -> None:
         if self._batch is not None:  # else the model runs outside of this recorder
@@ -256,12 +213,7 @@ class Recorder:
 
 
 class _Captured:
-    """Vectors that hooks have captured of one batch.
-
-    Attributes:
-        out: (batch, layer, token, d_model); None before the first hook has run.
-        seen: Positions on the layer axis that are there.
-    """
+    """Vectors that hooks have captured of one batch: `out` (batch, layer, token, d_model), with the positions `seen` on its layer axis."""
 
     def __init__(
         self, adapter: Adapter, n_layers: int, n_rows: int, n_special: int, n_content: int, n_cls: int
@@ -308,3 +260,12 @@ def _listed(values: Sequence[T], name: str) -> tuple[T, ...]:
     if not found or len({*found}) < len(found):
         raise ArgumentError(f"{name} is {brief(values)}; it must be a list of different ones, at least one", where=name)
     return found
+
+
+def _depths(layers: Sequence[int], n_blocks: int) -> tuple[int, ...]:
+    """The index of the block of each label."""
+    for label in layers:
+        if not isinstance(label, (int, np.integer)) or isinstance(label, bool) or not -n_blocks <= label < n_blocks:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            message = f"layer {label!r} is not a block of this model: an integer from {-n_blocks} to {n_blocks - 1}"
+            raise LayerNotFoundError(message, where="layers")
+    return _listed([int(label) % n_blocks for label in layers], "layers")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from saev_store.core.arguments import check_choice
+from saev_store.core.arguments import check_choice, is_mapping
 from saev_store.core.layout import RESID_POST
 from saev_store.errors import ResumeError
 from saev_store.record._fill import fill_missing
@@ -19,7 +19,7 @@ from saev_store.writer import open_repair
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     import numpy.typing as npt
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.record._adapters import Adapter
     from saev_store.record._examples import Batch, ExampleSource
-    from saev_store.record._report import RecordingReport
     from saev_store.writer import RepairedFile
     from saev_store.writer.inputs import NonfinitePolicy
 
@@ -48,19 +47,11 @@ class RepairedRecording:
 
     def to_dict(self) -> dict[str, object]:
         """The address and the files, as plain JSON types."""
-        files = [
-            {"name": file.name, "examples": [list(found) for found in file.examples], "identical": file.identical}
-            for file in self.files
-        ]
-        return {"url": self.store.url, "files": files}
+        return {"url": self.store.url, "files": [asdict(file) for file in self.files]}
 
     def __str__(self) -> str:
         bytes_are = {True: "the bytes of before", False: "other bytes than before", None: "no digest to compare with"}
-        lines = [
-            f"{file.name}: {', '.join(f'examples {first} to {end - 1}' for first, end in file.examples) or 'written again'}; "
-            f"{bytes_are[file.identical]}"
-            for file in self.files
-        ]
+        lines = [f"{file.name}: {bytes_are[file.identical]}" for file in self.files]
         return "\n".join(lines) or "nothing is lost: no file was changed"
 
 
@@ -69,15 +60,12 @@ def repair(
     source: ExampleSource,
     url: str | os.PathLike[str],
     *,
-    layers: Sequence[int] | None = None,
-    hook_points: Sequence[str] | None = None,
     device: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     recheck: Recheck = "exact",
     on_nonfinite: NonfinitePolicy = "raise",
     on_overflow: Literal["raise", "saturate"] = "raise",
     progress: bool | None = None,
-    on_report: Callable[[RecordingReport], object] | None = None,
 ) -> RepairedRecording:
     """Record again what a published recording has lost: shards and token arrays that are missing, short or damaged.
 
@@ -88,28 +76,16 @@ def repair(
     After a crash the same call repairs the rest. If nothing is lost, nothing runs. The weights, the configuration, the hook
     points and the source have to be those of the recording; the rest is compared by the vectors.
 
-    Args:
-        model: As of `record`.
-        source: As of `record`. With several ranges of lost examples it is read several times.
-        url: The folder of the store itself.
-        layers: As of `record`; None: what the store has. What is given has to be that.
-        hook_points: As of `record`; None: what the store has. What is given has to be that.
-        device: Device of the computation; None: that of the model.
-        storage_options: Options of the file system of `url`.
-        recheck: Before anything is replaced, an example that is there is computed again. `"exact"` refuses to repair if a bit
-            differs, there or, by the digests, in a file that is to be replaced. `"close"` accepts what is only rounding,
-            `"off"` anything; digests.json then has the digests of the new bytes.
-        on_nonfinite: As of `record`.
-        on_overflow: As of `record`.
-        progress: Show a bar on standard error; None: when it is a terminal.
-        on_report: As of `record`: called after each batch.
+    `url` is the folder of the store itself; the other arguments are those of `record`. Before anything is replaced, an example that
+    is there is computed again: `recheck="exact"` refuses to repair if a bit differs, there or, by the digests, in a file that is to be
+    replaced. `"close"` accepts what is only rounding; digests.json then has the digests of the new bytes.
 
     Raises:
         ResumeError: the store was not made by `record`, or in another way, and the message names what differs; or the model gives
             other vectors.
         WriterConflictError: another process is repairing the store.
         NotFoundError, IncompleteStoreError, DocumentError: there is no published store, see `ShardStore.open`.
-        ArgumentError, LayerNotFoundError, MissingDependencyError: as of `record`.
+        ArgumentError, MissingDependencyError: as of `record`.
     """
     check_choice(recheck, get_args(Recheck), name="recheck")
     transport = open_transport(url, storage_options)
@@ -118,13 +94,10 @@ def repair(
         raise ResumeError(
             "`record` has not made this store: data.recording is absent, which names what to run again",
             where=transport.url,
-            remedy="Copy the lost files from where they are whole, or make the store again. From Python: store.repair() takes vectors.",
+            remedy="Copy the lost files from where they are whole. From Python: store.repair() takes vectors.",
         )
     recorder, here = plan(
-        model,
-        source,
-        tuple(dict.fromkeys(there.layers)) if layers is None else layers,
-        hook_points=tuple(dict.fromkeys(there.hook_points or (RESID_POST,))) if hook_points is None else hook_points,
+        model, source, tuple(dict.fromkeys(there.layers)), hook_points=tuple(dict.fromkeys(there.hook_points or (RESID_POST,))),
         dtype=cast("StoredDtype", there.layout.dtype), max_tokens_per_shard=there.max_tokens_per_shard, dataset=there.dataset,
         family=there.family, ckpt=there.ckpt, protocol=there.protocol, device=device,
     )  # fmt: skip
@@ -144,8 +117,7 @@ def repair(
             if name not in given:  # before protocol 3.0 no document has whether there are labels
                 raise ResumeError(f"its {name} are lost, and the source of this call has none", where=writer.url)
             writer.restore_array(name, _values(source, name, there.layout.n_examples))
-        examples, absent = range(there.layout.n_examples), writer.absent_arrays
-        fill_missing(writer, recorder, source, examples, kept, without=absent, on_report=on_report)
+        fill_missing(writer, recorder, source, range(there.layout.n_examples), kept, without=writer.absent_arrays)
     return RepairedRecording(ShardStore.open(open_transport(url, storage_options)), tuple(writer.repaired))
 
 
@@ -157,6 +129,19 @@ def _unbridged(there: Metadata, here: Metadata) -> list[str]:
         text = cast("dict[str, Any]", found.get("text") or {})
         cast("dict[str, object]", text.get("tokenizer") or {}).pop("name", None)
     return _differences(old, new, "")
+
+
+def _differences(olds: Mapping[str, object], news: Mapping[str, object], prefix: str) -> list[str]:
+    """Keys that differ between two documents, both values shown; of objects, which of their keys."""
+    found: list[str] = []
+    for key in {**olds, **news}:
+        old, new = olds.get(key), news.get(key)
+        if is_mapping(old) and is_mapping(new):  # the nesting of a document is limited
+            # A digest of all bytes, which other releases took, has no counterpart.
+            found += [] if old.get("scope") != new.get("scope") else _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} is {repr(old)[:200]} there, {repr(new)[:200]} in this call")
+    return found
 
 
 def _values(source: ExampleSource, name: str, n_examples: int) -> Iterator[npt.NDArray[np.generic]]:
@@ -172,17 +157,3 @@ def _no_vectors(batch: Batch) -> torch.Tensor:
 
     rows, tokens, *_ = torch.as_tensor(batch.inputs[0]).shape
     return torch.zeros(rows, 1, tokens, 1)
-
-
-def _differences(olds: Mapping[str, object], news: Mapping[str, object], prefix: str) -> list[str]:
-    """Keys that differ between two documents, both values shown; of objects, which of their keys."""
-    found: list[str] = []
-    for key in {**olds, **news}:
-        old, new = olds.get(key), news.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):  # the nesting of a document is limited
-            inner = cast("dict[str, object]", old), cast("dict[str, object]", new)
-            found += _differences(*inner, f"{prefix}{key}.")
-        elif old != new:
-            was, now = (repr(documents.get(key))[:200] for documents in (olds, news))
-            found.append(f"{prefix}{key} is {was} there, {now} in this call")
-    return found

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows that tile a text: row i has the tokens `starts[i]` to `starts[i + 1] - 1` of all documents laid end to end.
-
-    Attributes:
-        starts: int64, one more than there are rows; the last one is the number of tokens.
-    """
+    """Rows that tile a text: row i has the tokens `starts[i]` to `starts[i + 1] - 1` of all documents laid end to end."""
 
     starts: IntArray
 
@@ -25,20 +21,12 @@ class Rows:
         return len(self.starts) - 1
 
     def row_of(self, token: int) -> int:
-        """The row that has a token.
-
-        >>> Rows(np.array([0, 4, 6, 10])).row_of(5)
-        1
-        """
+        """The row that has a token."""
         return int(np.searchsorted(self.starts, token, side="right")) - 1
 
 
 def cut_documents(document_starts: IntArray, context: int) -> Rows:
     """Rows of at most `context` tokens, each of one document.
-
-    Args:
-        document_starts: int64: where each document begins, and the number of tokens at the end.
-        context: Most tokens of a row.
 
     >>> cut_documents(np.array([0, 5, 5, 7]), 3).starts.tolist()
     [0, 3, 5, 7]
@@ -53,11 +41,7 @@ def cut_documents(document_starts: IntArray, context: int) -> Rows:
 
 
 def cut_evenly(n_tokens: int, context: int) -> Rows:
-    """Rows of `context` tokens whatever the documents; the last one may be shorter.
-
-    >>> cut_evenly(7, 3).starts.tolist()
-    [0, 3, 6, 7]
-    """
+    """Rows of `context` tokens whatever the documents; the last one may be shorter."""
     return Rows(np.append(np.arange(0, n_tokens, context, dtype=np.int64), n_tokens))
 
 

@@ -34,17 +34,14 @@ _PADDING = {"token_ids": 0, "document_ids": -1, "positions": -1, "mask": False}
 class Texts(ExampleSource):
     """Texts, or documents of token ids, as examples for a language model.
 
-    With the layout `"window"` an example is a context of a document as the model saw it, padded on the right; a BOS token in front
-    is its special token. With `"stream"` each document is run in the same way, and then the vectors of all documents are laid end
-    to end and cut into examples: nothing but the end of the last example is padding, and BOS is not stored.
-
-    Recorded with the vectors are `token_ids`, `document_ids` (the number of the text, array or sample), `positions` in the
-    document, and `mask`, false for padding. The vectors of padding are zeros.
+    With the layout `"window"` an example is a context of a document as the model saw it, padded on the right with vectors of zeros; a
+    BOS token in front is its special token. With `"stream"` each document is run in the same way, and then the vectors of all
+    documents are laid end to end and cut into examples; BOS is not stored. Recorded with the vectors are `token_ids`, `document_ids`
+    (the number of the text, array or sample), `positions` in the document, and `mask`, false for padding.
 
     Args:
-        documents: The address of a UTF-8 file, which is one text (its line ends become newlines), or of JSON lines, which have
-            an object with a text in each line; texts, arrays of token ids or mappings with a text, in any iterable, such as a data set of
-            Hugging Face, streaming ones too; or an open source of token ids or of Energon samples with a text, see
+        documents: The address of a UTF-8 file, which is one text, or of JSON lines; texts, arrays of token ids or mappings with a
+            text, in a list or a data set of Hugging Face; or an open source of token ids or of Energon samples with a text, see
             `saev_store.sources.open_source`. Texts are turned into ids at once and kept in memory, four bytes a token.
         tokenizer: Of `tokenizers` or `transformers`; needed for texts, and named in the metadata.
         context: Most content tokens that the model sees at once; longer documents are cut.
@@ -56,8 +53,6 @@ class Texts(ExampleSource):
         example_tokens: With a stream: tokens of an example; `context` by default.
         text_key: Key of the text in the objects of a JSONL file; the column of a data set; the field or the part of an Energon
             sample. An integer is a place in pairs such as (text, label).
-        digest: What the digest of an open source of token ids covers, which is part of the identity: `"sampled"` its index and
-            some pieces of its data, so changes of a large file may be missed; `"full"` reads every byte before recording begins.
 
     Raises:
         ArgumentError: an argument breaks a rule, or there is no token.
@@ -81,9 +76,7 @@ class Texts(ExampleSource):
         batch_size: int = 8,
         example_tokens: int | None = None,
         text_key: str | int = "text",
-        digest: Literal["sampled", "full"] = "sampled",
     ) -> None:
-        check_choice(digest, ("sampled", "full"), name="digest")
         check_choice(layout, ("window", "stream"), name="layout")
         self.pack = check_flag(pack, name="pack")
         if pack and layout == "stream":
@@ -96,7 +89,7 @@ class Texts(ExampleSource):
         self.example_tokens = check_count(width, name="example_tokens", most=_MOST)
         self.batch_size = check_count(batch_size, name="batch_size")
         self.bos = _bos(bos, self.tokenizer)
-        self.documents = TokenIds(documents, self.tokenizer, text_key=text_key, digest=digest)
+        self.documents = TokenIds(documents, self.tokenizer, text_key=text_key)
         starts = self.documents.starts
         self._rows = cut_evenly(int(starts[-1]), self.context) if self.pack else cut_documents(starts, self.context)
 
@@ -105,12 +98,7 @@ class Texts(ExampleSource):
 
     def geometry(self, adapter: Adapter) -> Geometry:
         if not isinstance(adapter, TextAdapter):
-            raise ArgumentError(
-                f"{type(adapter.model).__name__} is a model of images; these are texts",
-                where="source",
-                remedy="Give it images, or choose a model of texts.",
-            )
-        self._check_model(adapter)
+            raise ArgumentError(f"{type(adapter.model).__name__} is a model of images; these are texts", where="source")
         is_window = self.layout == "window"
         cls_token = is_window and self.bos is not None
         text = {
@@ -136,21 +124,6 @@ class Texts(ExampleSource):
 
     def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         return self._windows(computed) if self.layout == "window" else self._stream(computed, start)
-
-    def _check_model(self, adapter: TextAdapter) -> None:
-        """Refuse a model that cannot run these tokens, as far as that is known before they are read."""
-        n_tokens = self.context + (self.bos is not None)
-        if adapter.max_tokens is not None and n_tokens > adapter.max_tokens:
-            with_bos = "" if self.bos is None else " and BOS"
-            raise ArgumentError(
-                f"a row has {self.context} tokens{with_bos}; the model takes {adapter.max_tokens}",
-                where="context",
-                remedy="Use a smaller context.",
-            )
-        if self.bos is not None:
-            adapter.check_ids(self.bos, self.bos, where="bos")
-        if self.tokenizer is not None and self.tokenizer.size > 0:
-            adapter.check_ids(0, self.tokenizer.size - 1, where="tokenizer")
 
     def _batch(self, starts: IntArray) -> Batch:
         """The rows between these positions."""

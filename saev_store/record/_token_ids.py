@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import xxhash
@@ -31,14 +31,7 @@ _MAX_ID = 2**31 - 1
 
 
 class Tokenizer:
-    """Tokenizer of `tokenizers` or `transformers` that adds no special tokens.
-
-    Attributes:
-        name: Its name; "" if it has none.
-        digest: SHA-256 of its rules and vocabulary, in hexadecimal digits.
-        size: Number of ids, added ones included.
-        bos: Its BOS token; None if it has none.
-    """
+    """Tokenizer of `tokenizers` or `transformers` that adds no special tokens."""
 
     def __init__(self, tokenizer: object) -> None:
         self.name = name_of(str(getattr(tokenizer, "name_or_path", "")))
@@ -49,17 +42,12 @@ class Tokenizer:
             raise ArgumentError(
                 f"{brief(tokenizer)} is not a tokenizer of tokenizers or transformers", where="tokenizer"
             )
-        for option, does in (("truncation", "cuts"), ("padding", "pads")):
+        for option in ("truncation", "padding"):
             if getattr(tokenizer, option, None) is not None:
-                raise ArgumentError(
-                    f"it {does} texts; recording needs all tokens and no others",
-                    where="tokenizer",
-                    remedy=f"Call tokenizer.no_{option}() first.",
-                )
+                message = f"it has {option}; recording needs all tokens and no others"
+                raise ArgumentError(message, where="tokenizer", remedy=f"Call tokenizer.no_{option}() first.")
         self._encode: Callable[..., object] = encode
-        vocabulary = cast("dict[str, int]", get_vocab())
-        self.size = max(vocabulary.values(), default=-1) + 1
-        described: object = [type(tokenizer).__name__, sorted(vocabulary.items())]
+        described: object = [type(tokenizer).__name__, sorted(cast("dict[str, int]", get_vocab()).items())]
         if callable(to_str):
             # Truncation and padding are options of a call, which change with every call.
             found = cast("dict[str, object]", json.loads(cast("str", to_str())))
@@ -73,49 +61,25 @@ class Tokenizer:
         try:
             found = self._encode(text, add_special_tokens=False)
         except (TypeError, UnicodeError) as error:  # TypeError from tokenizers
-            raise ArgumentError(
-                f"the tokenizer refuses the text: {error}",
-                where=where,
-                remedy="Replace surrogates: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
-            ) from error
+            raise ArgumentError(f"the tokenizer refuses the text: {error}", where=where) from error
         return np.asarray(getattr(found, "ids", found), dtype=np.int64)
 
 
 class TokenIds:
-    """Documents of token ids, laid end to end.
+    """Documents of token ids, laid end to end: document i begins at `starts[i]`; the last start is the number of all tokens.
 
-    Args:
-        value: The path of a text file or of a JSONL file; an open source of token ids or of texts; or texts and arrays of token
-            ids, as a data set with a length and numbered samples or as any iterable. Texts become ids at once, which are kept
-            in memory, four bytes each; of token files only the ids that are asked for are read.
-        tokenizer: For texts.
-        text_key: Key of the text in samples with several parts, see `saev_store.sources.texts.text_of`.
-        digest: How much of the files of a source of token ids its description has; other tokens are all in memory.
-
-    Attributes:
-        starts: int64: where each document begins, and the number of all tokens at the end.
-
-    Raises:
-        ArgumentError: it is none of these, or there is no token in it.
-        NotFoundError, AccessError, DocumentError: the file cannot be read, or its content is damaged.
+    Texts become ids at once, which are kept in memory; of token files only the ids that are asked for are read.
     """
 
-    def __init__(
-        self,
-        value: object,
-        tokenizer: Tokenizer | None,
-        *,
-        text_key: str | int = "text",
-        digest: Literal["sampled", "full"] = "sampled",
-    ) -> None:
+    def __init__(self, value: object, tokenizer: Tokenizer | None, *, text_key: str | int = "text") -> None:
         self._source = source = _source_of(value, text_key)
-        self._digest: Literal["sampled", "full"] = digest
         self._ids: npt.NDArray[np.int32] | None = None
-        if source is not None and source.format not in _OF_TEXTS:
+        if source.format not in _OF_TEXTS:
             lengths = _lengths_of(source)
         else:
             ids, lengths = array("i"), list[int]()
-            for sample, where in _samples(source, value):
+            for number, sample in enumerate(sample for batch in source.batches(_BATCH) for sample in batch):
+                where = f"{source.url}: {source.key(number)}" if source.url else f"documents[{number}]"
                 part = _ids(text_of(source, sample, text_key, where=where), tokenizer, where)
                 ids.frombytes(part.astype(np.int32).tobytes())
                 lengths.append(len(part))
@@ -133,19 +97,15 @@ class TokenIds:
         """The ids `first` to `last - 1` of all documents laid end to end, int64."""
         if self._ids is not None:
             return self._ids[first:last].astype(np.int64)
-        source = cast("Source[object]", self._source)
         first_document = int(np.searchsorted(self.starts, first, side="right")) - 1
         last_document = int(np.searchsorted(self.starts, last, side="left"))
-        parts = [_checked_ids(part, "source") for part in source.rows(slice(first_document, last_document))]
+        parts = [_checked_ids(part, "source") for part in self._source.rows(slice(first_document, last_document))]
         skip = first - int(self.starts[first_document])
         return np.concatenate(parts)[skip : skip + last - first].astype(np.int64)
 
     def describe(self) -> dict[str, object]:
         """The description for `metadata.data`."""
-        described: dict[str, object] = {"__class__": "Texts"}
-        if self._source is not None:
-            scope = self._digest if self._ids is None else "sampled"
-            described = recorded_from(self._source, by_token=True, digest=scope)
+        described = recorded_from(self._source, by_token=True)
         if self._ids is None:
             return described
         digest = xxhash.xxh3_128(self.starts.astype("<i8").data)
@@ -158,8 +118,8 @@ class TokenIds:
         }
 
 
-def _source_of(value: object, text_key: str | int) -> Source[object] | None:
-    """The value as a source; None for an iterable that has no numbered samples."""
+def _source_of(value: object, text_key: str | int) -> Source[object]:
+    """The value as a source of texts or token ids."""
     source: Source[object] | None = None
     if isinstance(value, Source):
         source = cast("Source[object]", value)
@@ -167,29 +127,13 @@ def _source_of(value: object, text_key: str | int) -> Source[object] | None:
         source = TextFile(cast("str", value), text_key=str(text_key))
     elif hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping):
         source = MapStyle(cast("DataSet", value))
-    elif isinstance(value, Iterable) and not isinstance(value, Mapping):
-        return None
     if source is None or source.format == "images":
         raise ArgumentError(
             f"{brief(cast('object', value))} has no documents",
             where="documents",
-            remedy="Pass texts, a file, or open_source(…); of a mapping one of its values, such as the split documents['train'].",
+            remedy="Pass a list of texts, a file, or open_source(…); of a mapping one of its values, such as documents['train'].",
         )
     return source
-
-
-def _samples(source: Source[object] | None, value: object) -> Iterator[tuple[object, str]]:
-    """Each sample of a source, or of an iterable, and its name for messages."""
-    if source is None:
-        samples = cast("Iterable[object]", value)
-    else:
-        samples = (sample for batch in source.batches(_BATCH) for sample in batch)
-    for number, sample in enumerate(samples):
-        has_keys = source is not None and source.format != "map_style"
-        yield (
-            sample,
-            f"{source.url}: {source.key(number)}" if source is not None and has_keys else f"documents[{number}]",
-        )
 
 
 def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[np.integer]:
@@ -201,14 +145,10 @@ def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[
     return tokenizer.encode(value, where=where)
 
 
-def _lengths_of(source: Source[object]) -> Sequence[int] | IntArray:
-    """Tokens of each sample; those that an index has are not read again."""
-    sizes, length = getattr(source, "sizes", None), getattr(source, "seq_len", None)
-    if isinstance(sizes, np.ndarray):
-        return cast("IntArray", sizes)
-    if isinstance(length, int):
-        return np.full(len(source), length, np.int64)
-    return [len(_checked_ids(sample, "source")) for batch in source.batches(_BATCH) for sample in batch]
+def _lengths_of(source: Source[object]) -> IntArray:
+    """Tokens of each sample, which the indices of token files have."""
+    sizes = getattr(source, "sizes", None)
+    return sizes if isinstance(sizes, np.ndarray) else np.full(len(source), getattr(source, "seq_len", 0), np.int64)
 
 
 def _checked_ids(value: object, where: str) -> npt.NDArray[np.integer]:

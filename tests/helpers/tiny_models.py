@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)  # in products of this size threads only wait for each other
 
 N_LAYERS, D_MODEL, VOCABULARY, LONGEST = 3, 32, 61, 40
 _IMAGES = {

@@ -1,4 +1,4 @@
-"""The demo on a tiny model, without a network: both stores are right, a second run keeps them, and the command tells it."""
+"""The demo on a tiny model: the store is right, a second run keeps it, and the command tells it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,13 @@ def test_demo_records_checks_and_draws_and_keeps_what_is_there(tmp_path: Path) -
     first = run_demo(tmp_path, say=lines.append, **options)
     assert torch.equal(torch.get_rng_state(), state)
     assert first.ok
-    assert (first.problems, first.difference, first.text_equal, first.pretrained) == ((), 0.0, True, False)
-    stores = [ShardStore.open(url) for url in first.stores]
-    assert [store.metadata.dtype for store in stores] == ["float32", "bfloat16"]
-    assert stores[0].shape == (12, 2, 5, 16)
-    assert first.n_recorded == sum(len(store) for store in stores)
+    assert (first.problems, first.difference, first.pretrained) == ((), 0.0, False)
+    assert ShardStore.open(first.store).shape == (12, 2, 5, 16)
     with Image.open(first.picture) as picture:
         assert picture.size == (3 * 84 // 2, 2 * 56 // 2)
-    assert sum(line.startswith("recorded") for line in lines) == 2
+    assert sum(line.startswith("recorded") for line in lines) == 1
     again = run_demo(tmp_path, **options)
-    assert (again.stores, again.n_recorded, again.ok) == (first.stores, 0, True)
+    assert (again.store, again.ok) == (first.store, True)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SaevStoreError):
         run_demo(tmp_path / "file" / "below", **options)
@@ -64,6 +61,6 @@ def test_demo_command_prints_json_and_exits_by_what_it_found(
     assert main(["demo", "--out", str(tmp_path), "--json", "--no-progress"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["ok"] is True
-    shard = next(Path(found["stores"][0]).glob("acts*"))
+    shard = next(Path(found["store"]).glob("acts*"))
     shard.write_bytes(bytes(shard.stat().st_size))
     assert main(["demo", "--out", str(tmp_path), "--json", "--no-progress"]) == 1

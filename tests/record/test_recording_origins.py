@@ -310,13 +310,6 @@ def test_origin_in_other_data_is_refused(tmp_path: Path, model: object, tokenize
         store.origin(2, 0, source=MapStyle(other))
 
 
-def test_origin_of_vectors_without_a_sample_is_refused(tmp_path: Path, model: object, tokenizer: object) -> None:
-    """A generator is used up: nothing can be opened again."""
-    store = record(model, Texts((text for text in TEXTS), tokenizer, context=CONTEXT), tmp_path, **OPTIONS)
-    with pytest.raises(DocumentError, match="names no source"):
-        store.origin(0, 0)
-
-
 def test_texts_of_samples_without_a_text_are_refused(tokenizer: object) -> None:
     for documents, options, where in (
         (Columns(body=TEXTS), {}, "text_key"),

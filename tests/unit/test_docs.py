@@ -51,8 +51,6 @@ RUN_ELSEWHERE = [
     ("docs/integrations.md", "MultiSAETrainer(", "tests/helpers/peer_training.py"),
     ("docs/recipes.md", "", "tests/integrations/test_training_recipes.py"),
     ("docs/recording.md", "class Model(", "tests/record/test_recorder_bits.py"),
-    ("docs/recording.md", "from transformer_lens import", "tests/peers/test_record_lens.py"),
-    ("docs/recording.md", "from nnsight import", "tests/peers/test_record_lens.py"),
 ]
 
 

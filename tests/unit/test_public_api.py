@@ -40,7 +40,7 @@ PUBLIC = {
     """,
     "saev_store.record": """
         Adapter DemoResult ExampleSource HookPoint Images Masks Part Photographs RecordedPart Recorder
-        RecordingEstimate RecordingReport RepairedRecording TextAdapter Texts VisionAdapter adapt estimate_recording
+        RecordingEstimate RepairedRecording TextAdapter Texts VisionAdapter adapt estimate_recording
         finalize load_fables load_image_processor load_language_model load_photographs load_vision_model record
         repair run_demo
     """,
