@@ -147,8 +147,8 @@ def _ids(value: object, tokenizer: Tokenizer | None, where: str) -> npt.NDArray[
 
 def _lengths_of(source: Source[object]) -> IntArray:
     """Tokens of each sample, which the indices of token files have."""
-    sizes = getattr(source, "sizes", None)
-    return sizes if isinstance(sizes, np.ndarray) else np.full(len(source), getattr(source, "seq_len", 0), np.int64)
+    sizes: IntArray | None = getattr(source, "sizes", None)
+    return np.full(len(source), getattr(source, "seq_len", 0), np.int64) if sizes is None else sizes
 
 
 def _checked_ids(value: object, where: str) -> npt.NDArray[np.integer]:

@@ -60,19 +60,6 @@ def test_text_file_of_something_else_is_refused(tmp_path):
     assert (type(error), error.where) == (ArgumentError, "text_key")
 
 
-def test_texts_of_a_stream_of_samples_are_under_their_key():
-    """As `load_dataset(..., streaming=True)` gives them: without a length."""
-    pytest.importorskip("torch")
-    from saev_store.record import Texts
-
-    samples = [{"ids": np.array([5, 6, 7]), "n": 1}, {"ids": np.array([3]), "n": 2}]
-    texts = Texts((sample for sample in samples), context=4, bos=None, text_key="ids")
-    ids, is_token = next(texts.batches(0, 2)).inputs
-    assert ids[np.asarray(is_token)].tolist() == [5, 6, 7, 3]
-    error = refusal(Texts, (sample for sample in samples), context=4, bos=None)
-    assert (type(error), error.where) == (ArgumentError, "text_key")
-
-
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 TEXTS = ["a cat", "", "größer\nin two lines", "\U0001f600" * 5, "x" * 40, "the end"]
