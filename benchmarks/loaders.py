@@ -56,7 +56,7 @@ from saev_store.documents import shards_bytes
 from saev_store.loaders import Loader
 from saev_store.store.reader import Reader
 from saev_store.store.selection import Selection
-from saev_store.transport import Counters, ReadCost
+from saev_store.transport import ReadCost
 
 #: How the others are measured: without their first batch.
 FORGIVEN = " but the first batch"
@@ -192,7 +192,7 @@ class Synthetic:
     """A store of any size: every vector is what its place says."""
 
     url, name, cost = "synthetic://", "synthetic", ReadCost(1 << 16, 1 << 20)
-    is_local, local_path, check_mapped, counters = False, None, None, Counters()
+    is_local, local_path, check_mapped = False, None, None
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         del path

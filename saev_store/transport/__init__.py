@@ -5,21 +5,13 @@
 
 from __future__ import annotations
 
-from saev_store.transport.base import (
-    Counters,
-    Entry,
-    FileStat,
-    Sink,
-    Transport,
-    UnfinishedUpload,
-)
+from saev_store.transport.base import Entry, FileStat, Sink, Transport
 from saev_store.transport.checks import Buffer, ReadCost
 from saev_store.transport.local import LocalTransport
 from saev_store.transport.open import Engine, open_transport
 
 __all__ = [
     "Buffer",
-    "Counters",
     "Engine",
     "Entry",
     "FileStat",
@@ -27,6 +19,5 @@ __all__ = [
     "ReadCost",
     "Sink",
     "Transport",
-    "UnfinishedUpload",
     "open_transport",
 ]

@@ -1,26 +1,18 @@
-"""The base of transports of services: names below one address, versions of the files that were read, errors of answers."""
+"""The base of transports of services: names below one address, and versions of the files that were read."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
 from saev_store.core.arguments import check_flag
-from saev_store.errors import (
-    AccessError,
-    DeadlineError,
-    NotFoundError,
-    SaevStoreError,
-    StoreExistsError,
-    TransportError,
-)
+from saev_store.errors import NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.names import joined_url
+from saev_store.transport._errors import CONDITIONAL_CREATE, translated
 from saev_store.transport._loop import run, within
-from saev_store.transport._options import CONDITIONAL_CREATE
 from saev_store.transport.base import FileReads, FileStat, Transport
 from saev_store.transport.checks import Buffer, check_path, check_ranges, fill, requests_into, requests_of, too_short
 
@@ -34,27 +26,16 @@ TIMEOUT_S, SLOWEST_BYTES_PER_S = 60.0, 1 << 20
 
 
 class RemoteTransport(Transport):
-    """A transport whose client and pinned versions are shared by all that are opened below it. Pickles contain the options.
+    """A transport whose client and pinned versions are shared by all that are opened below it. Pickles contain the options."""
 
-    Args:
-        url: The address.
-        options: Storage options.
-        safe_url: The address without credentials.
-
-    Attributes:
-        options: Storage options of the client's own.
-        is_async: False if the client has no event loop, and blocks.
-        is_conditional: False if the service does not know conditional creation.
-        slots: Held by each request while it is under way.
-    """
-
+    #: False if the client has no event loop, and blocks.
     is_async = True
 
     def __init__(self, url: str, options: Mapping[str, object], *, safe_url: str) -> None:
-        super().__init__()
         self._arguments, self._safe_url, self._folder = (url, options), safe_url, ""
         self.options = dict(options)
         self.is_conditional = check_flag(self.options.pop(CONDITIONAL_CREATE, True), name=CONDITIONAL_CREATE)
+        #: Held by each request while it is under way.
         self.slots = asyncio.Semaphore(IN_FLIGHT)
         #: The version of each file that was read, by its path below the address.
         self._pins: dict[str, FileStat] = {}
@@ -79,11 +60,7 @@ class RemoteTransport(Transport):
 
     @abstractmethod
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop on which requests run, in a thread of its own.
-
-        Raises:
-            ForkError: a parent process has used it.
-        """
+        """The event loop on which requests run, in a thread of its own; `ForkError` if a parent process has used it."""
 
     @abstractmethod
     def key(self, path: str) -> str:
@@ -92,10 +69,6 @@ class RemoteTransport(Transport):
     @abstractmethod
     async def _get(self, path: str, start: int, end: int) -> Buffer:
         """The bytes of one request."""
-
-    @abstractmethod
-    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
-        """Our error for one of the client's."""
 
     @contextlib.contextmanager
     def errors(self, doing: str, where: str) -> Generator[None]:
@@ -106,7 +79,7 @@ class RemoteTransport(Transport):
             raise
         except Exception as error:
             # The text of the first one may contain what was signed.
-            raise self.translated(error, doing=doing, where=where) from None
+            raise translated(error, self.options, doing=doing, where=where) from None
 
     def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
         """The result of `work()`, waited for in this thread; it is cancelled after the time that `nbytes` may take."""
@@ -194,17 +167,11 @@ class RemoteTransport(Transport):
         return self._pins.get(self._below(path)) or self._pin(path, self.stat(path))
 
     def _pin(self, path: str, found: FileStat, needed: int = 0) -> FileStat:
-        """Pin the version of a file at its first read.
-
-        Raises:
-            TransportError: another version is pinned.
-            CorruptShardError: the file is shorter than `needed` bytes.
-        """
+        """Pin the version of a file at its first read; an error if another one is pinned, or it is shorter than `needed`."""
         pinned = self._pins.setdefault(self._below(path), found)
         if pinned != found:
             raise TransportError(
-                f"the object was replaced while it was being read: it had {pinned.nbytes:,} bytes and version {pinned.version}, "
-                f"now {found.nbytes:,} and {found.version}",
+                f"the object was replaced while it was being read: it was version {pinned.version} and is {found.version}",
                 where=self.where(path),
                 remedy="Open the store again to read the new one.",
             )
@@ -225,44 +192,3 @@ class RemoteTransport(Transport):
             raise StoreExistsError(
                 "the file already exists", where=self.where(path), remedy="Resume, or delete it first."
             )
-
-
-def service_error(
-    status: int | None, message: str, *, text: str, doing: str, where: str, passes: bool = True
-) -> SaevStoreError:
-    """Our error for the answer of a service.
-
-    Args:
-        status: The HTTP status, or that of a similar answer; None if there was none.
-        message: The error's message, without secrets.
-        text: All that the client has reported.
-        doing: The operation in the infinitive, such as `"read"`.
-        where: The file, shown first.
-        passes: Whether a later request may succeed, if there was no status.
-
-    >>> type(service_error(404, "no such key", text="", doing="read", where="s3://lab/a.bin")).__name__
-    'NotFoundError'
-    """
-    if re.search(r"InvalidCertificate|invalid peer certificate|certificate verify failed", text):
-        remedy = (
-            'Name the file of the authority that signed it, storage_options={"verify": "/path/to/ca.pem"}, or set '
-            "SSL_CERT_FILE (for s3:// also AWS_CA_BUNDLE); check the host name in the address."
-        )
-        return TransportError(f"the server's certificate is not trusted: {message}", where=where, remedy=remedy)
-    if status == 404:
-        return NotFoundError(message, where=where)
-    if status in {401, 403}:
-        remedy = "Check the credentials in storage_options or the environment, and the clock."
-        return AccessError(message, where=where, remedy=remedy)
-    if status == 412 and doing == "create":
-        return StoreExistsError("the file already exists", where=where)
-    if status == 408:
-        return DeadlineError(message, where=where, transient=True)
-    remedy = None
-    if status == 501 and doing == "create":
-        remedy = f"The service has no conditional requests. Pass storage_options={{{CONDITIONAL_CREATE!r}: False}}."
-    elif status in {301, 307, 308, 400}:
-        remedy = 'On S3, check the region: storage_options={"client_kwargs": {"region_name": …}}.'
-    if status is not None:
-        passes = status in {409, 429} or (status >= 500 and status not in {501, 505})
-    return TransportError(message, where=where, remedy=remedy, transient=passes)

@@ -7,7 +7,6 @@ All back ends raise only errors of `saev_store.errors`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +28,7 @@ class Entry(NamedTuple):
     Attributes:
         path: Relative to the transport's root.
         is_dir: True for a folder.
-        size: Bytes; None for folders.
+        size: Bytes; None for folders, and if the service does not report it.
         modified_s: Time of the last change, in seconds since 1970; None if the service does not report it.
     """
 
@@ -41,7 +40,7 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """The last part of the path."""
-        return self.path.rstrip("/").rpartition("/")[2]
+        return self.path.rpartition("/")[2]
 
 
 class FileStat(NamedTuple):
@@ -56,41 +55,6 @@ class FileStat(NamedTuple):
     version: str
 
 
-class UnfinishedUpload(NamedTuple):
-    """A multipart upload that was begun and neither completed nor aborted.
-
-    Attributes:
-        path: The file that it would become, relative to the transport's root.
-        upload_id: The service's name for it.
-        begun_s: When it was begun, in seconds since 1970; None if the service does not report it.
-    """
-
-    path: str
-    upload_id: str
-    begun_s: float | None
-
-
-@dataclasses.dataclass(slots=True)
-class Counters:
-    """Totals of a transport and of all transports that were opened below it; retries inside a client are not counted.
-
-    Attributes:
-        requests: Requests to a server, or system calls on files.
-        bytes_read: Bytes returned; of a mapped file, bytes made visible.
-        bytes_written: Bytes accepted for writing.
-    """
-
-    requests: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-    def add(self, *, requests: int = 1, read: int = 0, written: int = 0) -> None:
-        """Count requests and their bytes."""
-        self.requests += requests
-        self.bytes_read += read
-        self.bytes_written += written
-
-
 class Sink(ABC):
     """One file under construction, written from its first byte to its last; made by `Transport.open_sink`.
 
@@ -98,19 +62,14 @@ class Sink(ABC):
         ArgumentError: `used_nbytes` do not fit into `file_nbytes`.
     """
 
-    def __init__(self, where: str, tally: Counters, *, used_nbytes: int, file_nbytes: int) -> None:
+    def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int) -> None:
         if not 0 <= used_nbytes <= file_nbytes:
             raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=where)
-        self._where, self.tally = where, tally
-        self._used, self._file_nbytes = used_nbytes, file_nbytes
+        self._where, self._used, self._file_nbytes = where, used_nbytes, file_nbytes
         self._written, self._is_open = 0, True
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Append buffers.
-
-        Args:
-            offset: Number of bytes that were written before.
-            buffers: C-contiguous memory, which may be reused when the call returns.
+        """Append C-contiguous buffers, which may be reused when the call returns.
 
         Raises:
             ArgumentError: `offset` is not the next byte, or the buffers exceed the file.
@@ -126,7 +85,6 @@ class Sink(ABC):
             )
         self._append(views)
         self._written = end
-        self.tally.add(written=end - offset)
 
     def commit(self) -> None:
         """Make the file durable under its name, exactly `file_nbytes` long; what was not written at its end reads as zeros.
@@ -137,11 +95,7 @@ class Sink(ABC):
         """
         self._check_open()
         if self._written < self._used:
-            raise ArgumentError(
-                f"only {self._written:,} of {self._used:,} bytes were written",
-                where=self._where,
-                remedy="Write the rest before `commit`, or `abort`.",
-            )
+            raise ArgumentError(f"only {self._written:,} of {self._used:,} bytes were written", where=self._where)
         self._finish()
         self.abort()
 
@@ -178,7 +132,7 @@ class Transport(ABC):
         url: The root, without credentials and trailing slash.
         name: The engine, such as `"mmap"` or `"fsspec:s3"`.
         cost: How ranges are merged and cut.
-        is_local: True for files of this machine or memory of this process.
+        is_local: True for files of this machine.
         local_path: The root's absolute path on this machine; None elsewhere.
     """
 
@@ -188,16 +142,8 @@ class Transport(ABC):
     is_local = False
     local_path: str | None = None
 
-    def __init__(self) -> None:
-        self.tally = Counters()
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
-
-    @property
-    def counters(self) -> Counters:
-        """Requests and bytes so far."""
-        return dataclasses.replace(self.tally)
 
     def where(self, path: str) -> str:
         """The full name of a file, for messages.
@@ -280,10 +226,7 @@ class Transport(ABC):
         return None
 
     def cached_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer] | None:
-        """As `get_ranges`, as views of a map whose bytes are in memory; None if this would wait for a disk, or copy.
-
-        Of each range its first and last byte are looked at. None is empty.
-        """
+        """As `get_ranges`, as views of a map whose bytes are in memory; None if this would wait for a disk, or copy."""
         del path, starts, ends
         return None
 
@@ -300,15 +243,6 @@ class Transport(ABC):
 
         Raises:
             NotFoundError: there is no such folder.
-        """
-
-    def recheck(self) -> None:  # noqa: B027  # only fsspec needs it
-        """Compare each pinned file with the one that has its name now.
-
-        For back ends that do not learn a version with each answer, such as s3fs. The others check every read, and do nothing here.
-
-        Raises:
-            TransportError: a file was replaced since it was first read.
         """
 
     @abstractmethod
@@ -341,17 +275,12 @@ class Transport(ABC):
 
     @abstractmethod
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> Sink:
-        """Start a large file of `file_nbytes`, of which `used_nbytes` will be written.
+        """Start a large file of `file_nbytes`, of which the first `used_nbytes` will be written; the rest reads as zeros.
 
-        Args:
-            path: Its name.
-            used_nbytes: Number of bytes that will be written.
-            file_nbytes: Its final length; the rest reads as zeros (sparse where possible).
-            replace: Replace a file of that name: on `commit`, or now if it is on this machine.
+        With `replace` a file of that name is replaced: on `commit`, or now if it is on this machine.
 
         Raises:
             StoreExistsError: the file exists, and `replace` is false.
-            TransportError: there is not enough space, as far as that can be known.
         """
 
     def lock(self, path: str) -> AbstractContextManager[object]:
@@ -367,12 +296,3 @@ class Transport(ABC):
         """Let the service copy a file without this machine; return False, with nothing done, if it cannot."""
         del source, source_path, path
         return False
-
-    def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
-        """Unfinished multipart uploads of files below a folder; None if this client cannot list them."""
-        del path
-        return None
-
-    def abort_upload(self, upload: UnfinishedUpload) -> None:
-        """Abort an upload and delete its parts; an upload that no longer exists is fine."""
-        raise ReadOnlyError(f"{self.name} cannot list uploads", where=self.where(upload.path))

@@ -6,17 +6,11 @@ import contextlib
 import errno
 import os
 import secrets
-import socket
 import warnings
 from collections.abc import Generator
 
-from saev_store.errors import (
-    AccessError,
-    SaevStoreWarning,
-    WriterConflictError,
-    outside,
-)
-from saev_store.transport.base import Counters, Sink
+from saev_store.errors import AccessError, SaevStoreWarning, WriterConflictError, outside
+from saev_store.transport.base import Sink
 from saev_store.transport.checks import Buffer, os_errors
 from saev_store.transport.files import IOV_MAX, behind
 
@@ -52,12 +46,7 @@ def fsync_folder(folder: str) -> None:
 
 
 def make_folders(folder: str) -> None:
-    """Create a folder and its parents, each durable under its name.
-
-    Raises:
-        AccessError: this is Windows.
-        OSError: the system cannot create it.
-    """
+    """Create a folder and its parents, each durable under its name; `AccessError` on Windows."""
     if not hasattr(os, "pwritev"):
         raise AccessError("files are written on Linux and macOS only", where=folder, remedy="Write to an object store.")
     if os.path.isdir(folder):
@@ -71,40 +60,27 @@ def make_folders(folder: str) -> None:
     fsync_folder(parent)
 
 
-class FdSink(Sink):
-    """A file under construction behind a descriptor; subclasses open it and define `_finish`."""
-
-    _fd = -1
-
-    def _append(self, views: list[memoryview]) -> None:
-        with os_errors(self._where, "write"):
-            write_all(self._fd, views, self._written)
-
-    def _release(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):  # what was committed was flushed before
-                os.close(fd)
-
-    def __del__(self) -> None:
-        self._release()
-
-
-class LocalSink(FdSink):
+class LocalSink(Sink):
     """A file under construction at its final place, cut to its exact size at the end.
 
     Raises:
         StoreExistsError: it exists, and `replace` is false.
     """
 
-    def __init__(self, where: str, tally: Counters, *, used_nbytes: int, file_nbytes: int, replace: bool) -> None:
-        super().__init__(where, tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+    _fd = -1
+
+    def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int, replace: bool) -> None:
+        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         with os_errors(where, "open for writing"):
             make_folders(os.path.dirname(where))
             if replace:  # a hard link of it may be a file of another store
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(where)
             self._fd = os.open(where, os.O_RDWR | _NEW, 0o666)
+
+    def _append(self, views: list[memoryview]) -> None:
+        with os_errors(self._where, "write"):
+            write_all(self._fd, views, self._written)
 
     def _finish(self) -> None:
         """Cut to exactly `file_nbytes`, and flush file and folder."""
@@ -113,13 +89,17 @@ class LocalSink(FdSink):
             os.fsync(self._fd)
             fsync_folder(os.path.dirname(self._where))
 
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # what was committed was flushed before
+                os.close(fd)
+
+    __del__ = _release
+
 
 def write_file(where: str, data: Buffer, *, replace: bool) -> None:
-    """Make a durable file that has all of its content at once, with `replace` in the place of another one.
-
-    Raises:
-        OSError: `FileExistsError` if the name is taken, or another failure.
-    """
+    """Make a durable file that has all of its content at once; without `replace` a `FileExistsError` if the name is taken."""
     folder = os.path.dirname(where)
     make_folders(folder)
     temporary = f"{folder}/{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
@@ -152,7 +132,7 @@ def _new_file(where: str, data: Buffer) -> None:
         os.close(fd)
 
 
-#: Locks of this process, by its number and the path of the file: those of the system are between processes.
+#: Files that this process has locked, by its number and their paths: locks of the system are between processes.
 _HELD: dict[tuple[int, str], object] = {}
 
 
@@ -170,10 +150,11 @@ def locked(where: str) -> Generator[None]:
     """
     key, own, fd = (os.getpid(), os.path.realpath(where)), object(), -1
     if _HELD.setdefault(key, own) is not own:
-        raise _conflict(where, f"process {os.getpid()} (this one)")
+        raise _conflict(where)
     try:
         with os_errors(where, "lock"):
-            fd = _locked(where)
+            while fd < 0:
+                fd = _try_to_lock(where)
         yield
     finally:
         if fd >= 0:
@@ -181,37 +162,32 @@ def locked(where: str) -> Generator[None]:
         del _HELD[key]
 
 
-def _locked(where: str) -> int:
-    """The descriptor of a file that is locked now."""
+def _try_to_lock(where: str) -> int:
+    """The descriptor of a file that is locked now; -1 if it was deleted at this moment."""
     import fcntl  # not on Windows, where `make_folders` refuses
 
-    while True:
-        make_folders(os.path.dirname(where))
-        try:
-            fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # another process removes that folder at this moment
-            continue
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), os.stat(where)):
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-                return fd
-        except FileNotFoundError:  # the holder before us has deleted it
-            pass
-        except BlockingIOError as error:
-            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+    make_folders(os.path.dirname(where))
+    fd = -1
+    try:
+        fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(where)):
+            return fd
+    except FileNotFoundError:  # the holder before us has deleted it, or its folder
+        pass
+    except OSError as error:
+        if error.errno in _UNSUPPORTED and fd >= 0:
+            text = f"{where}: this file system has no locks ({error.strerror}); do not start two writers."
+            warnings.warn(text, SaevStoreWarning, stacklevel=outside())
+            return fd
+        if fd >= 0:
             os.close(fd)
-            raise _conflict(where, holder) from error
-        except OSError as error:
-            if error.errno in _UNSUPPORTED:
-                text = f"{where}: this file system has no locks ({error.strerror}); do not start two writers."
-                warnings.warn(text, SaevStoreWarning, stacklevel=outside())
-                return fd
-            os.close(fd)
-            raise
+        raise (_conflict(where) if isinstance(error, BlockingIOError) else error) from None
+    if fd >= 0:
         os.close(fd)
+    return -1
 
 
-def _conflict(where: str, holder: str) -> WriterConflictError:
-    return WriterConflictError(f"{holder} is writing here", where=where, remedy="Wait for it, or stop it and resume.")
+def _conflict(where: str) -> WriterConflictError:
+    remedy = "Wait for it, or stop it and resume."
+    return WriterConflictError("another process or thread is writing here", where=where, remedy=remedy)

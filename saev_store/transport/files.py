@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -9,8 +10,8 @@ import os
 import stat
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
 
 import numpy as np
 
@@ -19,17 +20,10 @@ from saev_store.errors import TransportError
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY"))
 #: Buffers of one system call.
 IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
-#: What distinguishes a file from others of its name: size, time of the last change (ns), inode number.
-Identity: TypeAlias = tuple[int, int, int]
 #: Without `preadv` (on Windows) a descriptor has one position for all threads: seek and read are one step.
 _HAS_POSITIONS, _ONE_POSITION = hasattr(os, "preadv"), threading.Lock()
-#: The path of a file, and what distinguishes it from others of that name.
-Key: TypeAlias = tuple[str, Identity]
 #: Open files: few enough for `ulimit -n 256`, and so many that a scan with several threads never reopens.
-MAX_OPEN = 128
-_OPEN: dict[Key | None, OpenFile] = {}
-#: The file that is open under a key, or None.
-peek = _OPEN.get
+_OPEN: deque[OpenFile] = deque(maxlen=128)
 
 
 def _fstat_size(fd: int, _offset: int, _whence: int, /) -> int:
@@ -41,18 +35,12 @@ seek_end = os.lseek if _HAS_POSITIONS else _fstat_size
 
 
 class OpenFile:
-    """A regular file open for reading; closed when the last reference goes, so never under a thread that reads it.
-
-    Raises:
-        OSError: the system cannot open it.
-        TransportError: it is a folder or a device.
-    """
+    """A regular file open for reading; closed when the last reference goes, so never under a thread that reads it."""
 
     def __init__(self, where: str) -> None:
-        self.fd = os.open(where, _FLAGS)
-        status = os.fstat(self.fd)
-        check_regular(status.st_mode, where=where)
-        self.identity: Identity = status.st_size, status.st_mtime_ns, status.st_ino
+        self.where, self.fd = where, os.open(where, _FLAGS)
+        self.status = os.fstat(self.fd)
+        check_regular(self.status.st_mode, where=where)
 
     def size(self) -> int:
         """The size of the file now, in bytes."""
@@ -65,44 +53,33 @@ class OpenFile:
 
 
 def check_regular(mode: int, *, where: str) -> None:
-    """Refuse everything that is not a regular file.
-
-    Raises:
-        TransportError: `mode` is that of a folder, a pipe, a socket or a device.
-    """
+    """Refuse folders, pipes, sockets and devices with a `TransportError`."""
     if not stat.S_ISREG(mode):
         raise TransportError("this is a folder or a device, but a regular file is needed", where=where)
 
 
-def open_file(where: str, key: Key | None) -> OpenFile:
-    """A file that is open under a key if there is one, else the one that has the name now.
+def open_file(where: str) -> OpenFile:
+    """The file that has the name now. It is kept open until many others were opened.
 
-    The cache needs no lock, which a forked child could find taken.
-
-    Raises:
-        OSError: the system cannot open it.
-        TransportError: it is not a regular file.
+    The deque needs no lock, which a forked child could find taken.
     """
-    file = _OPEN.get(key)
-    if file is None:
-        try:
-            file = OpenFile(where)
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            _OPEN.clear()
-            file = OpenFile(where)
-        for oldest in list(_OPEN)[: max(0, len(_OPEN) + 1 - MAX_OPEN)]:
-            _OPEN.pop(oldest, None)  # a reader that still uses it keeps it open
-        _OPEN[where, file.identity] = file
+    try:
+        file = OpenFile(where)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        _OPEN.clear()
+        file = OpenFile(where)
+    _OPEN.append(file)
     return file
 
 
 def forget(where: str) -> None:
     """Close a file, or everything in a folder, once no reader uses it."""
-    for key in list(_OPEN):
-        if key and (key[0] == where or key[0].startswith(f"{where}/")):
-            _OPEN.pop(key, None)
+    for file in list(_OPEN):
+        if file.where == where or file.where.startswith(f"{where}/"):
+            with contextlib.suppress(ValueError):  # another thread was quicker
+                _OPEN.remove(file)
 
 
 def read_at(fd: int, views: list[memoryview], offset: int) -> int:
@@ -125,20 +102,14 @@ def behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
     return [views[first][nbytes:], *views[first + 1 :]] if nbytes else views[first:]
 
 
-def _c_library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(None, use_errno=True)
-    except TypeError:
-        return None
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    )  # fmt: skip
-    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    return library
-
-
-_LIBC = _c_library()  # None on Windows
+try:
+    _LIBC = ctypes.CDLL(None, use_errno=True)
+except TypeError:  # on Windows
+    _LIBC = None
+else:
+    _LIBC.mmap.restype = ctypes.c_void_p
+    _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -147,9 +118,6 @@ def map_file(fd: int, nbytes: int) -> memoryview:
 
     The map is released with the last view (or NumPy array) that looks into it. `mmap.mmap` would keep a descriptor open for
     as long as any view exists (before Python 3.13), so a store of thousands of shards would run into `ulimit -n`.
-
-    Raises:
-        OSError: the system refuses the map.
     """
     if nbytes == 0:  # the system refuses empty maps
         return memoryview(b"")

@@ -13,44 +13,27 @@ from datetime import datetime
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
-from saev_store.errors import NotFoundError, SaevStoreError, TransportError, kind_of
+from saev_store.errors import ArgumentError, NotFoundError, TransportError, kind_of
 from saev_store.transport import base
-from saev_store.transport._fsspec_options import NEAR_PROTOCOLS, open_filesystem, protocols_of, safe_url, translated
+from saev_store.transport._errors import translated
+from saev_store.transport._fsspec_options import GOOGLE, NEAR_PROTOCOLS, WEB, open_filesystem, protocols_of, safe_url
 from saev_store.transport._loop import check_fork
 from saev_store.transport._remote import RemoteTransport
-from saev_store.transport.base import Entry, FileStat, Transport, UnfinishedUpload
+from saev_store.transport.base import Entry, FileStat, Sink
 from saev_store.transport.checks import Buffer, ReadCost, os_errors, too_big, too_short
-from saev_store.transport.durable import FdSink
 
 T = TypeVar("T")
 
 #: A request through fsspec's clients is about a millisecond of Python: the time of 180 kB at 1 Gbit/s, with its latency.
 _FAR = ReadCost(180_000, 8 << 20)
 _NEAR = ReadCost(256 << 10, 64 << 20)
-_S3, _WEB = {"s3", "s3a"}, {"http", "https"}
-#: Services that copy objects by themselves.
-_COPYING = _S3 | {"gs", "gcs"}
 #: Names of what distinguishes a file from others of its name, as file systems have it.
 _VERSIONS = ("generation", "ETag", "etag", "Last-Modified", "LastModified", "mtime", "modified", "created")
 _MODIFIED = ("LastModified", "mtime", "updated", "last_modified", "modified")
-#: gcsfs compares no checksum unless it is asked to; s3fs adds a CRC32 to every part by itself.
-_CHECKSUMS: Mapping[str, Mapping[str, object]] = {"gs": {"consistency": "md5"}, "gcs": {"consistency": "md5"}}
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 3.0
-#: For file systems on which "exists" and "write" are two steps, at least the threads of this process take turns.
-_CREATING = threading.Lock()
-
-
-class _Turn:
-    """All members of an archive are read through one file object, and a cache downloads a file where it opens it.
-
-    So one thread at a time reads through file systems that are not asynchronous, whatever transport it has.
-    """
-
-    lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: setattr(_Turn, "lock", threading.Lock()))
+#: Threads take turns: all members of an archive are read through one file object, a cache downloads a file where it opens it,
+#: and on some file systems "exists" and "write" are two steps.
+_TURN = threading.RLock()
 
 
 class FsspecTransport(RemoteTransport):
@@ -60,12 +43,12 @@ class FsspecTransport(RemoteTransport):
     second per MiB. The others (archives, caches, SFTP, …) read one range after the other, in one thread at a time, with the
     time-outs of their library.
 
-    fsspec's answers have no version. The version of a file is looked up before its first range is read, and again by `recheck`: an
-    object that is replaced in between by one of the same length is noticed only then. `ObstoreTransport` compares each answer.
+    fsspec's answers have no version. The version of a file is looked up before its first range is read: an object that is replaced
+    later by one of the same length is not noticed. `ObstoreTransport` compares each answer. After `fork` the child gets a `ForkError`.
 
     Args:
         url: The root; chained URLs (`simplecache::s3://…`, `zip://…::file://…`) work.
-        storage_options: fsspec's own, and `verify` and `conditional_create`.
+        storage_options: fsspec's own, and `conditional_create`.
 
     Raises:
         MissingDependencyError: no installed package serves the protocol.
@@ -74,6 +57,8 @@ class FsspecTransport(RemoteTransport):
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
         super().__init__(url, storage_options or {}, safe_url=safe_url(url))
+        if "credential_provider" in self.options:
+            raise ArgumentError("only obstore takes a credential_provider", where="storage_options")
         self.protocols: Sequence[str] = protocols_of(url)
         self.name = f"fsspec:{'::'.join(self.protocols)}"
         self.cost = _NEAR if NEAR_PROTOCOLS.issuperset(self.protocols) else _FAR
@@ -91,9 +76,6 @@ class FsspecTransport(RemoteTransport):
         check_fork(self._pid, where=self.url)
         return self.fs.loop
 
-    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
-        return translated(error, self.options, doing=doing, where=where)
-
     def key(self, path: str) -> str:
         below = self._below(path)
         return f"{self._above}{below}{self._query}" if below else self._root
@@ -106,7 +88,8 @@ class FsspecTransport(RemoteTransport):
         if self.is_async:
             begin = getattr(self.fs, f"_{operation}")
             return self.run(lambda: self.again(lambda: begin(*arguments, **options)), nbytes=nbytes)
-        with _Turn.lock:
+        check_fork(self._pid, where=self.url)
+        with _TURN:
             return getattr(self.fs, operation)(*arguments, **options)
 
     async def again(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -117,7 +100,7 @@ class FsspecTransport(RemoteTransport):
             try:
                 return await work()
             except Exception as error:
-                ours = self.translated(error, doing="read", where="")
+                ours = translated(error, self.options, doing="read", where="")
                 if not (isinstance(ours, TransportError) and ours.transient) or now_s() + wait_s > ends_s:
                     raise
             await asyncio.sleep(wait_s)
@@ -131,14 +114,11 @@ class FsspecTransport(RemoteTransport):
         limits: dict[str, int] = {} if max_bytes is None else {"start": 0, "end": max_bytes + 1}
         with self.errors("read", where):
             try:
-                found = self.ask("cat_file", key, nbytes=max_bytes or 0, **limits)
+                found: bytes = self.ask("cat_file", key, nbytes=max_bytes or 0, **limits)
             except Exception:
-                # Servers refuse any range of an empty file.
-                with suppress(Exception):
-                    if limits and self.stat(path).nbytes == 0:
-                        return b""
-                raise
-        self.tally.add(read=len(found))
+                if not limits or self.stat(path).nbytes > 0:
+                    raise
+                return b""  # servers refuse any range of an empty file
         if max_bytes is not None and len(found) > max_bytes:
             raise too_big(where, size=None, max_bytes=max_bytes)
         return found
@@ -153,18 +133,10 @@ class FsspecTransport(RemoteTransport):
             return self._file_stat(path, found if behind is None else behind.info(key))
 
     def _file_stat(self, path: str, found: Mapping[str, object]) -> FileStat:
-        self.tally.add()
         size = found.get("size")
         if not isinstance(size, int) or found.get("type") == "directory":
             raise TransportError("the size of this file is not known, or it is a folder", where=self.where(path))
         return FileStat(size, next((str(found[name]) for name in _VERSIONS if found.get(name) is not None), ""))
-
-    def recheck(self) -> None:
-        """Compare each file that was read with the one that has its name now; one request for each."""
-        for below, pinned in list(self._pins.items()):
-            path = below.removeprefix(self._folder).lstrip("/")
-            if below.startswith(self._folder) and self.stat(path) != pinned:
-                self._pin(path, self.stat(path))
 
     def _fetch(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
         needed: dict[str, int] = {}
@@ -206,7 +178,6 @@ class FsspecTransport(RemoteTransport):
                 remedy="Use a server that answers range requests; `python -m http.server` does not.",
                 transient=isinstance(data, bytes) and len(data) < end - start,
             )
-        self.tally.add(read=len(data))
         return data
 
     def list(self, path: str = "") -> Sequence[Entry]:
@@ -214,14 +185,13 @@ class FsspecTransport(RemoteTransport):
         key = self.key(path)
         with self.errors("list", self.where(path) if path else self.url):
             self.fs.invalidate_cache(key)
-            self.tally.add()
             found = self.ask("ls", key, detail=True)
             if not found and path:
                 self.ask("info", key)  # archives of older releases list a folder that does not exist as empty
         entries: dict[str, Entry] = {}
         for info in found:
             named, size = str(info["name"]), info.get("size")
-            if self.protocols[0] in _WEB:  # what a page links to, in this folder or elsewhere
+            if self.protocols[0] in WEB:  # what a page links to, in this folder or elsewhere
                 named, above = html.unescape(named).partition("?")[0], f"{key.partition('?')[0].rstrip('/')}/"
                 if not named.startswith(above) or "/" in named.removeprefix(above).rstrip("/"):
                     continue
@@ -241,7 +211,6 @@ class FsspecTransport(RemoteTransport):
             self.make_parent(path)
             self.unpin(path)
             self.ask("pipe_file", self.key(path), bytes(data), nbytes=len(data))
-        self.tally.add(written=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
         """Create a file unless its name is taken.
@@ -250,23 +219,18 @@ class FsspecTransport(RemoteTransport):
         `conditional_create=False`, only against the threads of this process.
         """
         if not self.is_async or not self.is_conditional:
-            with _CREATING:
+            with _TURN:
                 self._check_absent(path)
                 self.put(path, data)
             return
         with self.errors("create", self.where(path)):
             self.ask("pipe_file", self.key(path), bytes(data), mode="create", nbytes=len(data))
-        self.tally.add(written=len(data))
 
     def delete(self, path: str) -> None:
         key = self.key(path)
         self.unpin(path)
-        self.tally.add()
         with suppress(NotFoundError), self.errors("delete", self.where(path)):
             self.fs.invalidate_cache(key)
-            if self.protocols[0] in {"file", "local"}:
-                self.ask("rm", key, recursive=True)
-                return
             # Not `rm`, to which some names are patterns.
             infos = self.ask("find", key, detail=True, withdirs=not self.is_async)
             for name in sorted(infos, reverse=True):  # what is in a folder before the folder
@@ -278,73 +242,42 @@ class FsspecTransport(RemoteTransport):
             self._check_absent(path)
         return SpooledSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
-    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
-        """Let S3 or Google copy a file; False for other services, or if the two are opened differently."""
-        if not isinstance(source, FsspecTransport) or len(self.protocols) > 1:
-            return False
-        same = (self.protocols, self.options) == (source.protocols, source.options)
-        if not same or self.protocols[0] not in _COPYING:
-            return False
-        self.unpin(path)
-        self.tally.add()
-        with self.errors("copy", self.where(path)):
-            # Services answer only when they have finished; up to a minute for each GiB.
-            nbytes = source.size(source_path) // 16
-            self.ask("cp_file", source.key(source_path), self.key(path), nbytes=nbytes)
-        return True
-
-    def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
-        """Unfinished multipart uploads below a folder of a bucket on S3; None for other services."""
-        if not self.is_async or self.protocols[0] not in _S3:
-            return None
-        folder = self.key("").strip("/")
-        bucket, _, prefix = self.key(path).strip("/").partition("/")
-        found: list[UnfinishedUpload] = []
-        with self.errors("list unfinished uploads", self.url):
-            self.tally.add()
-            # s3fs's own listing is that of the bucket; of more than a thousand the others come when these are gone.
-            page = self.ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix)
-            for upload in cast("list[dict[str, Any]]", page.get("Uploads") or []):
-                key = str(upload["Key"])
-                if not prefix or key == prefix or key.startswith(f"{prefix}/"):
-                    below = f"{bucket}/{key}".removeprefix(folder).lstrip("/")
-                    found.append(UnfinishedUpload(below, upload["UploadId"], upload["Initiated"].timestamp()))
-        return found
-
-    def abort_upload(self, upload: UnfinishedUpload) -> None:
-        """Abort an upload and delete its parts."""
-        with suppress(NotFoundError), self.errors("abort an unfinished upload", self.where(upload.path)):
-            bucket, _, key = self.key(upload.path).partition("/")
-            self.ask("abort_mpu", bucket, key, upload.upload_id)
-
     def make_parent(self, path: str) -> None:
         """Make the folder of a file if the file system has folders."""
         if not self.is_async:
             self.fs.makedirs(self.key(path).rpartition("/")[0] or "/", exist_ok=True)
 
 
-class SpooledSink(FdSink):
+class SpooledSink(Sink):
     """A file that is collected in `$TMPDIR` and uploaded by `commit`; a killed process leaves nothing behind."""
 
     def __init__(self, transport: FsspecTransport, path: str, *, used_nbytes: int, file_nbytes: int) -> None:
-        super().__init__(transport.where(path), transport.tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        super().__init__(transport.where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         self._transport, self._path = transport, path
-        # Without a name.
-        with os_errors("$TMPDIR", f"collect {self._where}"), tempfile.TemporaryFile() as spool:
-            self._fd = os.dup(spool.fileno())
+        with os_errors("$TMPDIR", f"collect {self._where}"):
+            self._spool = tempfile.TemporaryFile()  # without a name
+
+    def _append(self, views: list[memoryview]) -> None:
+        with os_errors(self._where, "collect"):
+            self._spool.writelines(views)
 
     def _finish(self) -> None:
-        """Upload the whole file under its name, and compare its size there."""
-        transport, fd = self._transport, self._fd
-        with os_errors(self._where, "upload"):
-            os.ftruncate(fd, self._file_nbytes)
-            os.lseek(fd, 0, os.SEEK_SET)  # on some systems, opening /dev/fd/N shares the position
+        """Upload the whole file under its name."""
+        transport = self._transport
+        with os_errors(self._where, "collect"):
+            self._spool.truncate(self._file_nbytes)
+            self._spool.seek(0)  # on some systems, opening /dev/fd/N shares the position
         with transport.errors("upload", self._where):
             transport.make_parent(self._path)
-            options: Mapping[str, object] = _CHECKSUMS.get("::".join(transport.protocols)) or {}
+            # gcsfs compares no checksum unless it is asked to; s3fs adds a CRC32 to every part by itself.
+            options = {"consistency": "md5"} if transport.protocols[0] in GOOGLE else {}
             key = transport.key(self._path)
-            transport.ask("put_file", f"/dev/fd/{fd}", key, nbytes=self._file_nbytes, **options)
+            transport.ask("put_file", f"/dev/fd/{self._spool.fileno()}", key, nbytes=self._file_nbytes, **options)
         transport.unpin(self._path)
+
+    def _release(self) -> None:
+        with suppress(OSError):  # of a full disk
+            self._spool.close()
 
 
 def _modified_s(info: Mapping[str, object]) -> float | None:

@@ -11,18 +11,17 @@ import contextlib
 import errno
 import os
 import shutil
+import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Self
 
 import numpy as np
-import xxhash
 
 from saev_store._runtime.threads import in_threads, n_threads
-from saev_store.errors import ArgumentError, CorruptShardError, SaevStoreError, TransportError, brief
-from saev_store.names import DIGESTS_NAME
-from saev_store.transport.base import Counters, Entry, FileReads, FileStat, Transport
+from saev_store.errors import ArgumentError, CorruptShardError, TransportError, brief
+from saev_store.transport.base import Entry, FileReads, FileStat, Transport
 from saev_store.transport.checks import (
     Buffer,
     ReadCost,
@@ -35,30 +34,13 @@ from saev_store.transport.checks import (
     too_big,
     too_short,
 )
-from saev_store.transport.durable import (
-    LocalSink,
-    fsync_folder,
-    locked,
-    write_file,
-)
-from saev_store.transport.files import (
-    Key,
-    OpenFile,
-    behind,
-    check_regular,
-    forget,
-    map_file,
-    open_file,
-    peek,
-    read_at,
-    seek_end,
-)
+from saev_store.transport.durable import LocalSink, fsync_folder, locked, write_file
+from saev_store.transport.files import OpenFile, behind, check_regular, forget, map_file, open_file, read_at, seek_end
 
 #: Parts of a large read that several threads copy from the page cache.
 _PART_BYTES = 4 << 20
 #: Maps kept by one transport; the system allows about 65,000 in a process. Views keep theirs alive.
 _MAX_MAPS = 8192
-_MAX_DIGESTS_BYTES = 64 << 20
 #: Maps cost nothing: ranges are views, gaps are never touched.
 FREE = ReadCost(float("inf"), float("inf"))
 #: Skipping a gap saves a system call and a seek; 256 KiB are read in about the same time.
@@ -72,7 +54,6 @@ class LocalTransport(Transport):
         root: The folder, which need not exist.
         use_mmap: Return views of maps from `get_ranges`; False reads into fresh memory. If the system refuses a map, that range is
             read.
-        tally: Counts for another transport, too.
 
     Raises:
         ArgumentError: the root is not a path the system could have.
@@ -83,33 +64,31 @@ class LocalTransport(Transport):
 
     is_local = True
 
-    def __init__(self, root: str | os.PathLike[str], *, use_mmap: bool = True, tally: Counters | None = None) -> None:
-        super().__init__()
+    def __init__(self, root: str | os.PathLike[str], *, use_mmap: bool = True) -> None:
         self.url = self.local_path = local_root(root)
-        self.tally, self.use_mmap = tally or self.tally, use_mmap
+        self.use_mmap = use_mmap
         self.name, self.cost = ("mmap", FREE) if use_mmap else ("pread", _PREAD)
-        #: Size and time (ns) of the last change of each file when its store was opened; pickles carry it.
+        #: Size and time (ns) of the last change: of each file when its store was opened, and of each that was read.
         self._expected: dict[str, tuple[int, int]] = {}
-        #: The digest of digests.json then: files of the same sizes that were only touched, or copied, are accepted with it.
-        self._digests = b""
-        self._pins: dict[str, Key] = {}
+        self._pins: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, weakref.ref[OpenFile]] = {}
         self._maps: dict[str, memoryview] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_pins": {}, "_maps": {}}
+        return {**vars(self), "_files": {}, "_maps": {}}
 
     def at(self, path: str) -> Self:
-        return type(self)(self.where(path) if path else self.url, use_mmap=self.use_mmap, tally=self.tally)
+        return type(self)(self.where(path) if path else self.url, use_mmap=self.use_mmap)
 
     def unmapped(self) -> LocalTransport:
         """Reads the same files without maps."""
-        made = LocalTransport(self.url, use_mmap=False, tally=self.tally)
-        made._expected, made._digests = self._expected, self._digests  # of the same class
+        made = LocalTransport(self.url, use_mmap=False)
+        made.expect(self._expected)
         return made
 
     def expect(self, files: Mapping[str, tuple[int, int]]) -> None:
-        """Read these files only: sizes and times (ns) of the last change, by path."""
-        self._expected, self._digests = dict(files), self._digest()
+        """Read these files only: sizes and times (ns) of the last change, by path. Pickles carry them."""
+        self._expected, self._pins = dict(files), dict(files)
 
     @property
     def expects(self) -> bool:
@@ -129,28 +108,24 @@ class LocalTransport(Transport):
             size = status.st_size
             if max_bytes is not None and size > max_bytes:
                 raise too_big(where, size=size, max_bytes=max_bytes)
-            data = file.read()
-        self.tally.add(read=len(data))
-        return data
+            return file.read()
 
     def stat(self, path: str) -> FileStat:
         where = self.where(path)
-        self.tally.add()
         with os_errors(where, "look at it"):
             status = os.stat(where)
         check_regular(status.st_mode, where=where)
-        return FileStat(status.st_size, f"{status.st_ino} {status.st_mtime_ns} {status.st_size}")
+        return FileStat(status.st_size, _version(status))
 
     def version(self, path: str) -> str:
-        with os_errors(where := self.where(path), "read"):
-            return " ".join(map(str, reversed(self._open(path, where).identity)))
+        with self._opened(path, 0) as file:
+            return _version(file.status)
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """One read-only buffer per range; with maps a view that keeps its map alive, also after `close`."""
         needed = check_ranges(self.where(path), starts, ends)
-        view = self._mapped(path, needed)
+        view = self.map_prefix(path, needed)
         if view is not None:
-            self.tally.add(requests=len(starts), read=sum(ends) - sum(starts))
             return [view[start:end] for start, end in zip(starts, ends, strict=True)]
         with self._opened(path, needed):  # before memory is allocated for a number that may be wrong
             parts = [memoryview(bytearray(end - start)) for start, end in zip(starts, ends, strict=True)]
@@ -171,12 +146,6 @@ class LocalTransport(Transport):
 
     def map_prefix(self, path: str, nbytes: int) -> memoryview | None:
         """A read-only view of the first bytes of a file; None without maps, and if the system refuses one more."""
-        view = self._mapped(path, nbytes)
-        self.tally.add(requests=view is not None, read=nbytes if view is not None else 0)
-        return view
-
-    def _mapped(self, path: str, nbytes: int) -> memoryview | None:
-        """A view of a map of a file of its size now."""
         if not self.use_mmap:
             return None
         with self._opened(path, nbytes) as file:
@@ -194,13 +163,13 @@ class LocalTransport(Transport):
 
     def check_mapped(self, path: str, nbytes: int) -> None:
         # The shortest way first: it is on the path of every vector.
-        file = peek(self._pins.get(path))
         try:
+            file = self._files[path]()
             if file is not None and seek_end(file.fd, 0, os.SEEK_END) >= nbytes:
                 return
-        except OSError:
+        except (KeyError, OSError):
             pass
-        self._mapped(path, nbytes)  # finds the error again, and names it
+        self.map_prefix(path, nbytes)  # finds the error again, and names it
 
     def readinto_files(self, reads: Iterable[FileReads]) -> None:
         """Fill the buffers with `preadv`, straight from the page cache; large reads with one thread per core."""
@@ -210,60 +179,42 @@ class LocalTransport(Transport):
             requests = requests_into(self.where(path), starts, buffers, cost)
             with self._opened(path, max((request.end for request in requests), default=0)) as file:
                 in_threads(partial(_read, file.fd, where=self.where(path)), requests, n)
-            self.tally.add(requests=len(requests), read=sum(request.end - request.start for request in requests))
 
     @contextlib.contextmanager
     def _opened(self, path: str, needed: int) -> Generator[OpenFile]:
-        """A file that is at least `needed` bytes long, and errors of reading it.
+        """The same file as the last time, at least `needed` bytes long, and errors of reading it.
 
-        The next read opens it again, and finds the same file or an error, because the pin stays: a stale handle of a network file
-        system only goes away with a new descriptor.
+        After an error it is opened again: a stale handle of a network file system only goes away with a new descriptor.
         """
-        where = self.where(path)
+        where, known = self.where(path), self._files.get(path)
         try:
             with os_errors(where, "read"):
-                file = self._open(path, where)
+                if (file := known and known()) is None:
+                    file = open_file(where)
+                    now = file.status.st_size, file.status.st_mtime_ns
+                    if (pinned := self._pins.setdefault(path, now)) != now:
+                        raise CorruptShardError(
+                            f"the file was changed, or another one has taken its place: it had {pinned[0]:,} bytes when it was "
+                            f"first read and has {now[0]:,}",
+                            where=where,
+                            remedy="Open the store again to read the new one.",
+                        )
+                    self._files[path] = weakref.ref(file)
                 if (size := file.size()) < needed:
                     raise too_short(where, size=size, needed=needed)
                 yield file
         except TransportError:
+            self._files.pop(path, None)
             forget(where)
             raise
 
-    def _open(self, path: str, where: str) -> OpenFile:
-        """The same file as the last time.
-
-        Raises:
-            CorruptShardError: another one has taken its place since, or since its store was opened.
-        """
-        file = open_file(where, self._pins.get(path))
-        if path not in self._pins:
-            size, modified_ns = self._expected.get(path, file.identity[:2])
-            # Scratch disks purge by age, so people touch files; and other machines have copies.
-            if file.identity[:2] != (size, modified_ns) and (
-                size != file.identity[0] or not self._digests or self._digest() != self._digests
-            ):
-                raise _replaced(where, size, file.identity[0])
-        _, pinned = self._pins.setdefault(path, (where, file.identity))
-        if pinned != file.identity:
-            raise _replaced(where, pinned[0], file.identity[0])
-        return file
-
-    def _digest(self) -> bytes:
-        """The digest of the store's digests.json; empty if there is none."""
-        try:
-            return xxhash.xxh3_128_digest(self.read(DIGESTS_NAME, max_bytes=_MAX_DIGESTS_BYTES))
-        except SaevStoreError:
-            return b""
-
     def list(self, path: str = "") -> Sequence[Entry]:
         where = self.where(path) if path else self.url
-        self.tally.add()
         with os_errors(where, "list"), os.scandir(where) as found:
             return sorted((_entry(item, path) for item in found), key=lambda entry: entry.path)
 
     def close(self) -> None:
-        self._pins, self._maps = {}, {}
+        self._pins, self._files, self._maps = dict(self._expected), {}, {}
         forget(self.url)
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -273,18 +224,15 @@ class LocalTransport(Transport):
         with os_errors(where, "write"):
             write_file(where, data, replace=True)
         self._changed(path)
-        self.tally.add(written=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
         where = self.where(path)
         with os_errors(where, "create"):
             write_file(where, data, replace=False)
-        self.tally.add(written=len(data))
 
     def delete(self, path: str) -> None:
         """Delete a file, a symbolic link (not what it points to) or a whole folder."""
         where = self.where(path)
-        self.tally.add()
         with os_errors(where, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.isdir(where) and not os.path.islink(where):
                 shutil.rmtree(where)
@@ -304,9 +252,7 @@ class LocalTransport(Transport):
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> LocalSink:
         self._changed(path)
-        return LocalSink(
-            self.where(path), self.tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes, replace=replace
-        )
+        return LocalSink(self.where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes, replace=replace)
 
     def lock(self, path: str) -> AbstractContextManager[None]:
         return locked(self.where(path))
@@ -314,18 +260,13 @@ class LocalTransport(Transport):
     def _changed(self, path: str) -> None:
         """Drop what is known of a file, or of all files in a folder: this transport changes them."""
         forget(self.where(path))
-        for known in (self._pins, self._expected, self._maps):
+        for known in (self._expected, self._pins, self._files, self._maps):
             for name in [name for name in known if name == path or name.startswith(f"{path}/")]:
                 known.pop(name, None)
 
 
 def local_root(root: str | os.PathLike[str]) -> str:
-    """The absolute path of a folder, which need not exist.
-
-    Raises:
-        ArgumentError: it is not a path the system could have.
-        NotFoundError: it is relative, and the working directory was deleted.
-    """
+    """The absolute path of a folder, which need not exist; `ArgumentError` if it is not a path the system could have."""
     try:
         path = os.fspath(root)
         os.fsencode(path)
@@ -337,13 +278,8 @@ def local_root(root: str | os.PathLike[str]) -> str:
     raise ArgumentError(f"{brief(root)} is not a path: pass a str, not empty and without NUL", where="root")
 
 
-def _replaced(where: str, before: int, now: int) -> CorruptShardError:
-    return CorruptShardError(
-        "another file has taken the place of the one that was there when the store was opened, or it was changed: it had "
-        f"{before:,} bytes and has {now:,} bytes",
-        where=where,
-        remedy="Open the store again to read the new one.",
-    )
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
 
 
 def _read(fd: int, request: Request[memoryview], *, where: str) -> None:

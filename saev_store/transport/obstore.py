@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from saev_store.errors import ArgumentError, MissingDependencyError, NotFoundError, SaevStoreError, TransportError
-from saev_store.transport import _obstore_options as theirs
+from saev_store.transport._errors import shown, status_of, translated
 from saev_store.transport._loop import own_loop
-from saev_store.transport._options import redacted
-from saev_store.transport._remote import RemoteTransport
+from saev_store.transport._obstore_options import open_store, place_of
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport
 from saev_store.transport.base import Entry, FileStat, Sink, Transport
 from saev_store.transport.checks import Buffer, ReadCost, too_big
 
@@ -31,7 +31,7 @@ _ABORT_TIMEOUT_S = 10
 
 
 class ObstoreTransport(RemoteTransport):
-    """`s3://`, `gs://` and `az://` through obstore. Each returned buffer is read-only memory of its own.
+    """`s3://` and `gs://` through obstore. Each returned buffer is read-only memory of its own.
 
     Each answer has the ETag of its object, so that a file that is replaced while it is read is an error, never a mixture. An
     operation has a time-out of a minute plus one second per MiB that it moves, retries included. After `fork`, reads and writes in
@@ -39,8 +39,8 @@ class ObstoreTransport(RemoteTransport):
 
     Args:
         url: The root.
-        storage_options: As fsspec's file systems take them, or obstore's own names; `credential_provider` is a function that
-            returns fresh credentials; `conditional_create=False` is for services without conditional requests.
+        storage_options: As s3fs and gcsfs take them, or obstore's own names; `credential_provider` is a function that returns
+            fresh credentials; `conditional_create=False` is for services without conditional requests.
 
     Raises:
         ArgumentError: obstore has no equivalent for an option.
@@ -56,36 +56,19 @@ class ObstoreTransport(RemoteTransport):
             raise MissingDependencyError(
                 "the engine obstore is not installed", where=url, remedy="pip install 'saev_store[obstore]'"
             )
-        self.place = theirs.place_of(url, self.options)
+        self.place = place_of(url, self.options)
         self.name = f"obstore:{self.place.kind}"
-        #: The client, by whether it has the region of the bucket.
-        self._stores = dict[bool, "ObjectStore"]()
         try:
-            self._stores[self.place.has_region] = theirs.open_store(self.place)
-        except (ImportError, SaevStoreError):
-            raise
+            self.store: ObjectStore = open_store(self.place, connect_timeout_s=CONNECT_TIMEOUT_S, connections=IN_FLIGHT)
         except Exception as error:
             raise ArgumentError(
-                f"the engine obstore refuses these options: {redacted(theirs.shown(str(error)), self.options)}",
+                f"the engine obstore refuses these options: {shown(error, self.options)}",
                 where="storage_options",
                 remedy='Correct them, or use engine="fsspec".',
             ) from None
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        loop = own_loop()
-        if True not in self._stores:  # not on the loop: it waits for an answer
-            region = theirs.bucket_region(self.place.bucket) or "us-east-1"
-            place = self.place._replace(config={**self.place.config, "region": region})
-            self._stores[True] = theirs.open_store(place)
-        return loop
-
-    @property
-    def store(self) -> ObjectStore:
-        """The client of obstore, once `loop` has found the region."""
-        return self._stores[True]
-
-    def translated(self, error: Exception, *, doing: str, where: str) -> SaevStoreError:
-        return theirs.translated(error, self.options, doing=doing, where=where)
+        return own_loop()
 
     def key(self, path: str) -> str:
         return "/".join(part for part in (self.place.prefix, self._below(path)) if part)
@@ -104,9 +87,7 @@ class ObstoreTransport(RemoteTransport):
                     raise too_big(where, size=answer.meta["size"], max_bytes=max_bytes)
                 return bytes(await answer.bytes_async())
 
-        data = self.call("read", where, get, nbytes=max_bytes or 0)
-        self.tally.add(read=len(data))
-        return data
+        return self.call("read", where, get, nbytes=max_bytes or 0)
 
     def stat(self, path: str) -> FileStat:
         return self.call("look at it", self.where(path), partial(self._stat, path))
@@ -114,16 +95,10 @@ class ObstoreTransport(RemoteTransport):
     async def _stat(self, path: str) -> FileStat:
         import obstore
 
-        self.tally.add()
         return _file_stat(await obstore.head_async(self.store, self.key(path)))
 
     async def _get(self, path: str, start: int, end: int) -> memoryview:
-        """The bytes of one request.
-
-        Raises:
-            CorruptShardError: the object ends before `end`.
-            TransportError: it is not the one that was read before, or the server sent something else.
-        """
+        """The bytes of one request, of the object that was read before, or an error."""
         import obstore
 
         try:
@@ -132,23 +107,19 @@ class ObstoreTransport(RemoteTransport):
                 self._pin(path, _file_stat(answer.meta), end)
                 data = memoryview(await answer.bytes_async())
         except Exception as error:
-            if theirs.status_of(error) == 416:
+            if status_of(error) == 416:
                 self._pin(path, await self._stat(path), end)
-            if isinstance(error, SaevStoreError):
-                raise
-            raise self.translated(error, doing="read", where=self.where(path)) from None
+            raise translated(error, self.options, doing="read", where=self.where(path)) from None
         if len(data) != end - start:
             raise TransportError(
                 f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=self.where(path), transient=True
             )
-        self.tally.add(read=len(data))
         return data
 
     def list(self, path: str = "") -> Sequence[Entry]:
         import obstore
 
         key, where = self.key(path), self.where(path) if path else self.url
-        self.tally.add()
         found = self.call(
             "list",
             where,
@@ -190,7 +161,6 @@ class ObstoreTransport(RemoteTransport):
 
         self.unpin(path)
         self.call(doing, self.where(path), put, nbytes=len(data))
-        self.tally.add(written=len(data))
 
     def delete(self, path: str) -> None:
         import obstore
@@ -206,7 +176,6 @@ class ObstoreTransport(RemoteTransport):
                 await obstore.delete_async(self.store, found)
 
         self.unpin(path)
-        self.tally.add(requests=2)
         self.call("delete", self.where(path), delete)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> ObstoreSink:
@@ -227,7 +196,6 @@ class ObstoreTransport(RemoteTransport):
 
         old, new = source.key(source_path), self.key(path)
         self.unpin(path)
-        self.tally.add()
         # Services answer only when they have finished; up to a minute for each GiB.
         self.call("copy", self.where(path), lambda: obstore.copy_async(self.store, old, new), nbytes=nbytes // 16)
         return True
@@ -243,7 +211,7 @@ class ObstoreSink(Sink):
         import obstore
 
         where, key = transport.where(path), transport.key(path)
-        super().__init__(where, transport.tally, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         self._transport, self._path, self._key = transport, path, key
         self._part_bytes = part_bytes(file_nbytes)
         self._writer: AsyncWritableFile = obstore.open_writer_async(
@@ -266,7 +234,6 @@ class ObstoreSink(Sink):
         self._call(finish, nbytes=self._file_nbytes)
         self._is_open = False
         self._transport.unpin(self._path)
-        self.tally.add(requests=-(-self._file_nbytes // self._part_bytes), written=self._file_nbytes - self._used)
 
     def _release(self) -> None:
         """Abort the upload: the service deletes its parts."""

@@ -16,7 +16,7 @@ from saev_store.transport.local import LocalTransport, local_root
 Engine = Literal["auto", "mmap", "pread", "fsspec", "obstore"]
 _LOCAL = ("file://", "local://")
 #: Object stores, and the package through which fsspec reaches each.
-_OBJECT_STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+_OBJECT_STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
 
 def open_transport(
@@ -27,9 +27,9 @@ def open_transport(
     Args:
         url: A path (`~` is expanded), a `file://` URL or any fsspec URL, chained ones included.
         storage_options: As fsspec's file systems take them: credentials, end points, … They win over the environment.
-        engine: `"auto"` maps local files; for `s3://`, `gs://` and `az://` it uses obstore if that is installed, knows all the
-            options and finds the end point and the credentials that fsspec would find; fsspec for the rest. `"mmap"`, `"pread"`,
-            `"fsspec"` and `"obstore"` choose one engine.
+        engine: `"auto"` maps local files; for `s3://` and `gs://` it uses obstore if that is installed, knows all the options and
+            finds the end point and the credentials that fsspec would find; fsspec for the rest. `"mmap"`, `"pread"`, `"fsspec"`
+            and `"obstore"` choose one engine.
 
     Raises:
         ArgumentError: `url` is not an address, `engine` is unknown, or a local engine is requested for a remote address.
@@ -73,8 +73,6 @@ def _through_obstore(url: str, options: Mapping[str, object]) -> Transport | Non
     scheme = url.partition("://")[0]
     if scheme not in _OBJECT_STORES or find_spec("obstore") is None:
         return None
-    if scheme in {"gs", "gcs"} and os.environ.get("STORAGE_EMULATOR_HOST"):
-        return None  # emulators speak the other one of Google's two interfaces
     from saev_store.transport._obstore_options import resolves_alike
     from saev_store.transport.obstore import ObstoreTransport
 

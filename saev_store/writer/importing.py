@@ -24,7 +24,6 @@ from saev_store.documents import Metadata, new_metadata
 from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError, StoreExistsError, brief
 from saev_store.store.store import ShardStore
 from saev_store.transport import Sink, Transport, open_transport
-from saev_store.transport.base import Counters
 from saev_store.writer.create import create_store
 from saev_store.writer.digests import FileDigests, digest, load_digests
 from saev_store.writer.import_arrays import ArrayExamples, Block, stored_dtype
@@ -194,7 +193,7 @@ class _Comparison(Target):
     def open_shard(self, shard_idx: int) -> Sink:
         """A file that nothing is written to."""
         used = self.layout.used_nbytes(shard_idx)
-        return _Nowhere(self.url, Counters(), used_nbytes=used, file_nbytes=used)
+        return _Nowhere(self.url, used_nbytes=used, file_nbytes=used)
 
     def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
         """Compare a shard; `ResumeError` or `StoreExistsError` if it holds something else."""

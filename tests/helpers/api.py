@@ -61,7 +61,6 @@ class MemoryTransport(Transport):
             raise NotFoundError("there is no such file", where=self.where(path))
         if max_bytes is not None and len(data) > max_bytes:
             raise too_big(self.where(path), size=len(data), max_bytes=max_bytes)
-        self.tally.add(read=len(data))
         return data
 
     def stat(self, path: str) -> FileStat:
@@ -136,14 +135,14 @@ class MemoryTransport(Transport):
         key = self._prefix + check_path(path)
         if key in self._files and not replace:
             raise StoreExistsError("the file already exists", where=self.where(path))
-        return MemorySink(self._files, key, self.where(path), self.tally, used_nbytes, file_nbytes)
+        return MemorySink(self._files, key, self.where(path), used_nbytes, file_nbytes)
 
 
 class MemorySink(Sink):
     """A file under construction; it appears when it is committed."""
 
-    def __init__(self, files: dict[str, bytes], key: str, where: str, tally: object, used: int, file: int) -> None:
-        super().__init__(where, tally, used_nbytes=used, file_nbytes=file)
+    def __init__(self, files: dict[str, bytes], key: str, where: str, used: int, file: int) -> None:
+        super().__init__(where, used_nbytes=used, file_nbytes=file)
         self._files, self._key, self._data = files, key, bytearray()
 
     def _append(self, views: list[memoryview]) -> None:

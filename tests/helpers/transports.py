@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Self, TypeVar, cast
 
 from saev_store.errors import ArgumentError
-from saev_store.transport import Buffer, Entry, FileStat, ReadCost, Sink, Transport, UnfinishedUpload
+from saev_store.transport import Buffer, Entry, FileStat, ReadCost, Sink, Transport
 from saev_store.transport.base import FileReads
 
 T = TypeVar("T")
@@ -34,10 +34,6 @@ class Wrapper(Transport):
     @property
     def cost(self) -> ReadCost:
         return self._inner.cost
-
-    @property
-    def counters(self):
-        return self._inner.counters
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._inner, *self._arguments())
@@ -110,12 +106,6 @@ class Wrapper(Transport):
         while isinstance(source, Wrapper):
             source = source.inner
         return self._around("copy_within", 0, lambda: self._inner.copy_within(source, source_path, path))
-
-    def list_uploads(self, path: str = "") -> Sequence[UnfinishedUpload] | None:
-        return self._around("list_uploads", 0, lambda: self._inner.list_uploads(path))
-
-    def abort_upload(self, upload: UnfinishedUpload) -> None:
-        self._around("abort_upload", 0, lambda: self._inner.abort_upload(upload))
 
 
 class _WrappedSink(Sink):

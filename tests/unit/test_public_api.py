@@ -71,7 +71,7 @@ PUBLIC = {
         tensors
     """,
     "saev_store.transport": """
-        Buffer Counters Engine Entry FileStat LocalTransport ReadCost Sink Transport UnfinishedUpload open_transport
+        Buffer Engine Entry FileStat LocalTransport ReadCost Sink Transport open_transport
     """,
     "saev_store.validation": """
         Report Survey check_dirname check_survey merge_ranges
