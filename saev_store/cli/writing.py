@@ -25,10 +25,6 @@ from saev_store.errors import ArgumentError
 from saev_store.transport import open_transport
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_NOT_LISTED = (
-    "Unfinished multipart uploads cannot be listed by this client; a life-cycle rule of the bucket removes them, see "
-    "docs/cloud.md. Where s3fs is installed, --engine fsspec lists those of S3."
-)
 
 
 def copy(
@@ -192,22 +188,20 @@ def clean(
         str,
         typer.Option(metavar="AGE", help="Keep what was written later than this: 90s, 30m, 12h, 2d; 0 keeps nothing."),
     ] = "1d",
-    engine: Annotated[Literal["auto", "fsspec"], typer.Option(help="fsspec lists unfinished uploads on S3.")] = "auto",
     as_json: AsJson = False,
     option: Options = None,
 ) -> None:
-    """Remove what killed writers left: unfinished stores, hidden and temporary files, uploads. Published files stay."""
+    """Remove what killed writers left: unfinished stores, hidden and temporary files. Published files stay."""
     from saev_store import writer
     from saev_store.store.card import human_bytes
 
     older_than_s = parse_age(older_than)
-    transport = open_transport(url, storage_options(option), engine=engine)
+    transport = open_transport(url, storage_options(option))
     cleaned = writer.clean(transport, dry_run=dry_run, older_than_s=older_than_s)
     if as_json:
         emit_json({
             "url": transport.url,
             "dry_run": dry_run,
-            "uploads_listed": cleaned.uploads_listed,
             "leftovers": [asdict(leftover) for leftover in cleaned.leftovers],
         })  # fmt: skip
         return
@@ -225,8 +219,6 @@ def clean(
         emit_table(("path", "what", "size", "state"), rows)
     else:
         emit("Nothing to clean.")
-    if not cleaned.uploads_listed:
-        emit(_NOT_LISTED)
 
 
 def parse_age(text: str) -> float:

@@ -6,7 +6,7 @@ import errno
 import re
 import traceback
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from saev_store.errors import (
     AccessError,
@@ -67,18 +67,14 @@ def status_of(error: BaseException) -> int | None:
     for kind in kinds:
         if kind in _STATUSES:
             return _STATUSES[kind]
-    response: object = getattr(error, "response", None)  # of botocore
-    about: object = (
-        cast("Mapping[str, object]", response).get("ResponseMetadata") if isinstance(response, Mapping) else None
-    )
-    values = [getattr(error, name, None) for name in ("status", "code", "status_code")]
-    if isinstance(about, Mapping):
-        values.append(cast("Mapping[str, object]", about).get("HTTPStatusCode"))
-    if found := re.search(r"(?:status code|status|error status|returned):? (\d{3})", str(error)):  # of obstore
-        values.append(int(found[1]))
-    for value in values:
-        if isinstance(value, int) and 100 <= value < 600:
+    for name in ("status", "status_code", "code"):
+        if isinstance(value := getattr(error, name, None), int) and 100 <= value < 600:
             return value
+    response: Any = getattr(error, "response", None)  # of botocore
+    if isinstance(response, Mapping) and (about := cast("Any", response).get("ResponseMetadata")):
+        return about.get("HTTPStatusCode")
+    if found := re.search(r"(?:status code|status|error status|returned):? (\d{3})", str(error)):  # of obstore
+        return int(found[1])
     return None if error.__cause__ is None else status_of(error.__cause__)
 
 

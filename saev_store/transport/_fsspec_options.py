@@ -43,7 +43,7 @@ def open_filesystem(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
                 where=where,
                 remedy=f"pip install 'saev_store[{','.join(extras)}]'" if extras else "Check the address.",
             ) from error
-        if isinstance(error, (TypeError, ValueError)):
+        if isinstance(error, (AttributeError, TypeError, ValueError)):
             raise ArgumentError(f"{where} cannot be opened so: {text}", where="storage_options") from None
         raise translated(error, options, doing="open", where=where) from None
 

@@ -73,6 +73,8 @@ def _read_s3(config: dict[str, object]) -> None:
     if "endpoint" in config or endpoint:
         # obstore reads the environment too, and the second key of it would win over every option.
         config["endpoint"] = config["aws_endpoint_url_s3"] = config.get("endpoint", endpoint)
+    if bundle := os.environ.get("AWS_CA_BUNDLE"):
+        config.setdefault("client_kwargs.verify", bundle)
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if "region" not in config and (region or "endpoint" in config):  # only AWS itself minds
         config["region"] = region or "us-east-1"
@@ -112,7 +114,7 @@ def resolves_alike(place: Place) -> bool:
         os.path.expanduser(environment.get("AWS_CONFIG_FILE", "~/.aws/config"))
     )
     is_found = "endpoint" in given or ("region" in given and not configured)
-    return is_known and is_found and "AWS_CA_BUNDLE" not in environment
+    return is_known and is_found
 
 
 def open_store(place: Place, *, connect_timeout_s: float, connections: int) -> ObjectStore:

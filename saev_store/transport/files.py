@@ -102,11 +102,8 @@ def behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
     return [views[first][nbytes:], *views[first + 1 :]] if nbytes else views[first:]
 
 
-try:
-    _LIBC = ctypes.CDLL(None, use_errno=True)
-except TypeError:  # on Windows
-    _LIBC = None
-else:
+_LIBC = None if os.name == "nt" else ctypes.CDLL(None, use_errno=True)
+if _LIBC is not None:
     _LIBC.mmap.restype = ctypes.c_void_p
     _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

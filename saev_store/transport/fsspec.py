@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from saev_store.errors import ArgumentError, NotFoundError, TransportError, kind_of
 from saev_store.transport import base
@@ -255,7 +255,7 @@ class SpooledSink(Sink):
         super().__init__(transport.where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         self._transport, self._path = transport, path
         with os_errors("$TMPDIR", f"collect {self._where}"):
-            self._spool = tempfile.TemporaryFile()  # without a name
+            self._spool = tempfile.TemporaryFile()  # noqa: SIM115  # until it is released
 
     def _append(self, views: list[memoryview]) -> None:
         with os_errors(self._where, "collect"):

@@ -194,8 +194,8 @@ class LocalTransport(Transport):
                     now = file.status.st_size, file.status.st_mtime_ns
                     if (pinned := self._pins.setdefault(path, now)) != now:
                         raise CorruptShardError(
-                            f"the file was changed, or another one has taken its place: it had {pinned[0]:,} bytes when it was "
-                            f"first read and has {now[0]:,}",
+                            f"another file has taken the place of the first one, or it was changed: it had {pinned[0]:,} bytes "
+                            f"and has {now[0]:,}",
                             where=where,
                             remedy="Open the store again to read the new one.",
                         )

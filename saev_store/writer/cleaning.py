@@ -1,4 +1,4 @@
-"""Leftovers of killed writers: unfinished stores, hidden files, uploads. Finds and removes them."""
+"""Leftovers of killed writers: unfinished stores and hidden files. Finds and removes them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from saev_store.core.arguments import check_flag, check_number
-from saev_store.errors import AccessError, NotFoundError, StoreExistsError, WriterConflictError
-from saev_store.names import METADATA_NAME, WORK_FOLDER, folder_name
-from saev_store.transport import Entry, Transport, UnfinishedUpload, open_transport
+from saev_store.errors import NotFoundError, StoreExistsError, WriterConflictError
+from saev_store.names import METADATA_NAME, WORK_FOLDER
+from saev_store.transport import Entry, Transport, open_transport
 from saev_store.transport.durable import TEMP_PREFIX
 from saev_store.writer.work import Work, delete_work, names, read, refused
 
@@ -103,7 +103,7 @@ class Leftover:
 
     Attributes:
         path: Relative to the folder that was cleaned.
-        kind: `"unfinished store"`, `"hidden files"` (of a published store), `"temporary file"` or `"upload"`.
+        kind: `"unfinished store"`, `"hidden files"` (of a published store) or `"temporary file"`.
         nbytes: Its size; None where that is not known.
         age_s: Seconds since it was last written; None where that is not known.
         kept_because: Why it is not removed; "" if it is.
@@ -121,12 +121,10 @@ class Cleaned:
     """Result of `clean`.
 
     Attributes:
-        leftovers: In the order of their paths, uploads last.
-        uploads_listed: False where this client cannot list unfinished uploads, which may be there all the same.
+        leftovers: In the order of their paths.
     """
 
     leftovers: tuple[Leftover, ...]
-    uploads_listed: bool
 
 
 def clean(
@@ -134,8 +132,7 @@ def clean(
 ) -> Cleaned:
     """Remove what killed writers, copies and publishers left in a folder of stores, or in one store's folder.
 
-    Removed are unfinished stores of this package, the hidden files of published stores, temporary files, and unfinished
-    multipart uploads of shards. Never removed: files of a published store, files that this package did not write, and what a
+    Removed are unfinished stores of this package, the hidden files of published stores, and temporary files. Never removed: files of a published store, files that this package did not write, and what a
     live process holds a lock on.
 
     Args:
@@ -149,18 +146,12 @@ def clean(
 
     >>> import tempfile
     >>> clean(tempfile.mkdtemp(), dry_run=True)
-    Cleaned(leftovers=(), uploads_listed=True)
+    Cleaned(leftovers=())
     """
     dry_run = check_flag(dry_run, name="dry_run")
     older_than_s = check_number(older_than_s, name="older_than_s", zero_ok=True)  # NaN would keep nothing
-    place = cast("Transport", root) if hasattr(root, "list_uploads") else open_transport(cast("str", root))
-    uploads = _uploads(place)
-    try:
-        entries = place.list()
-    except NotFoundError:  # of a bucket: a folder is what it has objects of
-        if not uploads:
-            raise
-        entries = ()
+    place = cast("Transport", root) if hasattr(root, "open_sink") else open_transport(cast("str", root))
+    entries = place.list()
     found = list(_left_in(place, "", entries))
     for entry in entries:
         if entry.is_dir and entry.name != WORK_FOLDER:
@@ -168,12 +159,7 @@ def clean(
     if not any(entry.name == METADATA_NAME for entry in entries):  # else it is a store, with hidden files of its own
         found += [_work_left(place, name) for name in names(place, WORK_FOLDER) if _STORE.fullmatch(name)]
     found.sort(key=lambda left: left.path)
-    done = [_cleaned(place, left, older_than_s, dry_run=dry_run) for left in found]
-    for upload in uploads or ():
-        age_s = None if upload.begun_s is None else time.time() - upload.begun_s
-        left = Leftover(upload.path, "upload", None, age_s)
-        done.append(_cleaned(place, left, older_than_s, dry_run=dry_run, upload=upload))
-    return Cleaned(tuple(done), uploads_listed=uploads is not None)
+    return Cleaned(tuple(_cleaned(place, left, older_than_s, dry_run=dry_run) for left in found))
 
 
 def _left_in(root: Transport, folder: str, entries: Sequence[Entry]) -> Iterator[Leftover]:
@@ -212,9 +198,7 @@ def _left(path: str, kind: str, files: Iterable[Entry], because: str = "") -> Le
     return Leftover(path, kind, sum(entry.size or 0 for entry in files), age_s, because)
 
 
-def _cleaned(
-    root: Transport, left: Leftover, older_than_s: float, *, dry_run: bool, upload: UnfinishedUpload | None = None
-) -> Leftover:
+def _cleaned(root: Transport, left: Leftover, older_than_s: float, *, dry_run: bool) -> Leftover:
     """Remove a leftover, unless there is a reason to keep it."""
     path, because = left.path, left.kept_because
     if older_than_s > 0 and not because and (left.age_s is None or left.age_s < older_than_s):
@@ -222,13 +206,10 @@ def _cleaned(
     if because:
         return replace(left, kept_because=because)
     try:
-        if upload is None:
-            _check_unlocked(root, path, f"{path}/{WORK_FOLDER}", f"{WORK_FOLDER}/{path}")
+        _check_unlocked(root, path, f"{path}/{WORK_FOLDER}", f"{WORK_FOLDER}/{path}")
         if dry_run:
             return left
-        if upload is not None:
-            root.abort_upload(upload)
-        elif left.kind == "unfinished store":
+        if left.kind == "unfinished store":
             _discard(root, path)
         elif path.startswith(f"{WORK_FOLDER}/"):
             delete_work(root, path.removeprefix(f"{WORK_FOLDER}/"))
@@ -250,20 +231,3 @@ def _tree(root: Transport, path: str) -> Iterator[Entry]:
             yield from _tree(root, entry.path)
         else:
             yield entry
-
-
-def _uploads(place: Transport) -> Sequence[UnfinishedUpload] | None:
-    """The unfinished uploads of the files of stores; None where they cannot be listed."""
-    if place.is_local:
-        return ()
-    try:
-        listed = place.list_uploads()
-    except AccessError:
-        return None
-    return None if listed is None else [upload for upload in listed if _is_of_a_store(place, upload.path)]
-
-
-def _is_of_a_store(place: Transport, path: str) -> bool:
-    """Return True for a shard or a token array in a folder that is named like a store."""
-    folder, _, name = path.rpartition("/")
-    return bool(_OURS.fullmatch(name)) and bool(_STORE.fullmatch(folder or folder_name(place.url)))

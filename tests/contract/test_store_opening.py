@@ -11,6 +11,7 @@ import shutil
 import tracemalloc
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -54,6 +55,11 @@ class Far(MemoryTransport):
 
     is_local = False
     cost = ReadCost(0, 1 << 20)
+    requests: ClassVar[list[int]] = []
+
+    def _fetch(self, path, starts, ends):
+        self.requests += [end - start for start, end in zip(starts, ends, strict=True)]
+        return super()._fetch(path, starts, ends)
 
 
 @pytest.fixture
@@ -177,11 +183,8 @@ def test_token_arrays_and_shards_of_two_recordings_are_never_mixed(engine: str, 
     if first == "acts":
         store[:]
     recorded_anew(made.path, tmp_path / "b")
-    with pytest.raises(CorruptShardError, match="taken the place"):
+    with pytest.raises(CorruptShardError):
         rows[:] if first == "mask" else store.token_arrays["score"]
-
-
-MESSAGE = "another file has taken the place of the one that was there when the store was opened"
 
 
 def point(link: Path, target: Path) -> None:
@@ -206,12 +209,8 @@ def open_quietly(link: Path | Transport, engine: str) -> ShardStore:
 
 
 @pytest.mark.parametrize("engine", ["mmap", "pread"])
-@pytest.mark.parametrize("has_digests", [True, False])
-def test_other_times_of_files_with_the_same_digests(tmp_path: Path, has_digests: bool, engine: str) -> None:
-    """Touched, so that a scratch disk does not purge them; or of a copy at the same path of another machine."""
+def test_files_of_other_times_are_an_error_until_the_store_is_opened_again(tmp_path: Path, engine: str) -> None:
     plain = numbered_store(tmp_path / "here", labels=True)
-    if has_digests:
-        plain.write_digests(64)
     store = ShardStore.open(plain.path, engine=engine)
     copy, sent = tmp_path / "copy", pickle.dumps(store)
     shutil.copytree(plain.path, copy)
@@ -220,20 +219,9 @@ def test_other_times_of_files_with_the_same_digests(tmp_path: Path, has_digests:
     for number, file in enumerate(sorted(plain.path.iterdir())):
         os.utime(file, ns=(number, number))
     for again in (pickle.loads(sent), store):
-        if has_digests:
-            assert np.array_equal(again[...], plain.acts)
-            assert np.array_equal(again.unmapped()[...], plain.acts)
-            assert np.array_equal(again.labels, plain.labels)
-        else:
-            with pytest.raises(CorruptShardError, match=MESSAGE):
-                again[...]
-    if has_digests:
-        other = numbered_store(tmp_path / "other", labels=True, seed=1)
-        other.write_digests(64)
-        os.rename(plain.path, tmp_path / "gone too")
-        os.rename(other.path, plain.path)
-        with pytest.raises(CorruptShardError, match=MESSAGE):
-            pickle.loads(sent)[...]
+        with pytest.raises(CorruptShardError):
+            again[...]
+    assert np.array_equal(ShardStore.open(plain.path, engine=engine)[...], plain.acts)
 
 
 def test_a_repair_of_one_store_writes_into_no_other(tmp_path: Path) -> None:
@@ -259,7 +247,7 @@ def test_one_transport_opens_two_stores(tmp_path: Path) -> None:
     point(link, new.path)
     second = open_quietly(transport, "auto")
     assert np.array_equal(second[...], new.acts)
-    with pytest.raises(CorruptShardError, match=MESSAGE):
+    with pytest.raises(CorruptShardError):
         first[...]
     assert (first.layers, second.layers) == ((2, 5, 11), (2, 6, 12))
     point(link, old.path)
@@ -278,7 +266,7 @@ def test_closing_gives_back_maps_and_labels(plain: PlainStore, tmp_path: Path):
         (folder / "new").write_bytes(other.files[name])
         os.replace(folder / "new", folder / name)
     for read in (lambda: store[3:6], lambda: store[4, 1, 2], lambda: store.labels):
-        with pytest.raises(CorruptShardError, match="when the store was opened"):
+        with pytest.raises(CorruptShardError):
             read()
     store = ShardStore.open(folder)
     same_bits(store[3:6], other.dense[3:6])
@@ -572,39 +560,32 @@ def test_no_document_is_read_without_a_bound(tmp_path: Path, monkeypatch: pytest
     assert max(max(found) for found in bounds.values()) <= 512 << 20
 
 
-def test_repr_of_a_far_store_makes_no_request_and_shows_token_arrays_once_known() -> None:
+def test_repr_of_a_far_store_makes_no_request_and_shows_token_arrays_once_known(monkeypatch) -> None:
     for labelled in (True, False):
         far = FsspecTransport(f"memory://labels-{labelled}")
         for name, data in plain_store(LAYOUT, labelled=labelled).files.items():
             far.put(name, data)
         store = opened(far)
-        before, shown = far.counters, repr(store)
-        assert far.counters == before
+        with monkeypatch.context() as patch:
+            patch.setattr(FsspecTransport, "ask", None)
+            shown = repr(store)
         assert store.has_labels is labelled
         assert repr(store) != shown
 
 
-def test_estimate_is_the_cost_of_the_read(tmp_path: Path) -> None:
+def test_estimate_is_the_cost_of_the_read() -> None:
     layout = Layout(40, (3, 7, 11), 16, True, 64, 16)
     keys = [np.s_[...], np.s_[5], np.s_[:, 1], np.s_[:, :, 0], np.s_[[0, 30], 1:], np.s_[3, 1, 2:9:3], np.s_[:0]]
-    plain = plain_store(layout, tail="cut")
-    folder = plain.write(tmp_path)
-
-    def transports() -> list[Transport]:
-        far = [Far(plain.files) for _ in range(2)]
-        far[1].cost = ReadCost(1 << 20, 1 << 24)
-        return [LocalTransport(folder), LocalTransport(folder, use_mmap=False), *far]
-
-    for number in range(2):
+    for cost in (ReadCost(0, 1 << 20), ReadCost(1 << 20, 1 << 24)):
+        far = Far(plain_store(layout, tail="cut").files)
+        far.cost, far.requests = cost, []
+        store = opened(far)
+        assert store[...].size  # the sizes are known then
         for key in keys:
-            store = opened(transports()[number])
-            for _ in range(2):  # sizes and maps are known then
-                expected, before = store.estimate(key), store.transport.counters
-                found, after = store[key], store.transport.counters
-                assert expected.bytes_wanted == found.nbytes
-                assert expected.requests == after.requests - before.requests
-                assert expected.bytes_read == after.bytes_read - before.bytes_read
-    store = opened(transports()[3])
+            expected = store.estimate(key)
+            far.requests.clear()
+            assert expected.bytes_wanted == store[key].nbytes
+            assert (expected.requests, expected.bytes_read) == (len(far.requests), sum(far.requests))
     wanted = store.estimate(np.s_[:16, 0, ::8])  # 16 times 3 tokens, and everything between the first and the last
     assert (wanted.bytes_wanted, wanted.bytes_read) == (16 * 3 * 256, (15 * 51 + 17) * 256)
     assert "for" in str(wanted)

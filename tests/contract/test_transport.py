@@ -17,7 +17,7 @@ import fsspec.asyn
 import numpy as np
 import pytest
 from cloud_servers import Fault, Proxy
-from contract_places import BUCKETS, FILES, READS, SERVED, UNSAFE, WRITES, Place, filled
+from contract_places import BUCKETS, FILES, READS, SERVED, UNSAFE, WRITES, Place, filled, n_uploads
 from retries import few_tries  # noqa: F401 (a fixture)
 from waiting import HANG_S, soon
 
@@ -74,9 +74,7 @@ def test_a_transport_shows_its_root(place: Place) -> None:
     assert transport.is_local == place.is_local
     assert transport.local_path == (place.url if place.is_local else None)
     assert transport.at("").read("metadata.json") == FILES["metadata.json"]
-    below, before = transport.at("part").at("deeper"), transport.counters
-    assert below.read("note.txt") == FILES["part/deeper/note.txt"]
-    assert below.counters == transport.counters != before  # one client, and its totals
+    assert transport.at("part").at("deeper").read("note.txt") == FILES["part/deeper/note.txt"]
 
 
 def test_read_gives_whole_files_up_to_a_size(place: Place) -> None:
@@ -342,9 +340,8 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_until_it_is_opened
     first = transport.get_ranges("acts000000.bin", starts=[0], ends=[100])
     version = transport.version("acts000000.bin")
     assert isinstance(version, str) and version
-    again, third = written.open(), written.open()
+    again = written.open()
     one(again, "acts000000.bin", 5, 6)
-    one(third, "acts000000.bin", 5, 6)
     assert again.version("acts000000.bin") == version
     written.fill("acts000000.bin", new)
     memory = bytearray(100)
@@ -371,12 +368,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_until_it_is_opened
             if written.is_local:  # a file that is open still is the old one
                 assert same(parts, [BIG[:100], BIG[5900:6000]][: len(parts)])
                 continue
-            assert (
-                written.engine != "obstore"
-            )  # answers through fsspec have no version: they are looked up now and then
-            for each in (transport, again, third):
-                with pytest.raises(REPLACED):
-                    each.recheck()
+            assert written.engine != "obstore"  # answers through fsspec have no version
     assert same(first, [BIG[:100]])
     fresh = written.open()
     assert one(fresh, "acts000000.bin", 0, 100) == new[:100]
@@ -389,25 +381,13 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_until_it_is_opened
         one(fresh, "acts000000.bin", 0, 100)
 
 
-def test_a_page_that_is_replaced_while_it_is_read_is_an_error(tmp_path) -> None:
-    with filled("http", tmp_path) as place:
-        transport = place.open()
-        one(transport, "acts000000.bin", 0, 100)
-        place.fill("acts000000.bin", bytes(len(BIG)))
-        with pytest.raises(TransportError):
-            one(transport, "acts000000.bin", 100, 200)
-            transport.recheck()
-
-
 def test_map_prefix_is_a_view_that_check_mapped_compares_until_the_file_is_replaced(tmp_path) -> None:
     with filled("mmap", tmp_path) as place, filled("pread", tmp_path) as other:
         assert other.open().map_prefix("acts000000.bin", 10) is None
         transport = place.open()
         for nbytes in (0, 10, len(BIG)):
-            before = transport.counters
             view = transport.map_prefix("acts000000.bin", nbytes)
             assert view.readonly and bytes(view) == BIG[:nbytes]
-            assert transport.counters.bytes_read - before.bytes_read == nbytes
             transport.check_mapped("acts000000.bin", nbytes)
         for call in (transport.map_prefix, transport.check_mapped):
             with pytest.raises(CorruptShardError):
@@ -424,26 +404,21 @@ def test_map_prefix_is_a_view_that_check_mapped_compares_until_the_file_is_repla
         assert transport.version("acts000000.bin") != version
 
 
-def test_a_transport_that_expects_files_reads_no_others_but_touched_ones_of_equal_digests(tmp_path) -> None:
+def test_a_transport_that_expects_files_reads_no_others(tmp_path) -> None:
     with filled("mmap", tmp_path) as place:
-        for has_digests in (False, True):
-            if has_digests:
-                place.fill("digests.json", b"{}")
-            transport, status = place.open(), os.stat(f"{place.url}/acts000000.bin")
-            transport.expect({"acts000000.bin": (status.st_size, status.st_mtime_ns)})
-            for engine in (transport, transport.unmapped(), pickle.loads(pickle.dumps(transport))):
-                assert engine.expects and one(engine, "acts000000.bin", 3, 9) == BIG[3:9]
-            os.utime(f"{place.url}/acts000000.bin", ns=(1, 1))
-            for engine in (transport.unmapped(), pickle.loads(pickle.dumps(transport))):
-                if has_digests:
-                    assert one(engine, "acts000000.bin", 3, 9) == BIG[3:9]
-                else:
+        transport, status = place.open(), os.stat(f"{place.url}/acts000000.bin")
+        transport.expect({"acts000000.bin": (status.st_size, status.st_mtime_ns)})
+        assert transport.expects and not transport.at("").expects
+        for is_changed in (False, True):
+            for each in (transport.unmapped(), pickle.loads(pickle.dumps(transport))):
+                if not is_changed:
+                    assert one(each, "acts000000.bin", 3, 9) == BIG[3:9]
+                    continue
+                for _ in range(2):
                     with pytest.raises(CorruptShardError):
-                        one(engine, "acts000000.bin", 3, 9)
-            place.fill("acts000000.bin", BIG[:-1] if has_digests else BIG)
-        with pytest.raises(CorruptShardError):
-            one(transport.unmapped(), "acts000000.bin", 3, 9)
-        assert not transport.at("").expects
+                        one(each, "acts000000.bin", 3, 9)
+                    each.close()
+            place.fill("acts000000.bin", BIG)
 
 
 def test_a_file_that_is_opened_again_is_the_first_one_or_an_error(tmp_path) -> None:
@@ -633,24 +608,7 @@ def test_an_aborted_upload_leaves_nothing(name: str, tmp_path) -> None:
         sink.abort()
         with pytest.raises(NotFoundError):
             transport.size("new.bin")
-        if place.name in {"obstore-s3", "s3fs"}:
-            assert open_transport(place.url, place.options, engine="fsspec").list_uploads() == []
-
-
-def test_unfinished_uploads_are_listed_and_aborted(tmp_path) -> None:
-    with filled("s3fs", tmp_path) as place:
-        transport = place.open("run")
-        files, bucket = fsspec.filesystem("s3", **place.options), place.url.split("/")[2]
-        for key in ("lab/shards/run/acts000000.bin", "lab/shards/other/acts000000.bin"):
-            files.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
-        (found,) = transport.list_uploads()
-        assert found.path == "acts000000.bin" and found.begun_s
-        assert [upload.path for upload in place.open().list_uploads("run")] == ["run/acts000000.bin"]
-        for _ in range(2):
-            transport.abort_upload(found)
-        assert transport.list_uploads() == []
-        assert len(place.open().list_uploads()) == 1
-    assert not place.open().list_uploads("nowhere")
+        assert n_uploads(place) == 0
 
 
 def test_only_folders_of_this_machine_rename(written: Place) -> None:
@@ -673,23 +631,6 @@ def test_only_folders_of_this_machine_rename(written: Place) -> None:
         with pytest.raises(UnsafeContentError):
             transport.move(source, target)
     assert transport.read("empty.bin") == b""
-
-
-def test_a_service_copies_between_its_own_folders(written: Place) -> None:
-    source, target = written.open(), written.open("copies")
-    if not written.is_bucket:
-        assert not target.copy_within(source, "acts000000.bin", "a.bin")
-        return
-    for data in (BIG, BIG[::-1]):  # the second time over what was read
-        source.put("acts000000.bin", data)
-        assert target.copy_within(source, "acts000000.bin", "a.bin")
-        assert one(target, "a.bin", 10, 100) == data[10:100]
-    assert target.size("a.bin") == len(BIG)
-    if written.name in {"obstore-s3", "s3fs"}:  # with other credentials it may be another bucket
-        other = written.open(key="another")
-        assert not target.copy_within(other, "acts000000.bin", "b.bin")
-    with pytest.raises(NotFoundError):
-        target.copy_within(source, "gone.bin", "c.bin")
 
 
 def test_a_lock_has_one_holder_on_this_machine_and_is_nothing_elsewhere(written: Place) -> None:

@@ -15,6 +15,7 @@ from clusters import two_workers
 from hypothesis import given
 from hypothesis import strategies as st
 from token_files import DATA
+from transports import CountingTransport
 
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError, StoreExistsError
 from saev_store.sources import convert, open_source
@@ -22,6 +23,7 @@ from saev_store.sources.convert import documents_to_batches, samples_to_document
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
+from saev_store.transport import open_transport
 
 TEXTS = DATA / "energon/captioning_ratio_split/dataset"
 
@@ -83,10 +85,11 @@ def test_documents_to_batches_reads_of_a_long_document_its_record(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "d", "int32") as builder:
         for n in (1_000_000, 3):
             builder.add_document(np.arange(n))
-    memory, source = MemoryTransport(), IndexedDataset(tmp_path / "d", engine="pread")
+    counting = CountingTransport(open_transport(tmp_path, engine="pread"))
+    memory, source = MemoryTransport(), IndexedDataset("d", transport=counting)
     assert documents_to_batches(source, "x.batch", seq_len=6, batch_size=1, pad_token=9, transport=memory) == 2
     assert in_order("x.batch", memory) == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 9, 9, 9]]
-    assert source.transport.counters.bytes_read < 10_000
+    assert counting.counters.bytes_read < 10_000
 
 
 def test_documents_to_batches_refuses_what_makes_none(tmp_path):

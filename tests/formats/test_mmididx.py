@@ -20,6 +20,7 @@ from kill_children import ended, in_child
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from system_faults import SystemFaults
 from token_files import CODES, DATA, malformed, mmididx_bytes, samples, truth
+from transports import CountingTransport
 
 from saev_store.errors import (
     ArgumentError,
@@ -160,7 +161,8 @@ def test_get_of_a_part_equals_the_slice_or_is_refused(tmp_path):
 
 def test_get_of_a_part_reads_no_more_than_it(tmp_path):
     long = np.arange(500_000, dtype=np.uint16)
-    transport = open_transport(put(tmp_path, *mmididx_bytes([long, long], doc_idx=[0, 2])).parent, engine="pread")
+    folder = put(tmp_path, *mmididx_bytes([long, long], doc_idx=[0, 2])).parent
+    transport = CountingTransport(open_transport(folder, engine="pread"))
     dataset = IndexedDataset("x", transport=transport)
     before = transport.counters.bytes_read
     assert dataset.document(0, 499_990, 500_010).tolist() == [*long[-10:].tolist(), *long[:10].tolist()]

@@ -17,6 +17,7 @@ from energon_tars import METADATASET_HEAD, sample_files, tar_bytes
 from photographs import write_energon, write_folder
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import DATA, llmbatch_bytes, mmididx_bytes
+from transports import CountingTransport
 
 from saev_store.errors import (
     AccessError,
@@ -297,10 +298,11 @@ def test_a_digest_covers_every_byte_or_even_pieces_of_a_large_file(tmp_path):
 
     (tmp_path / "x.idx").write_bytes(idx)
     (tmp_path / "x.bin").write_bytes(bin_)
-    source = open_source(tmp_path / "x", engine="pread")
-    before = source.transport.counters.bytes_read
+    transport = CountingTransport(open_transport(tmp_path, engine="pread"))
+    source = open_source("x", transport=transport)
+    before = transport.counters.bytes_read
     source.describe()
-    assert source.transport.counters.bytes_read - before < 1_200_000
+    assert transport.counters.bytes_read - before < 1_200_000
     sampled, full = digests(None)
     for where, is_seen in ((0, True), (len(bin_) - 1, True), (40_000, False)):
         found = digests(where)

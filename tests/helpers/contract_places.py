@@ -217,3 +217,11 @@ def filled(name: str, folder: Path) -> Iterator[Place]:
         for path, data in FILES.items():
             place.fill(path, data)
         yield place
+
+
+def n_uploads(place: Place) -> int:
+    """Unfinished multipart uploads in a bucket on S3; 0 elsewhere."""
+    if not place.url.startswith("s3://"):
+        return 0
+    page = fsspec.filesystem("s3", **place.options).call_s3("list_multipart_uploads", Bucket=place.url.split("/")[2])
+    return len(page.get("Uploads") or [])

@@ -164,9 +164,6 @@ class Disk:
     def copy_within(self, source: object, source_path: str, path: str) -> bool:
         return False
 
-    def list_uploads(self, path: str = "") -> None:
-        return None
-
     @contextlib.contextmanager
     def lock(self, path: str) -> Iterator[None]:
         full = self.prefix + path

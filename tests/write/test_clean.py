@@ -10,14 +10,13 @@ from written import LOCAL, a_case, append_missing, content, create, cut, finish,
 
 from saev_store import ShardStore
 from saev_store.errors import (
-    AccessError,
     ArgumentError,
     IncompleteStoreError,
     NotFoundError,
     StoreExistsError,
     WriterConflictError,
 )
-from saev_store.transport import UnfinishedUpload, open_transport
+from saev_store.transport import open_transport
 from saev_store.writer import clean, discard_unfinished, finalize_store
 
 
@@ -163,7 +162,6 @@ def test_clean_removes_unfinished_stores_and_hidden_files(tmp_path):
         name: data for name, data in before.items() if "/locks/" not in name
     }
     cleaned = clean(str(tmp_path), older_than_s=0)
-    assert cleaned.uploads_listed
     assert {left.path: left.nbytes for left in cleaned.leftovers}[".saev_store.tmp-2-b"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([done.name, repaired.name, "notes"])
     for this in (done, repaired):
@@ -217,61 +215,6 @@ def test_clean_of_nothing_is_refused(tmp_path):
     for wrong in ({"dry_run": "no"}, {"older_than_s": float("nan")}, {"older_than_s": "1d"}, {"root": 3}):
         with pytest.raises(ArgumentError):
             clean(**{"root": tmp_path, **wrong})
-
-
-class Bucket(Disk):
-    """A bucket that lists uploads."""
-
-    uploads: list[UnfinishedUpload] | None = None
-    refuses = False
-
-    def at(self, path: str) -> Bucket:
-        made = Bucket(self.state, f"{self.prefix}{path}/" if path else self.prefix)
-        made.uploads, made.refuses = self.uploads, self.refuses
-        return made
-
-    def list_uploads(self, path: str = ""):
-        if self.refuses:
-            raise AccessError("not yours")
-        return self.uploads
-
-    def abort_upload(self, upload: UnfinishedUpload) -> None:
-        self.uploads.remove(upload)
-
-
-def test_clean_aborts_uploads_of_stores_only():
-    this = cut(a_case())
-    disk = Bucket(posix=False)
-    finish(disk, this)
-    ours = [f"{this.name}/acts000003.bin", f"{this.name}/labels.bin", f"{'0' * 64}/acts000000.bin"]
-    others = ["videos/acts000000.bin", f"{this.name}/deep/acts000000.bin", f"{this.name}/video.mp4", "acts000000.bin"]
-    _uploading(disk, ours + others)
-    assert found(disk, dry_run=True) == dict.fromkeys(ours, ("upload", True))
-    assert len(disk.uploads) == 7
-    disk.uploads.append(UnfinishedUpload(ours[0], "no age", None))
-    kept = [left.kept_because != "" for left in clean(disk, older_than_s=1).leftovers]
-    assert kept == [False, False, False, True]
-    assert sorted(upload.path for upload in disk.uploads) == sorted([*others, ours[0]])
-    for disk.uploads, disk.refuses in ((None, False), ([], True)):
-        assert not clean(disk).uploads_listed
-    assert not clean(Disk(disk.state)).uploads_listed
-
-
-def _uploading(disk: Bucket, paths: list[str]) -> Bucket:
-    disk.uploads = [UnfinishedUpload(path, str(number), 0.0) for number, path in enumerate(paths)]
-    return disk
-
-
-def test_clean_of_an_empty_place_in_a_bucket_still_aborts_uploads(monkeypatch):
-    def nothing(self, path=""):
-        raise NotFoundError("no such folder")
-
-    monkeypatch.setattr(Bucket, "list", nothing)
-    disk = Bucket(posix=False)
-    with pytest.raises(NotFoundError):
-        clean(disk)
-    assert found(_uploading(disk, [f"{'0' * 64}/labels.bin"])) == {f"{'0' * 64}/labels.bin": ("upload", True)}
-    assert not disk.uploads
 
 
 def test_clean_of_what_has_no_age_keeps_it():
