@@ -102,11 +102,17 @@ def behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
     return [views[first][nbytes:], *views[first + 1 :]] if nbytes else views[first:]
 
 
-_LIBC = None if os.name == "nt" else ctypes.CDLL(None, use_errno=True)
-if _LIBC is not None:
-    _LIBC.mmap.restype = ctypes.c_void_p
-    _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+def _c_library() -> ctypes.CDLL | None:
+    if os.name == "nt":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return library
+
+
+_LIBC = _c_library()
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
