@@ -274,7 +274,6 @@ def stats(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed that chooses the examples of a sample.")] = 0,
     scheduler: Scheduler = None,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Compute again what stats.json holds.")] = False,
     save: Annotated[
         bool, typer.Option("--save/--no-save", help="Keep the result in stats.json beside the store.")
     ] = True,
@@ -282,11 +281,11 @@ def stats(
     option: Options = None,
     progress: Progress = None,
 ) -> None:
-    """Show count, mean, std, mean norm, min, max, zeros, non-finite, saturated and subnormal values of each layer."""
+    """Show count, mean, std, mean norm, min, max, zeros and non-finite values of each layer."""
     from saev_store.store.store import ShardStore
 
     with ShardStore.open(url, storage_options(option)) as store:
-        found = store.stats(sample=sample, seed=seed, client=scheduler, refresh=refresh, save=save, progress=progress)
+        found = store.stats(sample=sample, seed=seed, client=scheduler, save=save, progress=progress)
     emit_json(found.to_dict()) if as_json else emit(str(found))
 
 

@@ -22,13 +22,12 @@ StoredDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 ReadDtype: TypeAlias = Literal["float32", "float64", "bfloat16", "float16", "stored"] | np.dtype[np.generic]
 #: Bytes of one number, for all dtypes that a store may hold.
 ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: The largest finite number of each of them, and the smallest positive one that is not subnormal; all are float32 numbers.
+#: The largest finite number of each of them, as a float32 number.
 LARGEST: Mapping[str, float] = {
     "float32": float.fromhex("0x1.fffffep127"),
     "bfloat16": float.fromhex("0x1.fep127"),
     "float16": 65504.0,
 }
-SMALLEST_NORMAL: Mapping[str, float] = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 #: The bits of infinity of those that have 16; every number that is not finite has at least these, besides the sign.
 INFINITY_BITS: Mapping[str, int] = {"bfloat16": 0x7F80, "float16": 0x7C00}
 #: So many numbers are looked at twice while they are in the processor's cache.

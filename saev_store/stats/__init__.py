@@ -5,8 +5,8 @@ Use `store.stats()`.
 
 from __future__ import annotations
 
-from saev_store.stats.compute import stats_of, store_stats
-from saev_store.stats.file import STATS_NAME, kept_stats
+from saev_store.stats.compute import STATS_NAME, kept_stats, store_stats
+from saev_store.stats.moments import moments_of
 from saev_store.stats.result import STATISTICS, Stats
 
-__all__ = ["STATISTICS", "STATS_NAME", "Stats", "kept_stats", "stats_of", "store_stats"]
+__all__ = ["STATISTICS", "STATS_NAME", "Stats", "kept_stats", "moments_of", "store_stats"]

@@ -350,9 +350,9 @@ class ShardStore(TextReading, Importing, Viewing):
 
     def stats(
         self, *, sample: int | None = None, seed: int = 0, client: distributed.Client | str | None = None,
-        refresh: bool = False, save: bool = True, progress: bool | None = None,
+        save: bool = True, progress: bool | None = None,
     ) -> Stats:  # fmt: skip
-        """Count, mean, std, norm, min, max, zeros, non-finite, saturated and subnormal values for each layer and token.
+        """Count, mean, std, norm, min, max, zeros and non-finite values for each layer and token.
 
         Computed in threads or on a dask cluster; kept beside the store as `stats.json`. See `saev_store.stats.store_stats`.
 
@@ -363,7 +363,7 @@ class ShardStore(TextReading, Importing, Viewing):
         """
         from saev_store.stats import store_stats
 
-        return store_stats(self, sample=sample, seed=seed, client=client, refresh=refresh, save=save, progress=progress)
+        return store_stats(self, sample=sample, seed=seed, client=client, save=save, progress=progress)
 
     def source(
         self, storage_options: Options | None = None, *, url: Url | None = None, outside_ok: bool = False

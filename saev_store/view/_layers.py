@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saev_store.stats import Stats, kept_stats, stats_of
+from saev_store.stats import Stats, kept_stats, moments_of
 from saev_store.view._answers import Answer, plain
 from saev_store.view._arithmetic import Floats, linear_cka
 
@@ -41,7 +41,9 @@ def _stats(viewed: Viewed) -> Stats | None:
     if kept is not None:
         return kept
     found = viewed.whole()
-    return None if found is None else stats_of(viewed.layout, found[1], viewed.kept(found[0]))
+    if found is None:
+        return None
+    return Stats(viewed.layout, moments_of(found[1], viewed.kept(found[0])), len(found[1]))
 
 
 def _table(stats: Stats | None) -> Answer | None:

@@ -163,7 +163,7 @@ def test_stats_are_those_of_the_library(run, folder, acts):
     found = run("stats", folder, "--no-save", "--no-progress", "--json").json
     assert found == ShardStore.open(folder).stats(save=False, progress=False).to_dict()
     assert not (folder / "stats.json").exists()
-    assert run("stats", folder, "--sample", 3, "--seed", 1, "--refresh").code == 0
+    assert run("stats", folder, "--sample", 3, "--seed", 1).code == 0
     assert (folder / "stats.json").exists()
 
 

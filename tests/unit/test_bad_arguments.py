@@ -18,7 +18,6 @@ from saev_store.sources import MapStyle, open_source, reopen
 from saev_store.sources.caches import import_cache
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.stats import store_stats
 from saev_store.writer import clean, copy_store, create_store
 
 SAMPLE = Path(__file__).parents[1] / "data/saev/v2_1_head_labels_cls/store/saev/shards/941cc259"
@@ -134,7 +133,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "family of a cache": lambda junk: import_cache(root, root / "to", family=junk),
         "format of a cache": lambda junk: import_cache(root, root / "to", family="x", format=junk),
         "layers of a cache": lambda junk: import_cache(root, root / "to", family="x", format="saelens", layers=junk),
-        "store of statistics": store_stats,
         "data set": MapStyle,
         "texts": lambda junk: None if isinstance(junk, str) else Texts(junk, context=4),
         "images": lambda junk: None if isinstance(junk, str) else Images(junk),

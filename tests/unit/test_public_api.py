@@ -61,7 +61,7 @@ PUBLIC = {
         parse_index split_documents
     """,
     "saev_store.stats": """
-        STATISTICS STATS_NAME Stats kept_stats stats_of store_stats
+        STATISTICS STATS_NAME Stats kept_stats moments_of store_stats
     """,
     "saev_store.store": """
         ShardStore

@@ -3,7 +3,7 @@ import { element, readableOn, scaled, section, table } from "./dom.js";
 import { plot } from "./plots.js";
 import { address, ask } from "./state.js";
 
-const COLUMNS = ["mean_norm", "mean", "std", "min", "max", "zero_fraction", "nonfinite_fraction", "saturated_count"];
+const COLUMNS = ["mean_norm", "mean", "std", "min", "max", "zero_fraction", "nonfinite_fraction"];
 
 export async function layersView({ query }, store) {
   const answer = await ask("layers", { layer: query.get("layer") });
