@@ -7,7 +7,6 @@ from saev_store.documents._parse import parse_json
 from saev_store.documents.metadata import (
     METADATA_MAX_NBYTES,
     Metadata,
-    depth_order,
     match_hash,
     new_metadata,
     parse_metadata,
@@ -19,8 +18,6 @@ from saev_store.documents.versions import (
     RECIPES,
     VERSIONS,
     WRITABLE_VERSIONS,
-    Recipe,
-    WrittenVersion,
 )
 from saev_store.documents.writing import SHARDS_MAX_NBYTES, content_hashes, shards_bytes
 
@@ -33,11 +30,8 @@ __all__ = [
     "VERSIONS",
     "WRITABLE_VERSIONS",
     "Metadata",
-    "Recipe",
     "ShardsIndex",
-    "WrittenVersion",
     "content_hashes",
-    "depth_order",
     "match_hash",
     "new_metadata",
     "parse_json",

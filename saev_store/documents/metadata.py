@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import re
@@ -10,17 +9,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import cast
 
 import numpy as np
 
+from saev_store.core.arguments import is_mapping
 from saev_store.core.dtypes import ITEMSIZES, StoredDtype, dtype_name
 from saev_store.core.layout import RESID_POST, IntArray, Layout
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.documents._parse import Findings, parse_json, shown
+from saev_store.documents._parse import Findings, parse_json
 from saev_store.documents._rules import check_document
-from saev_store.documents.versions import PROTOCOLS, SPEC, WRITABLE_VERSIONS, Recipe, WrittenVersion
+from saev_store.documents.versions import PROTOCOLS, WRITABLE_VERSIONS, Recipe, WrittenVersion
 from saev_store.documents.writing import composed, content_hashes, replaced
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief, outside
 from saev_store.problems import Problem
@@ -36,14 +35,8 @@ class Metadata:
     """Content of a metadata.json of any version; equal to another one when their bytes are.
 
     Attributes:
-        family: The family of models, such as "clip"; any string is accepted.
-        ckpt: The model, under the name that its recorder used.
-        layers: Labels of the recorded layers, in the order of the layer axis.
-        content_tokens_per_example: Tokens of an example without CLS.
-        cls_token: Whether token 0 is a CLS token.
-        d_model: Length of one vector.
-        n_examples: Examples in all shards together.
-        max_tokens_per_shard: The budget of vectors per shard from which the capacity follows (docs/protocol.md, section 3).
+        family, ckpt, layers, content_tokens_per_example, cls_token, d_model, n_examples, max_tokens_per_shard, hook_points,
+        text: As in `new_metadata`; `layers` in the order of the layer axis.
         data: The description of the data set: a dict, or a string that may be a pickle. Opaque; treat it as read-only.
         dataset: Where the data set was, as the writer saw it; None in documents without it.
         pixel_agg: How pixel labels became token labels; None where it is null or absent.
@@ -55,9 +48,7 @@ class Metadata:
         layout: The geometry it implies.
         problems: Warnings; a document with an error is never made.
         where: The file or URL it was read from.
-        hook_points: Where in its layer each entry of the layer axis was taken; None where all are "resid_post".
         token_arrays: What the document declares for each content token; `labels.bin` of older stores is not among them.
-        text: How texts were cut into examples; None for other data.
 
     >>> meta = new_metadata(family="clip", ckpt="ViT-B-16/openai", layers=[2, 5, 11], content_tokens_per_example=4,
     ...                     cls_token=True, d_model=8, n_examples=7, max_tokens_per_shard=50)
@@ -112,16 +103,6 @@ class Metadata:
         return {key: value for key, value in _contents_of(self).items() if key not in known}
 
     @cached_property
-    def keys(self) -> tuple[str, ...]:
-        """The top-level keys, as written and in that order."""
-        return tuple(_contents_of(self))
-
-    @cached_property
-    def hashes(self) -> dict[Recipe, str]:
-        """The hash by each recipe, of the document as it was read, unknown keys included."""
-        return content_hashes(_contents_of(self))
-
-    @cached_property
     def hash(self) -> str:
         """The name of the folder that this document belongs into, by the recipe of its version."""
         return content_hashes(_contents_of(self))[self.version.recipe]
@@ -155,14 +136,25 @@ def parse_metadata(raw: bytes, *, where: str) -> Metadata:
     Warns:
         SaevStoreWarning: a minor version that is not known; it is read like the one before.
     """
-    contents = parse_json(raw, where=where, max_nbytes=METADATA_MAX_NBYTES)
-    findings = Findings(where)
-    if not isinstance(contents, dict):
-        findings.add("wrong_type", f"it is {shown(contents)}; it must be an object")
-        raise findings.error(remedy="Check that this is the metadata.json of a store.")
-    values, version, layout = check_document(cast("dict[str, object]", contents), findings)
+    contents, findings = parse_json(raw, where=where, max_nbytes=METADATA_MAX_NBYTES), Findings(where)
+    if not is_mapping(contents):
+        findings.add("wrong_type", f"it is {brief(contents)}; it must be an object")
+        raise findings.error("Check that this is the metadata.json of a store.")
+    values, version, layout = check_document(contents, findings)
     values.pop("spec", None)
-    _find_oddities(values["protocol"], values["data"], values["layers"], version, findings)
+    protocol, layers = values["protocol"], values["layers"]
+    if protocol not in PROTOCOLS:
+        message = (
+            f'"protocol" is {brief(protocol)}, a minor version that is not known; it is read like {version.protocol}'
+        )
+        findings.add("unknown_minor", message, "protocol", severity="warning")
+        warnings.warn(f"{where}: {message}", SaevStoreWarning, stacklevel=outside())
+    if list(layers) != sorted(layers, key=lambda layer: (layer < 0, layer)):
+        message = (
+            f'"layers" is {brief(layers)}, which is not the order in which a model runs them; the reference writer stores them '
+            "in that order, so they may be mislabelled. Compare a vector with a fresh forward pass"
+        )
+        findings.add("layer_order", message, "layers", severity="warning")
     return Metadata(
         **values,
         version=version,
@@ -174,83 +166,8 @@ def parse_metadata(raw: bytes, *, where: str) -> Metadata:
     )
 
 
-def _find_oddities(
-    protocol: str, data: object, layers: tuple[int, ...], version: WrittenVersion, findings: Findings
-) -> None:
-    """Add a warning for each oddity of a document that is right.
-
-    Warns:
-        SaevStoreWarning: a minor version that is not known.
-    """
-    if protocol not in PROTOCOLS:
-        message = (
-            f'"protocol" is {shown(protocol)}, a minor version that is not known; it is read like {version.protocol}, '
-            "which minor versions must allow"
-        )
-        findings.add("unknown_minor", message, loc=("protocol",), severity="warning")
-        warnings.warn(f"{findings.where}: {message}", SaevStoreWarning, stacklevel=outside())
-    elif protocol != version.protocol:
-        findings.add(
-            "unusual_protocol",
-            f'"protocol" is {shown(protocol)}, but no writer is known that used it with the keys of '
-            f"{version.spelling.name}",
-            loc=("protocol",),
-            severity="warning",
-        )
-    kind = "string" if isinstance(data, str) else "object"
-    if version.data not in {kind, "either"}:
-        findings.add(
-            "unusual_data",
-            f'"data" is {"a string" if kind == "string" else "an object"}; writers of {version.title} make it '
-            f"{'an object' if kind == 'string' else 'a string'}",
-            loc=("data",),
-            severity="warning",
-        )
-    in_order = depth_order(layers)
-    if not in_order:
-        some = f"{list(layers[:8])}{' and more' if len(layers) > 8 else ''}"
-        doubt = (
-            "which is not the order in which a model runs them"
-            if in_order is False
-            else "and whether that is the order in which a model runs them depends on its depth"
-        )
-        findings.add(
-            "layer_order",
-            f'"layers" is {some}, {doubt}; the reference writer stores layers in the order in which they run, so they may '
-            "be mislabelled. Compare a vector with a fresh forward pass",
-            loc=("layers",),
-            severity="warning",
-        )
-
-
-def depth_order(layers: tuple[int, ...]) -> bool | None:
-    """True if layers are listed in the order in which a model runs them; None if that depends on its depth.
-
-    Negative labels count from the end, and the depth is not in the document.
-
-    >>> depth_order((2, 5, 11)), depth_order((11, 2)), depth_order((3, -1)), depth_order((3, -2))
-    (True, False, True, None)
-    """
-    for part in ([layer for layer in layers if layer >= 0], [layer for layer in layers if layer < 0]):
-        if any(a > b for a, b in pairwise(part)):
-            return False
-    certain: bool | None = True
-    for a, b in pairwise(layers):
-        if a == -1 and b >= 0:  # the last layer cannot come before one counted from the start
-            return False
-        if (a >= 0) != (b >= 0) and b != -1:
-            certain = None
-    return certain
-
-
 def match_hash(meta: Metadata, dirname: str) -> Recipe | None:
-    """The recipe by which `dirname` is the right name for this document's folder, None if none is.
-
-    >>> meta = new_metadata(family="clip", ckpt="b", layers=[0], content_tokens_per_example=4, cls_token=False,
-    ...                     d_model=8, n_examples=7, max_tokens_per_shard=50)
-    >>> match_hash(meta, meta.hash), match_hash(meta, "renamed")
-    ('sorted-ascii', None)
-    """
+    """The recipe by which `dirname` is the right name for this document's folder, None if none is."""
     document = _contents_of(meta)
     for plus in (b"+", b""):  # writers of the field order print 1e16 as 1e+16 or as 1e16, by the age of their library
         for recipe, name in content_hashes(document, plus=plus).items():
@@ -310,58 +227,38 @@ def new_metadata(
         ArgumentError: a value breaks a rule, or the version has no such key; all problems in one message.
 
     >>> new_metadata(protocol="1.0.0", family="clip", ckpt="b", layers=[0], content_tokens_per_example=4, cls_token=False,
-    ...              d_model=8, n_examples=7, max_tokens_per_shard=50).keys[:4]
-    ('vit_family', 'vit_ckpt', 'layers', 'n_patches_per_img')
+    ...              d_model=8, n_examples=7, max_tokens_per_shard=50).count_key
+    'n_imgs'
     """
     if max_tokens_per_shard is None:
         max_tokens_per_shard = _default_budget(
             n_examples, layers, content_tokens_per_example, cls_token, d_model, dtype
         )
-    values: dict[str, object] = {
-        "family": family,
-        "ckpt": ckpt,
-        "layers": layers,
-        "content_tokens_per_example": content_tokens_per_example,
-        "cls_token": cls_token,
-        "d_model": d_model,
-        "n_examples": n_examples,
-        "max_tokens_per_shard": max_tokens_per_shard,
-        "data": data,
-        "dataset": dataset,
-        "pixel_agg": pixel_agg,
-    }
-    # Anything but a sequence or mapping is passed as it is, to be refused like the same value in a document.
-    ours: dict[str, object] = {"hook_points": hook_points, "token_arrays": token_arrays, "text": text}
-    if isinstance(hook_points, (list, tuple)):
-        with contextlib.suppress(TypeError):  # layers without a length are refused with the document
-            are_default = [*hook_points] == [RESID_POST] * len(layers)
-            ours["hook_points"] = None if are_default else [*hook_points]  # expressed by leaving them out
+    if isinstance(hook_points, (list, tuple)) and hook_points and all(point == RESID_POST for point in hook_points):
+        hook_points = None  # expressed by leaving them out
+    arrays: object = token_arrays
     if isinstance(token_arrays, Mapping):
         kinds = {name: dtype_name(kind) or kind for name, kind in token_arrays.items()}
-        ours["token_arrays"] = [{"name": name, "dtype": kind} for name, kind in kinds.items()] or None
-    if not isinstance(dtype, str):
-        name = dtype_name(dtype)
-        if name is None:
-            raise ArgumentError(f"dtype is {brief(dtype)}; it must be {', '.join(ITEMSIZES)}", where="dtype")
-        dtype = cast("StoredDtype", name)
+        arrays = [{"name": name, "dtype": kind} for name, kind in kinds.items()] or None
+    name = dtype_name(dtype)
+    if name is None:
+        raise ArgumentError(f"dtype is {brief(dtype)}; it must be {', '.join(ITEMSIZES)}", where="dtype")
     if protocol is None:
-        is_ours = dtype != "float32" or any(value is not None for value in ours.values())
+        is_ours = name != "float32" or any(value is not None for value in (hook_points, arrays, text))
         protocol = "3.0" if is_ours else "2.0"
-    values |= ours
-    is_new = isinstance(protocol, str) and protocol == "3.0"  # pyright: ignore[reportUnnecessaryIsInstance]  # an array has no truth
-    values |= {"spec": SPEC if is_new else None, "dtype": dtype, "protocol": protocol}
-    raw = composed(values, {} if extra is None else extra)
-    return _checked(raw, WRITABLE_VERSIONS[protocol])
+    values: dict[str, object] = {
+        "family": family, "ckpt": ckpt, "layers": layers, "content_tokens_per_example": content_tokens_per_example,
+        "cls_token": cls_token, "d_model": d_model, "n_examples": n_examples, "max_tokens_per_shard": max_tokens_per_shard,
+        "data": data, "dataset": dataset, "pixel_agg": pixel_agg, "hook_points": hook_points, "token_arrays": arrays,
+        "text": text, "spec": None, "dtype": name, "protocol": protocol,
+    }  # fmt: skip
+    return _checked(composed(values, {} if extra is None else extra), WRITABLE_VERSIONS[protocol])
 
 
 def _default_budget(
     n_examples: int, layers: Sequence[int] | IntArray, content_tokens: int, cls_token: bool, d_model: int, dtype: object
 ) -> int:
-    """The default of `max_tokens_per_shard`; a crash while a store is written repeats at most a shard.
-
-    >>> _default_budget(1_000, [0, 1], 196, True, 768, "float32") // (197 * 2)  # examples in a shard
-    31
-    """
+    """The default of `max_tokens_per_shard`; a crash while a store is written repeats at most a shard."""
     try:
         n_vectors = (operator.index(content_tokens) + bool(cls_token)) * len(layers)
         nbytes = n_vectors * operator.index(d_model) * ITEMSIZES[cast("StoredDtype", dtype_name(dtype))]

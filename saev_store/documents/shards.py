@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from saev_store.core.arguments import is_list, is_mapping
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.documents._parse import Findings, key_list, parse_json, shown
+from saev_store.documents._parse import MAX_PROBLEMS, Findings, parse_json
 from saev_store.documents.versions import COUNT_KEYS
 from saev_store.documents.writing import SHARDS_MAX_NBYTES, SHORTEST_ENTRY_NBYTES, shards_bytes
-from saev_store.errors import DocumentError, UnsafeContentError
+from saev_store.errors import DocumentError, UnsafeContentError, brief
 from saev_store.problems import Problem
 
 if TYPE_CHECKING:
@@ -31,17 +31,13 @@ class ShardsIndex:
 
     Attributes:
         n_listed: Entries in the file, empty ones included.
-        count_key: The key under which they count examples.
         layout: The layout that they agree with.
         raw: The exact bytes of the file.
-        problems: Warnings; a list with an error is never made.
     """
 
     n_listed: int
-    count_key: str
     layout: Layout
     raw: bytes = field(repr=False)
-    problems: tuple[Problem, ...] = ()
 
     @property
     def counts(self) -> IntArray:
@@ -69,159 +65,71 @@ def parse_shards(raw: bytes, meta: Metadata, *, where: str) -> ShardsIndex:
 
     Raises:
         UnsafeContentError: a name leaves the folder of the store.
-        DocumentError: it is not a list of entries, or their names, order, counts or sum do not follow from the metadata;
+        DocumentError: it is not a list of entries, or their names, order or counts do not follow from the metadata;
             all problems are in `problems`.
     """
-    layout = meta.layout
+    layout, findings = meta.layout, Findings(where)
     # Nearly all files are as writers make them; the length bounds what is composed for a number that was not checked.
     if layout.n_shards * SHORTEST_ENTRY_NBYTES <= len(raw) and raw == shards_bytes(layout, meta.count_key):
-        return ShardsIndex(layout.n_shards, meta.count_key, layout, raw)
+        return ShardsIndex(layout.n_shards, layout, raw)
     max_nbytes = min(SHARDS_MAX_NBYTES, _SLACK_NBYTES + layout.n_shards * _LONGEST_ENTRY_NBYTES)
-    contents = parse_json(raw, where=where, max_nbytes=max_nbytes)
-    findings = Findings(where)
-    if not isinstance(contents, list):
-        findings.add("wrong_type", f"it is {shown(contents)}; it must be an array of shards")
-        raise findings.error(remedy="Check that this is the shards.json of a store.")
-    entries = cast("list[dict[str, object]]", contents)
-    key = _count_key(entries)
-    _find_irregular(entries, key, findings)
-    if findings.n_errors:
-        raise findings.error(remedy="Copy the file again from where the store was recorded.")
-    values = [cast("int", entry[key]) for entry in entries]
-    # All shards are full but the last one, which holds the rest; after it follow zeros. As many as are listed: the number of
-    # shards comes from the metadata, unchecked.
-    expected = [layout.examples_in(i) for i in range(len(values))]
-    if len(values) < layout.n_shards or values != expected:
-        _find_bad_counts(values, key, expected, layout, findings)
-        raise findings.error(
-            remedy="metadata.json and shards.json must be of the same recording: copy both again from where it was made."
-        )
-    if key != meta.count_key:
-        findings.add(
-            "count_key",
-            f'the counts are called "{key}"; beside metadata of {meta.version.title} writers call them "{meta.count_key}"',
-            severity="warning",
-        )
-    return ShardsIndex(len(values), key, layout, raw, tuple(findings.warnings))
-
-
-def _count_key(entries: Sequence[object]) -> str:
-    """The count key of the first entry that has one; the newest when none has."""
-    for entry in entries:
-        found = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
-        for key in COUNT_KEYS:
-            if key in found:
-                return key
-    return COUNT_KEYS[-1]
-
-
-def _find_irregular(entries: Sequence[object], key: str, findings: Findings) -> None:
-    """Add an error for each way in which an entry is malformed.
-
-    Raises:
-        UnsafeContentError: a name leaves the folder.
-    """
-    if not entries:
-        findings.add("no_shards", "it lists no shards; it must list at least one")
+    entries = parse_json(raw, where=where, max_nbytes=max_nbytes)
+    if not is_list(entries):
+        findings.add("wrong_type", f"it is {brief(entries)}; it must be an array of shards")
+        raise findings.error("Check that this is the shards.json of a store.")
+    first = entries[0] if entries and is_mapping(entries[0]) else ()
+    key = next((key for key in COUNT_KEYS if key in first), meta.count_key)
     for i, entry in enumerate(entries):
-        if findings.is_full:
+        if len(findings.errors) == MAX_PROBLEMS:
             break
-        if not isinstance(entry, dict):
-            findings.add("wrong_type", f"entry {i} is {shown(entry)}; it must be an object", loc=(i,))
-            continue
-        shard = cast("dict[str, object]", entry)
-        if shard.get("name") != shard_name(i):
-            _find_bad_name(shard, i, findings)
-        found = [count_key for count_key in COUNT_KEYS if count_key in shard]
-        if not found:
-            findings.add("missing_key", f'entry {i} has no count; it must have "{key}"', loc=(i, key))
-        elif found != [key]:
-            findings.add(
-                "mixed_spellings",
-                f'entry {i} has {key_list(found)}; all entries of a file have one key for counts, here "{key}"',
-                loc=(i, found[-1]),
-            )
-        elif type(shard[key]) is not int:
-            findings.add(
-                "wrong_value", f'entry {i}: "{key}" is {shown(shard[key])}; it must be an integer', loc=(i, key)
-            )
+        _check_entry(i, entry, key, layout, findings)
+    if len(entries) < layout.n_shards:
+        message = f"it lists {len(entries)} shards; {layout.n_examples} examples need {layout.n_shards}"
+        findings.add("too_few_shards", f"{message} of {layout.examples_per_shard}")
+    if findings.errors:
+        raise findings.error(
+            "metadata.json and shards.json must be of the same recording: copy both again from where it was made."
+        )
+    return ShardsIndex(len(entries), layout, raw)
 
 
-def _find_bad_name(shard: Mapping[str, object], i: int, findings: Findings) -> None:
-    """Add an error for the name of an entry, which is not that of its shard."""
-    if "name" not in shard:
-        findings.add("missing_key", f'entry {i} has no "name"; it must be "{shard_name(i)}"', loc=(i, "name"))
+def _check_entry(i: int, entry: object, key: str, layout: Layout, findings: Findings) -> None:
+    """Add an error for each way in which an entry does not follow from the layout; `UnsafeContentError` for a path."""
+    if not is_mapping(entry):
+        findings.add("wrong_type", f"entry {i} is {brief(entry)}; it must be an object", i)
         return
-    name = shard["name"]
+    name, count, expected = entry.get("name"), entry.get(key), layout.examples_in(i)
     if isinstance(name, str) and (name in {".", ".."} or any(mark in name for mark in "/\\\0:")):
         raise UnsafeContentError(
-            f'entry {i}: "name" is {shown(name)}, which leads out of the folder of the store; it must be '
-            f'"{shard_name(i)}"',
+            f'entry {i}: "name" is {brief(name)}, which leads out of the folder; it must be "{shard_name(i)}"',
             where=findings.where,
             remedy="Do not trust this store: no known writer makes such names.",
         )
-    findings.add(
-        "wrong_name",
-        f'entry {i}: "name" is {shown(name)}; shards are listed in order, each once, so it must be "{shard_name(i)}"',
-        loc=(i, "name"),
-    )
+    if name != shard_name(i):
+        message = f'entry {i}: "name" is {brief(name)}; shards are listed in order, so it must be "{shard_name(i)}"'
+        findings.add("wrong_name", message, i, "name")
+    if len(entry.keys() & set(COUNT_KEYS)) > 1:
+        findings.add("mixed_spellings", f'entry {i} has several counts; all entries have one, here "{key}"', i, key)
+    elif type(count) is not int or count != expected:
+        rule = f"by the metadata it holds {expected} of {layout.n_examples}"
+        findings.add("wrong_count", f'entry {i}: "{key}" is {brief(count)}; {rule}', i, key)
 
 
-def _find_bad_counts(values: list[int], key: str, expected: list[int], layout: Layout, findings: Findings) -> None:
-    """Add an error for each count that does not follow from the layout, and for a wrong sum."""
-    n_listed, n_shards, capacity = len(values), layout.n_shards, layout.examples_per_shard
-    wrong = [i for i, (value, right) in enumerate(zip(values, expected, strict=False)) if value != right]
-    for i in wrong:
-        if findings.is_full:
-            break
-        if not -(2**63) <= values[i] < 2**63:
-            message = f'entry {i}: "{key}" is {shown(values[i])}; it must fit into 63 bits'
-            findings.add("wrong_value", message, loc=(i, key))
-            continue
-        rule = (
-            f"by the metadata it holds {expected[i]} of {layout.n_examples}, {capacity} in each shard but the last one"
-        )
-        findings.add("wrong_count", f"entry {i} counts {values[i]} examples; {rule}", loc=(i,))
-    if n_listed < n_shards:
-        findings.add(
-            "too_few_shards", f"it lists {n_listed} shards; {layout.n_examples} examples need {n_shards} of {capacity}"
-        )
-    total = sum(values)
-    if total != layout.n_examples:
-        findings.add("wrong_sum", f"its counts sum to {total}; the metadata has {layout.n_examples} examples")
-
-
-def parse_token_array_size(
-    nbytes: int, array: TokenArray, layout: Layout, *, where: str, is_declared: bool = False
-) -> tuple[int, int]:
-    """The shape (n_examples, content tokens) of a token array, from the size of its file alone.
-
-    Args:
-        nbytes: Size of the file, in bytes.
-        array: Which one it is.
-        layout: The layout of its store.
-        where: The file's name, for messages.
-        is_declared: Whether the document declares the array, so that the store does not open without it.
+def parse_token_array_size(nbytes: int, array: TokenArray, layout: Layout, *, where: str) -> None:
+    """Compare the size of a token array's file with the layout of its store.
 
     Raises:
         DocumentError: the size is not the one that the layout demands.
-
-    >>> parse_token_array_size(28, LABELS, Layout(7, (2, 5, 11), 4, True, 8, 3), where="labels.bin")
-    (7, 4)
     """
-    expected, itemsize = array.nbytes(layout), array.numpy_dtype.itemsize
-    shape = (layout.n_examples, layout.content_tokens_per_example)
-    if nbytes == expected:
-        return shape
-    message = (
-        f"it has {nbytes} bytes; {shape[0]} examples x {shape[1]} content tokens of {itemsize} bytes are {expected}"
-    )
-    other = rewriting(array.name) if is_declared else f"remove it to read the store without {array.name}"
-    problem = Problem("labels_size" if array == LABELS else "token_array_size", message, where)
-    remedy = f"It is cut off or of another store: copy it again, or {other}."
-    raise DocumentError(message, where=where, remedy=remedy, problems=[problem])
+    expected = array.nbytes(layout)
+    if nbytes != expected:
+        shape = f"{layout.n_examples} examples x {layout.content_tokens_per_example} content tokens"
+        message = f"it has {nbytes} bytes; {shape} of {array.numpy_dtype.itemsize} bytes are {expected}"
+        problem = Problem("labels_size" if array == LABELS else "token_array_size", message, where)
+        remedy = f"It is cut off or of another store: copy it again, or {rewriting(array.name)}."
+        raise DocumentError(message, where=where, remedy=remedy, problems=[problem])
 
 
 def rewriting(name: str) -> str:
     """Advice on writing a lost token array again, for remedies."""
-    return f'write it anew with store.repair().restore_array("{name}", ...)'
+    return f'write it again with store.repair().restore_array("{name}", ...)'

@@ -19,8 +19,6 @@ FIELDS = (
     "family", "ckpt", "layers", "content_tokens_per_example", "cls_token", "d_model", "n_examples",
     "max_tokens_per_shard", "data", "dataset", "pixel_agg", "dtype", "protocol",
 )  # fmt: skip
-
-
 #: Those that protocol 3.0 adds, in the order in which they are written, before `dtype` and `protocol`.
 NEW_FIELDS = ("hook_points", "token_arrays", "text", "spec")
 #: The value of `spec` in a document of ours: a version 3 without it is another project's.

@@ -6,15 +6,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import numpy as np
 
+from saev_store.core.arguments import is_mapping
 from saev_store.core.layout import Layout
-from saev_store.documents._parse import key_list, shown
-from saev_store.documents.versions import COUNT_KEYS, NEW_FIELDS, WRITABLE_VERSIONS, Recipe, WrittenVersion
-from saev_store.errors import ArgumentError
+from saev_store.documents.versions import NEW_FIELDS, SPEC, WRITABLE_VERSIONS, Recipe, WrittenVersion
+from saev_store.errors import ArgumentError, brief
 
 #: The most bytes that a shards.json may have: room for about eight million shards.
 SHARDS_MAX_NBYTES = 512 * 2**20
@@ -22,7 +22,7 @@ SHORTEST_ENTRY_NBYTES = 45
 #: Fields that identify the version of a document; a change would make another version of it.
 _FIXED = frozenset({"dtype", "protocol", "spec"})
 #: What a new document has where no value was given, in the versions that write the key.
-_DEFAULTS = {"dataset": "", "pixel_agg": "majority"}
+_DEFAULTS = {"dataset": "", "pixel_agg": "majority", "spec": SPEC}
 #: A string, which is left alone, or a number with a positive exponent.
 _STRING_OR_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|(\d[eE])\+?(?=\d)')
 
@@ -80,42 +80,27 @@ def composed(values: Mapping[str, object], extra: Mapping[str, object]) -> bytes
     """
     protocol = values["protocol"]
     if not isinstance(protocol, str) or protocol not in WRITABLE_VERSIONS:
-        raise ArgumentError(
-            f"protocol is {shown(protocol)}; new stores are written as {', '.join(WRITABLE_VERSIONS)}",
-            where="protocol",
-        )
+        known = ", ".join(WRITABLE_VERSIONS)
+        raise ArgumentError(f"protocol is {brief(protocol)}; new stores are written as {known}", where="protocol")
     version = WRITABLE_VERSIONS[protocol]
+    known = version.fields if "dataset" in version.writes else version.writes
     document: dict[str, object] = {}
-    _check_needed(protocol, values)
     for name, given in values.items():
         value = _DEFAULTS.get(name) if given is None and name in version.writes else given
-        if name in {"dataset", "pixel_agg"} and value is not None and "dataset" not in version.writes:
-            raise ArgumentError(f"protocol {protocol} has no {name}", where=name, remedy="Leave it out.")
-        if (name in version.writes and name not in NEW_FIELDS) or value is not None:
-            document[version.spelling.keys[name]] = _data_for(version, value) if name == "data" else plain(value)
-    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
-        raise ArgumentError(f"extra is {shown(extra)}; it must map names to JSON values", where="extra")
+        if value is not None and name not in known:
+            raise ArgumentError(f"protocol {protocol} has no {name}", where="protocol", remedy="Leave one of them out.")
+        if value is not None or (name in version.writes and name not in NEW_FIELDS):
+            document[version.spelling.keys[name]] = _data_for(version, value) if name == "data" else value
+    is_plain = document.get("dtype") == "float32" and not document.keys() & {"hook_points", "token_arrays", "text"}
+    if is_plain == (protocol == "3.0"):
+        rule = "16 bits, hook points, token arrays and texts need protocol 3.0, and all else must be 2.0 or older"
+        raise ArgumentError(f"protocol is {protocol}; {rule}", where="protocol", remedy="Leave protocol out.")
+    if not is_mapping(extra):
+        raise ArgumentError(f"extra is {brief(extra)}; it must map names to JSON values", where="extra")
     taken = sorted(extra.keys() & document.keys())
     if taken:
-        raise ArgumentError(f"extra has {key_list(taken)}, which protocol {protocol} defines itself", where="extra")
+        raise ArgumentError(f"extra has {', '.join(taken)}, which protocol {protocol} defines itself", where="extra")
     return encoded({**document, **extra}, version, allow_nan=False)
-
-
-def _check_needed(protocol: str, values: Mapping[str, object]) -> None:
-    """Refuse what a protocol cannot hold, and protocol 3.0 if an older one holds the same."""
-    new = [name for name in ("hook_points", "token_arrays", "text") if values.get(name) is not None]
-    if values.get("dtype") != "float32":
-        new.append("dtype")
-    if protocol != "3.0" and new:
-        raise ArgumentError(
-            f"protocol {protocol} cannot hold {key_list(new)}", where="protocol", remedy='Leave it out, or use "3.0".'
-        )
-    if protocol == "3.0" and not new:
-        raise ArgumentError(
-            "protocol 3.0 is written only if 2.0 cannot hold the same: 16 bits, hook points, token arrays, text",
-            where="protocol",
-            remedy="Leave protocol out: every reader then reads the store.",
-        )
 
 
 def replaced(document: Mapping[str, object], version: WrittenVersion, changes: Mapping[str, object]) -> bytes:
@@ -131,7 +116,7 @@ def replaced(document: Mapping[str, object], version: WrittenVersion, changes: M
             raise ArgumentError(f"{name!r} cannot be changed; these can: {', '.join(can)}", where=name)
         key = version.spelling.keys[name]
         is_new = key not in changed
-        changed[key] = _data_for(version, value) if name == "data" and not isinstance(value, str) else plain(value)
+        changed[key] = _data_for(version, value) if name == "data" and not isinstance(value, str) else value
         if is_new:  # It comes where writers have it, which is before the last two.
             for last in ("dtype", "protocol"):
                 changed[last] = changed.pop(last)
@@ -145,7 +130,7 @@ def encoded(document: Mapping[str, object], version: WrittenVersion, *, allow_na
         ArgumentError: something in it has no JSON form.
     """
     try:
-        text = json.dumps(document, indent=4, allow_nan=allow_nan)
+        text = json.dumps(document, indent=4, allow_nan=allow_nan, default=_plain)
         if version.style == "indent-4-ascii":
             return text.encode("ascii")
         # Through the text first: the fast writer would accept sets, bytes and dates.
@@ -154,69 +139,45 @@ def encoded(document: Mapping[str, object], version: WrittenVersion, *, allow_na
         raise ArgumentError(f"it has no JSON form ({exc})", where="metadata", remedy="Use plain values.") from None
 
 
-def plain(value: object) -> object:
-    """NumPy scalars and arrays, ranges, tuples and paths as what JSON has for them; all else as it is."""
+def _plain(value: object) -> object:
+    """NumPy scalars and arrays, ranges, mappings and paths as what JSON has for them."""
     if isinstance(value, np.ndarray | np.generic):
         return cast("object", value.tolist())
-    if isinstance(value, tuple | range | list):
-        try:
-            return [plain(item) for item in cast("Iterable[object]", value)]
-        except RecursionError:
-            raise ArgumentError("it is nested too deeply, or contains itself", where="metadata") from None
-    return os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
+    if isinstance(value, range) or is_mapping(value):
+        return dict(value) if is_mapping(value) else list(cast("range", value))
+    if isinstance(value, os.PathLike):
+        return os.fspath(cast("os.PathLike[str]", value))
+    raise TypeError(f"{type(value).__name__} is not a type of JSON")
 
 
 def _data_for(version: WrittenVersion, value: object) -> object:
     """`data` as the version has it: an object, or a string with the object's compact JSON."""
-    given = {} if value is None else dict(cast("Mapping[str, object]", value)) if isinstance(value, Mapping) else value
-    if not isinstance(given, dict):
-        if version.data != "string":
-            rule = f"protocol {version.protocol} wants an object"
-            raise ArgumentError(f"data is {shown(given)}; {rule}", where="data", remedy="Pass a dict.")
-        return given
+    if value is not None and not is_mapping(value):
+        if version.data == "string":
+            return value
+        rule = f"protocol {version.protocol} wants an object"
+        raise ArgumentError(f"data is {brief(value)}; {rule}", where="data", remedy="Pass a dict.")
     if version.data != "string":
-        return cast("dict[str, object]", given)
+        return value or {}
     try:
-        return json.dumps(given, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return json.dumps(value or {}, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as exc:
         raise ArgumentError(f"data has no JSON form ({exc})", where="data", remedy="Use plain values.") from None
 
 
 def shards_bytes(layout: Layout, count_key: str, *, trailing_empty: bool = False) -> bytes:
-    """The shards.json of a layout, formatted as the reference writers format it.
-
-    Args:
-        layout: The layout to list the shards of.
-        count_key: "n_imgs", "n_ex" or "n_examples": `Metadata.count_key`.
-        trailing_empty: Whether to list one more shard with no example, as the reference writers do when the last shard is
-            full.
+    r"""The shards.json of a layout, as the reference writers format it; they list one more shard behind a full last one.
 
     Raises:
-        ArgumentError: the key is not known, or the list would be larger than `SHARDS_MAX_NBYTES`.
+        ArgumentError: the list would be larger than `SHARDS_MAX_NBYTES`.
 
-    >>> print(shards_bytes(Layout(4, (0,), 4, True, 8, 3), "n_ex").decode())
-    [
-      {
-        "name": "acts000000.bin",
-        "n_ex": 3
-      },
-      {
-        "name": "acts000001.bin",
-        "n_ex": 1
-      }
-    ]
+    >>> shards_bytes(Layout(1, (0,), 4, True, 8, 3), "n_ex")
+    b'[\n  {\n    "name": "acts000000.bin",\n    "n_ex": 1\n  }\n]'
     """
-    if count_key not in COUNT_KEYS:
-        raise ArgumentError(
-            f"count_key is {shown(count_key)}; it must be one of {key_list(COUNT_KEYS)}", where="count_key"
-        )
     n_listed = layout.n_shards + trailing_empty
     if n_listed * SHORTEST_ENTRY_NBYTES > SHARDS_MAX_NBYTES:
-        raise ArgumentError(
-            f"{n_listed} shards make a shards.json of more than {SHARDS_MAX_NBYTES} bytes",
-            where="max_tokens_per_shard",
-            remedy="Use a larger budget for each shard.",
-        )
+        message = f"{n_listed} shards make a shards.json of more than {SHARDS_MAX_NBYTES} bytes"
+        raise ArgumentError(message, where="max_tokens_per_shard", remedy="Use a larger budget for each shard.")
     capacity, last = layout.examples_per_shard, layout.n_shards - 1
     name = '  {\n    "name": "acts%06d.bin",\n    "' + count_key + '": '  # that of `shard_name`, for all shards at once
     entries = [f"{name}{capacity}\n  }}"] * last + [f"{name}{layout.examples_in(last)}\n  }}"]

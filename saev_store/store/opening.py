@@ -258,7 +258,7 @@ def open_store(
         if isinstance(transport, LocalTransport):  # from now on only these files are read
             transport.expect(seen.files)
     else:
-        problems = [*metadata.problems, *index.problems, *check_dirname(metadata, name)]
+        problems = [*metadata.problems, *check_dirname(metadata, name)]
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors and not damaged_ok:
         raise _refusal(url, errors, {array.file_name for array in metadata.recordable})

@@ -112,7 +112,7 @@ class TokenArrays(Mapping[str, TokenValues]):
             return values
         array = self.declared(name)
         where = f"{self._transport.url}/{array.file_name}"
-        if not find_token_array(self._transport, self._layout, array, is_declared=self.is_declared):
+        if not find_token_array(self._transport, self._layout, array):
             raise NotFoundError(
                 "the document declares this token array, but the file is missing",
                 where=where,
@@ -126,7 +126,7 @@ class TokenArrays(Mapping[str, TokenValues]):
         return values
 
 
-def find_token_array(transport: Transport, layout: Layout, array: TokenArray, *, is_declared: bool = False) -> bool:
+def find_token_array(transport: Transport, layout: Layout, array: TokenArray) -> bool:
     """Return True if the file of a token array is there; its size is compared, nothing is read.
 
     Raises:
@@ -136,7 +136,7 @@ def find_token_array(transport: Transport, layout: Layout, array: TokenArray, *,
         size = transport.size(array.file_name)
     except NotFoundError:
         return False
-    parse_token_array_size(size, array, layout, where=f"{transport.url}/{array.file_name}", is_declared=is_declared)
+    parse_token_array_size(size, array, layout, where=f"{transport.url}/{array.file_name}")
     return True
 
 

@@ -134,7 +134,7 @@ def survey_store(transport: Transport, metadata: Metadata, index: ShardsIndex) -
 def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirname: str | None) -> list[Problem]:
     """`quick_checks` on an existing survey. Pure."""
     layout = metadata.layout
-    problems = [*metadata.problems, *index.problems, *check_dirname(metadata, dirname)]
+    problems = [*metadata.problems, *check_dirname(metadata, dirname)]
     for shard_idx, name in enumerate(index.names):
         size, _ = seen.files.get(name, _NO_FILE)
         # Nearly all shards are full: only the others are worth a closer look.
@@ -152,10 +152,9 @@ def check_dirname(metadata: Metadata, dirname: str | None) -> Iterator[Problem]:
     """A warning if no recipe of any version makes the folder's name from its document."""
     if dirname is None or match_hash(metadata, dirname) is not None:
         return
-    tried = ", ".join(metadata.hashes)
     yield Problem(
         "hash_mismatch",
-        f"the folder is named {dirname!r}, but no recipe ({tried}) makes that name from metadata.json; the one of its "
+        f"the folder is named {dirname!r}, but no recipe makes that name from metadata.json; the one of its "
         f"version gives {metadata.hash}. The metadata was changed after recording, or the folder renamed: check that it "
         "describes this store",
         where="metadata.json",

@@ -118,7 +118,7 @@ class ZarrView(Store):
         array = self._keys.token_arrays.get(path)
         if array is not None and path not in self._compared:
             layout = self._keys.layout
-            await asyncio.to_thread(find_token_array, self._transport, layout, array, is_declared=True)
+            await asyncio.to_thread(find_token_array, self._transport, layout, array)
             self._compared.add(path)
         # Numbers are converted as a whole.
         wanted = slice(0, nbytes) if part is None or extent.dtype else _bounds(part, nbytes)

@@ -168,7 +168,7 @@ def test_validate_several_damages_lists_all_of_them(tmp_path: Path) -> None:
     report = look(store)
     assert report.lost == spans(store.dull_lost()) == ((0, 8), (13, 20))
     assert report.n_lost == 15
-    kinds = ["missing_shard", "missing_shard", "short_shard", "missing_shard", "layer_order", "count_key"]
+    kinds = ["missing_shard", "missing_shard", "short_shard", "missing_shard", "layer_order"]
     assert [kind for kind, _, _ in found(report)] == kinds
 
 

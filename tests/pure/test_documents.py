@@ -32,7 +32,6 @@ from saev_store.documents import (
     WRITABLE_VERSIONS,
     Metadata,
     content_hashes,
-    depth_order,
     match_hash,
     new_metadata,
     parse_json,
@@ -87,7 +86,7 @@ def judged(room: str, raw: bytes) -> dict[str, object]:
                 found, problems = {"since": meta.version.since}, meta.problems
             else:
                 index = parse_shards(raw, META, where="store/shards.json")
-                found, problems = {"counts": index.counts.tolist()}, index.problems
+                found, problems = {"counts": index.counts.tolist()}, ()
         except SaevStoreError as error:
             assert error.remedy
             found = {"kind": error.kind, "where": error.where, "error": type(error).__name__}
@@ -101,10 +100,7 @@ def test_documents_right_and_wrong_are_judged_as_recorded() -> None:
     """Some two hundred documents: class, kinds, places and severities. Of many problems the first two and the last."""
     assert len(CASES) > 190
     for case in CASES:
-        expected = {key: case[key] for key in case.keys() - {"room", "about", "raw", "message", "remedy"}}
-        expected["problems"] = [problem[:3] for problem in case["problems"]]
-        if "warnings" in case:
-            expected["warnings"] = [warning[0] for warning in case["warnings"]]
+        expected = {key: case[key] for key in case.keys() - {"room", "about", "raw"}}
         assert judged(str(case["room"]), str(case["raw"]).encode()) == expected, case["about"]
 
 
@@ -139,9 +135,6 @@ def test_parse_json_of_anything_else_is_a_document_error_and_takes_memory_in_pro
         assert caught.value.remedy
         assert len(str(caught.value)) < 2000
         assert 1 <= len(caught.value.problems) <= 101
-    for wrong in ("{}", None, bytearray(b"{}")):
-        with pytest.raises(ArgumentError):
-            parse_metadata(wrong, where="metadata.json")
     with pytest.raises(DocumentError):
         parse_metadata(b" " * (METADATA_MAX_NBYTES + 1), where="metadata.json")
 
@@ -158,6 +151,10 @@ def places(document: object, error: type[DocumentError] = DocumentError) -> list
         parse(document)
     assert caught.value.where == "store/metadata.json"
     return [problem.loc for problem in caught.value.problems]
+
+
+def keys_of(meta: Metadata) -> list[str]:
+    return list(json.loads(meta.raw))
 
 
 def spelled() -> list[dict[str, object]]:
@@ -180,13 +177,13 @@ def test_each_version_opens_under_canonical_names_and_can_be_changed() -> None:
             assert meta.version == version
             assert {name: getattr(meta, name) for name in GIVEN} == {**GIVEN, "layers": (2, 5)}
             assert (meta.data, meta.dataset) == (document["data"], document.get("dataset"))
-            assert (meta.keys, meta.problems) == (tuple(given_as), ())
+            assert meta.problems == ()
             assert meta.extra == {key: given_as[key] for key in given_as.keys() - document.keys()}
             assert (meta.layout.shape, meta.layout.examples_per_shard) == ((7, 2, 5, 8), 3)
             assert match_hash(meta, meta.hash) == version.recipe
             changed = meta.replace(layers=(5,), n_examples=np.int64(3), max_tokens_per_shard=5)
             assert (changed.version, changed.layers, changed.layout.examples_per_shard) == (version, (5,), 1)
-            assert (changed.keys, changed.extra, changed.data) == (meta.keys, meta.extra, meta.data)
+            assert (keys_of(changed), changed.extra, changed.data) == (list(given_as), meta.extra, meta.data)
             assert meta.replace(dataset="/elsewhere").dataset == "/elsewhere"
             assert meta.replace().hash == meta.hash != changed.hash
         for key in document:
@@ -210,10 +207,10 @@ def test_values_of_wrong_types_are_refused_each_at_its_key() -> None:
         for value in values:
             assert places({**good, key: value}) == [(key,)], (key, value)
     layers = [2, "5", 2, 5.0, True, None, 2**63, -(2**63) - 1, 11]
-    assert places({**good, "layers": layers}) == [("layers", i) for i in range(1, 8)]
-    assert len(places({**good, "layers": ["x"] * 1_000_000})) == 20
-    bad = {**good, "n_examples": "7", "cls_token": "true", "layers": [2, 2], "ckpt": None}
-    assert set(places(bad)) == {("n_examples",), ("cls_token",), ("layers", 1), ("ckpt",)}
+    for wrong in (layers, [2, 2], ["x"] * 1_000_000):
+        assert places({**good, "layers": wrong}) == [("layers",)]
+    bad = {**good, "n_examples": "7", "cls_token": "true", "layers": ["2"], "ckpt": None}
+    assert set(places(bad)) == {("n_examples",), ("cls_token",), ("layers",), ("ckpt",)}
     assert parse({**good, "layers": [-(2**63), 2**63 - 1]}).layers[0] == -(2**63)
 
 
@@ -257,9 +254,7 @@ def test_an_unknown_minor_version_opens_with_a_warning_at_the_caller(tmp_path: P
             meta = parse({**document, "protocol": protocol, "dataset": "", "shiny": 1})
         assert given[0].filename == __file__
         assert (meta.protocol, meta.n_examples, meta.extra["shiny"]) == (protocol, 7, 1)
-        assert [(p.kind, p.severity) for p in meta.problems if p.kind != "unusual_data"] == [
-            ("unknown_minor", "warning")
-        ]
+        assert [(p.kind, p.severity) for p in meta.problems] == [("unknown_minor", "warning")]
     with pytest.warns(SaevStoreWarning):
         assert meta.replace(n_examples=1).protocol == "3.7"
     plain = plain_store(tmp_path)
@@ -270,22 +265,11 @@ def test_an_unknown_minor_version_opens_with_a_warning_at_the_caller(tmp_path: P
     assert {(warning.filename, warning.lineno) for warning in caught} == {(__file__, line)}
 
 
-@given(st.integers(1, 20), st.data())
-def test_depth_order_agrees_with_every_depth_that_it_is_sure_for(depth: int, data: st.DataObject) -> None:
-    layers = data.draw(
-        st.lists(st.sampled_from(range(-depth, depth)), unique_by=lambda label: label % depth, min_size=1)
-    )
-    verdict, ordered = depth_order(tuple(layers)), [label % depth for label in layers]
-    assert verdict is None or verdict == (ordered == sorted(ordered))
-    for some, sure in (
-        ([5], True),
-        ([3, 7, -1], True),
-        ([11, 2], False),
-        ([-1, 0], False),
-        ([3, -2], None),
-        ([-2, 3], None),
-    ):
-        assert depth_order(tuple(some)) is sure
+def test_layers_that_are_not_in_the_order_of_the_model_are_a_warning() -> None:
+    good = spelled()[-2]
+    for layers, is_odd in (([5], False), ([3, 7, -1], False), ([3, -2], False), ([11, 2], True), ([-1, 0], True)):
+        kinds = [problem.kind for problem in parse({**good, "layers": layers}).problems]
+        assert kinds == ["layer_order"] * is_odd, layers
 
 
 def test_metadata_is_frozen_equal_by_its_bytes_and_picklable() -> None:
@@ -317,7 +301,7 @@ def test_new_documents_have_the_keys_and_bytes_of_the_reference_writers(
     values["max_tokens_per_shard"] = budget
     meta = new_metadata(protocol=protocol, data=data, extra=extra, **values)
     written = json.loads(meta.raw)
-    assert meta.keys == (*KEYS[protocol].split(), *extra)
+    assert keys_of(meta) == [*KEYS[protocol].split(), *extra]
     if protocol == "2.1":
         assert meta.raw == orjson.dumps(written, option=orjson.OPT_INDENT_2)
         assert json.loads(meta.data) == data
@@ -343,9 +327,9 @@ def test_new_metadata_takes_values_of_numpy_and_torch_and_has_defaults() -> None
     assert new_metadata(**{**GIVEN, "layers": range(2)}).layers == (0, 1)
     assert new_metadata(**GIVEN, dataset=PurePosixPath("/data")).dataset == "/data"
     assert (
-        new_metadata(**GIVEN, pixel_agg="x").keys
-        == META.replace(pixel_agg="x").keys
-        == tuple(KEYS["2.0"].replace("dataset", "dataset pixel_agg").split())
+        keys_of(new_metadata(**GIVEN, pixel_agg="x"))
+        == keys_of(META.replace(pixel_agg="x"))
+        == KEYS["2.0"].replace("dataset", "dataset pixel_agg").split()
     )
     newest = new_metadata(**GIVEN, protocol="2.1", data={"b": 1, "a": "ü"})
     assert (newest.data, newest.pixel_agg) == ('{"a":"\\u00fc","b":1}', "majority")
@@ -369,16 +353,16 @@ def test_new_metadata_of_values_that_break_a_rule_is_an_argument_error() -> None
     for _ in range(100_000):
         deep = [deep]
     for changes, where in [
-        ({"protocol": "1.1"}, "protocol"), ({"protocol": 2.0}, "protocol"), ({"protocol": np.array([1, 2])}, "protocol"),
+        ({"protocol": "1.1"}, "protocol"), ({"protocol": 2.0}, "protocol"),
         ({"protocol": "2.0", "dtype": "float16"}, "protocol"), ({"protocol": "3.0"}, "protocol"),
         ({"family": None}, "metadata"), ({"ckpt": b"x"}, "metadata"), ({"layers": []}, "metadata"), ({"layers": "12"}, "metadata"),
         ({"layers": [1, 1]}, "metadata"), ({"d_model": 8.5}, "metadata"), ({"n_examples": True}, "metadata"),
         ({"n_examples": float("nan")}, "metadata"), ({"n_examples": 10**5000}, "metadata"), ({"d_model": 2**61}, "metadata"),
         ({"max_tokens_per_shard": 9}, "metadata"), ({"data": "text"}, "data"), ({"data": [1]}, "data"), ({"dataset": 7}, "metadata"),
         ({"data": {"x": object()}}, "metadata"), ({"data": {1: 2, "1": 3}}, "metadata"), ({"data": {"x": deep}}, "metadata"),
-        ({"extra": [1]}, "extra"), ({"extra": {1: 2}}, "extra"), ({"extra": {"n_ex": 1}}, "extra"), ({"extra": {"n_imgs": 1}}, "metadata"),
-        ({"extra": {"x": {1, 2}}}, "metadata"), ({"protocol": "1.0.0", "dataset": "x"}, "dataset"),
-        ({"protocol": "1.0.0", "pixel_agg": "x"}, "pixel_agg"), ({"protocol": "2.1", "data": 7}, "metadata"),
+        ({"extra": {"n_ex": 1}}, "extra"), ({"extra": {"n_imgs": 1}}, "metadata"),
+        ({"extra": {"x": {1, 2}}}, "metadata"), ({"protocol": "1.0.0", "dataset": "x"}, "protocol"),
+        ({"protocol": "1.0.0", "pixel_agg": "x"}, "protocol"), ({"protocol": "2.1", "data": 7}, "metadata"),
         ({"protocol": "2.1", "data": {"x": float("inf")}}, "data"), ({"protocol": "2.1", "ckpt": "\ud800"}, "metadata"),
         ({"dtype": {1, 2}}, "dtype"), ({"token_arrays": {"x": np.float64}}, "metadata"), ({"token_arrays": {"x": object()}}, "metadata"),
     ]:  # fmt: skip
@@ -482,7 +466,8 @@ def test_match_hash_knows_every_name_that_a_writer_may_have_given() -> None:
         assert match_hash(meta, sha256(older)[:8]) == "field-order-8"
     for wrong in ("", "renamed", meta.hash.upper() + "x", meta.hash[:-1]):
         assert match_hash(meta, wrong) is None
-    assert new_metadata(**GIVEN, protocol="2.1").hash == new_metadata(**GIVEN, protocol="2.1").hashes["field-order-8"]
+    newest = new_metadata(**GIVEN, protocol="2.1")
+    assert newest.hash == content_hashes(json.loads(newest.raw))["field-order-8"]
     same = {"a": 1, "b": [2.5]}  # the same bytes by two recipes
     assert content_hashes(same)["sorted-ascii"] == content_hashes(same)["field-order"]
     assert content_hashes({"data": [float("nan"), float("-inf")]})["field-order"] == sha256(b'{"data":[null,null]}')
@@ -518,7 +503,7 @@ def test_shards_bytes_are_what_json_writes_and_parse_shards_reads(
     assert raw == json.dumps(entries(counts, meta.count_key), indent=2).encode()
     index = parse_shards(raw, meta, where="shards.json")
     assert (index.counts.tolist(), index.counts.dtype) == (counts, np.int64)
-    assert (index.n_listed, index.trailing_empty, index.problems) == (len(counts), trailing, ())
+    assert (index.n_listed, index.trailing_empty) == (len(counts), trailing)
     assert index.names == tuple(entry["name"] for entry in entries(counts))
 
 
@@ -565,11 +550,11 @@ def test_parse_shards_names_the_entry_that_breaks_a_rule() -> None:
         assert [problem.loc for problem in caught.value.problems] == [(1, place)]
     for key in COUNT_KEYS:
         index = parse_shards(json.dumps([e | {"note": 1} for e in entries([3, 3, 1], key)]).encode(), META, where="s")
-        assert [p.kind for p in index.problems] == ([] if key == "n_ex" else ["count_key"])
+        assert index.counts.tolist() == [3, 3, 1]
     mixed = [7, {**good[1]}, {"n_ex": 3}, {"name": "acts000003.bin"}, {**entries([0] * 5)[4], "n_imgs": 1}]
     with pytest.raises(DocumentError) as caught:
         parse_shards(json.dumps(mixed).encode(), META, where="s")
-    assert [p.loc for p in caught.value.problems] == [(0,), (2, "name"), (3, "n_ex"), (4, "n_ex")]
+    assert [p.loc for p in caught.value.problems] == [(0,), (2, "name"), (2, "n_ex"), (3, "n_ex"), (4, "n_ex")]
 
 
 def test_parse_shards_is_bounded_by_the_metadata_beside_it() -> None:
@@ -577,7 +562,7 @@ def test_parse_shards_is_bounded_by_the_metadata_beside_it() -> None:
     for wrong in ([{"name": "x", "n_ex": -1}] * 100_000, entries([2] * 100_000)):
         with pytest.raises(DocumentError) as caught:
             parse_shards(json.dumps(wrong).encode(), many, where="s")
-        assert (len(str(caught.value)) < 3000, len(caught.value.problems)) == (True, 101)
+        assert (len(str(caught.value)) < 3000, len(caught.value.problems)) == (True, 100)
     with pytest.raises(DocumentError):
         parse_shards(json.dumps(entries([3, 3, 1, *[0] * 3000])).encode(), META, where="s")
     raw, claims = json.dumps(entries([1])).encode(), sized(2**40, 1)
@@ -586,9 +571,8 @@ def test_parse_shards_is_bounded_by_the_metadata_beside_it() -> None:
         parse_shards(raw, claims, where="s")
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
-    for layout, key in ((Layout(2**40, (0,), 1, False, 1, 1), "n_ex"), (META.layout, "n")):
-        with pytest.raises(ArgumentError):
-            shards_bytes(layout, key)
+    with pytest.raises(ArgumentError):
+        shards_bytes(Layout(2**40, (0,), 1, False, 1, 1), "n_ex")
     assert sys.getsizeof(shards_bytes(sized(1_000_001, 1).layout, "n_ex")) > 45 * 10**6
 
 
@@ -598,9 +582,8 @@ def test_parse_shards_is_bounded_by_the_metadata_beside_it() -> None:
 def test_the_size_of_a_token_array_is_exact(n: int, tokens: int, cls_token: bool, nbytes: int, dtype: str) -> None:
     layout, array = Layout(n, (2, 5), tokens, cls_token, 8, 3), LABELS if dtype == "uint8" else TokenArray("x", dtype)
     exact = n * tokens * array.numpy_dtype.itemsize
-    assert parse_token_array_size(exact, array, layout, where="labels.bin") == (n, tokens)
-    for is_declared in (False, True):
-        if nbytes != exact:
-            with pytest.raises(DocumentError) as caught:
-                parse_token_array_size(nbytes, array, layout, where="x.bin", is_declared=is_declared)
-            assert [p.kind for p in caught.value.problems] == ["labels_size" if array == LABELS else "token_array_size"]
+    parse_token_array_size(exact, array, layout, where="labels.bin")
+    if nbytes != exact:
+        with pytest.raises(DocumentError) as caught:
+            parse_token_array_size(nbytes, array, layout, where="x.bin")
+        assert [p.kind for p in caught.value.problems] == ["labels_size" if array == LABELS else "token_array_size"]

@@ -25,8 +25,8 @@ PUBLIC = {
         pixel_to_patch_labels
     """,
     "saev_store.documents": """
-        COUNT_KEYS METADATA_MAX_NBYTES Metadata PROTOCOLS RECIPES Recipe SHARDS_MAX_NBYTES ShardsIndex VERSIONS
-        WRITABLE_VERSIONS WrittenVersion content_hashes depth_order match_hash new_metadata parse_json
+        COUNT_KEYS METADATA_MAX_NBYTES Metadata PROTOCOLS RECIPES SHARDS_MAX_NBYTES ShardsIndex VERSIONS
+        WRITABLE_VERSIONS content_hashes match_hash new_metadata parse_json
         parse_metadata parse_shards parse_token_array_size rewriting shards_bytes
     """,
     "saev_store.export": """
