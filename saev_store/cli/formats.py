@@ -139,9 +139,6 @@ def prepare(
             help="Instead of --split: tars of a split, such as 'train:shards/train_.*'; may be repeated.",
         ),
     ] = None,
-    exclude: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Exclude tars whose path contains a match.")
-    ] = None,
     sample_type: Annotated[
         str | None,
         typer.Option(help="Class of a sample, such as CaptioningSample or VQASample; CrudeWebdataset has raw parts."),
@@ -153,9 +150,6 @@ def prepare(
             metavar="FIELD=PART",
             help="The part that is a field, such as image=jpg or caption=json[caption]; may be repeated.",
         ),
-    ] = None,
-    num_workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes that read tars [default: depends on the tars].")
     ] = None,
     overwrite: Annotated[
         bool,
@@ -177,10 +171,8 @@ def prepare(
         storage_options=storage_options(option),
         split=split,
         split_parts=split_parts or (),
-        exclude=exclude,
         sample_type=sample_type,
         field_map=pairs_of(field or (), where="--field") or None,
-        num_workers=num_workers,
         overwrite=overwrite or force_overwrite,
         progress=progress,
     )
@@ -190,8 +182,6 @@ def prepare(
     emit_json({
         "url": made.url,
         "n_samples": made.n_samples,
-        "n_parts": made.n_parts,
-        "part_names": list(made.part_names),
         "shards": dict(made.shards),
         "splits": {name: list(shards) for name, shards in made.splits.items()},
         "problems": problem_dicts(made.problems),

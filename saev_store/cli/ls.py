@@ -151,8 +151,6 @@ def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
         entries = files.entries(folder) if found["type"] == "directory" else iter([found])
     except NotFoundError:
         # The key of a sample, without a part.
-        if not dataset.places.find(folder):
-            raise
         parts = dataset.parts(folder)
         entries = iter([{"name": f"{folder}.{part.name}", "size": part.nbytes, "type": "file"} for part in parts])
     rows = ((each["name"], None if each["type"] == "directory" else each["size"]) for each in entries)

@@ -119,7 +119,8 @@ class Source(ABC, Generic[SampleT_co]):
         deep, started = check_flag(deep, name="deep"), time.perf_counter()
         problems, checked_nbytes = self._check(deep, progress)
         took_s = time.perf_counter() - started
-        return Report(self.url, len(self), self._n_files, (*self.problems, *problems), deep, checked_nbytes, took_s)
+        problems = tuple(dict.fromkeys((*self.problems, *problems)))
+        return Report(self.url, len(self), self._n_files, problems, deep, checked_nbytes, took_s)
 
     def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
         """Problems beside those that opening has found, and the bytes that were read for them."""

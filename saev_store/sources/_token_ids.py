@@ -11,7 +11,7 @@ import numpy.typing as npt
 from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.sources._source import Source
 from saev_store.sources.energon import RawSample
-from saev_store.sources.energon.field_map import FieldPath, resolve
+from saev_store.sources.energon.samples import FieldPath, resolve
 
 #: Turns one text into token ids.
 Tokenizer = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]

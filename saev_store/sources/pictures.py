@@ -11,8 +11,8 @@ import numpy as np
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, brief, kind_of
 from saev_store.sources.address import Url, full_url
 from saev_store.sources.energon import EnergonDataset, RawSample
-from saev_store.sources.energon.field_map import resolve
 from saev_store.sources.energon.keys import INFO_JSON, INFO_YAML
+from saev_store.sources.energon.samples import resolve
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.pixels import FORMATS, size_px, upright_px
 from saev_store.transport import open_transport

@@ -43,7 +43,7 @@ def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
         raise MissingDependencyError(
             "an image needs Pillow",
             where=where,
-            remedy="""Run: pip install "saev-store[energon]". From Python, images="bytes" does without.""",
+            remedy='Run: pip install "saev-store[energon]"',
         ) from error
     try:
         # The content decides, not the name.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.sources.energon import EnergonDataset, RawSample
-from saev_store.sources.energon.field_map import FieldPath, resolve
+from saev_store.sources.energon.samples import FieldPath, resolve
 
 if TYPE_CHECKING:
     from saev_store.sources._source import Source

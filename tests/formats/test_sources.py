@@ -6,14 +6,13 @@ import itertools
 import json
 import shutil
 import tarfile
-import zipfile
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
 from api import MemoryTransport
-from energon_tars import METADATASET_HEAD, sample_files, tar_bytes
+from energon_tars import sample_files, tar_bytes
 from photographs import write_energon, write_folder
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import DATA, llmbatch_bytes, mmididx_bytes
@@ -24,6 +23,7 @@ from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
     DocumentError,
+    MissingShardError,
     NotFoundError,
     SaevStoreError,
     SelectionError,
@@ -35,7 +35,6 @@ from saev_store.sources import ImageFolder, MapStyle, TextFile, open_source, reo
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.address import split_address
 from saev_store.sources.energon import EnergonDataset
-from saev_store.sources.energon.metadataset import read_metadataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.llmbatch import BatchFileReader
 from saev_store.sources.mmididx import IndexedDataset, TokenSamples
@@ -114,16 +113,6 @@ def test_open_source_by_any_address_reads_the_same(tmp_path, s3_bucket):
         assert type(refusal(IndexedDataset, url, options, transport=MemoryTransport())) is ArgumentError
 
 
-def test_read_metadataset_in_an_archive_names_what_is_in_the_archive(tmp_path):
-    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        archive.writestr(
-            "d/meta.yaml", f"{METADATASET_HEAD}  train: {{path: texts, aux: {{files: 'filesystem://./x//y'}}}}\n"
-        )
-    found = read_metadataset(f"zip://d/meta.yaml::file://{tmp_path}/all.zip")["train"]
-    assert found.primary == f"zip://d/texts::file://{tmp_path}/all.zip"
-    assert found.folders == {"files": f"zip://d/x/y::file://{tmp_path}/all.zip"}
-
-
 # -- what is found -------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +174,7 @@ def test_sniff_opens_an_energon_data_set_with_missing_tars_if_that_is_allowed(tm
     (folder / "shard_1.tar").unlink()
     found = sniff(folder)
     assert (found.format, found.path) == ("energon", "e")
-    assert type(refusal(found.open)) is CorruptShardError
+    assert type(refusal(found.open)) is MissingShardError
     assert [problem.kind for problem in found.open(damaged_ok=True).problems] == ["missing_shard"]
 
 

@@ -125,7 +125,7 @@ class Prepared:
                 (folder / f"t/.{name[2:]}").write_bytes(data)
                 (folder / f"t/.{name[2:]}").rename(folder / name)
         split = ("1,0,0", "0,1,0")[version]
-        prepare(folder, split=split, overwrite=True, num_workers=1, progress=False, engine=engine)
+        prepare(folder, split=split, overwrite=True, progress=False, engine=engine)
 
     def check(self, folder: Path) -> int | None:
         try:

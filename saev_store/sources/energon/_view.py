@@ -10,17 +10,7 @@ from saev_store.core.layout import IntArray
 
 
 class View:
-    """The samples of a source in order: those of some shards, without excluded ones.
-
-    Args:
-        shard_ids: The shards in order; a shard may occur twice.
-        counts: Number of samples in each.
-        left_out: (shard, sample_index) of excluded samples.
-
-    >>> view = View([4, 2], [3, 2], [(4, 1)])
-    >>> len(view), view.places([0, 1, 2, 3]), view.position(2, 0)
-    (4, [(4, 0), (4, 2), (2, 0), (2, 1)], 2)
-    """
+    """The samples of some shards in order, without excluded ones, which are (shard, sample_index); a shard may occur twice."""
 
     def __init__(
         self, shard_ids: Sequence[int], counts: Sequence[int] | IntArray, left_out: Iterable[tuple[int, int]] = ()

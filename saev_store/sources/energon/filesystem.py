@@ -4,12 +4,13 @@
 # pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from saev_store.errors import NotFoundError, ReadOnlyError
+from saev_store.errors import NotFoundError, ReadOnlyError, SelectionError
 from saev_store.sources.energon.keys import split_name
 from saev_store.sources.energon.reader import EnergonDataset
 
@@ -26,7 +27,7 @@ class EnergonFileSystem(AbstractFileSystem):
         fo: The data set's folder.
         target_protocol: Protocol of that folder's file system.
         target_options: Options of that file system.
-        dataset: An opened data set, instead of the three; splits are ignored.
+        dataset: An opened data set, instead of the three.
     """
 
     protocol = "energon"
@@ -66,27 +67,20 @@ class EnergonFileSystem(AbstractFileSystem):
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Name, size and type of a file or folder."""
         path = self._strip_protocol(path)
-        found = split_name(path)
-        if found is not None and self._is_key(found[0]):
-            for part in self.dataset.parts(found[0]):
-                if part.name == found[1]:
+        key, name = split_name(path) or ("", "")
+        with contextlib.suppress(SelectionError):
+            for part in self.dataset.parts(key) if key else ():
+                if part.name == name:
                     return {"name": path, "size": part.nbytes, "type": "file"}
         if not path or next(self.entries(path), None) is not None:
             return {"name": path, "size": 0, "type": "directory"}
         raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
 
-    def _is_key(self, key: str) -> bool:
-        return len(self.dataset.places.find(key)) == 1
-
     def entries(self, folder: str) -> Iterator[dict[str, Any]]:
         """The entries of a folder one by one, as `ls` returns them."""
-        index = self.dataset.places.index
+        index = self.dataset.index
         if index is None:
-            raise NotFoundError(
-                "it cannot be listed: it has no index.sqlite",
-                where=self.dataset.url,
-                remedy="Run `saev-store prepare --overwrite`.",
-            )
+            raise NotFoundError("it cannot be listed: it has no index.sqlite", where=self.dataset.url)
         start, after = len(folder) + 1 if folder else 0, ("", 0)
         while rows := index.files(folder, after):
             for key, offset, part, nbytes in rows:
@@ -103,9 +97,10 @@ class EnergonFileSystem(AbstractFileSystem):
         """The bytes of a part, or a range of them; negative numbers count from the end."""
         path = self._strip_protocol(path)
         found = split_name(path)
-        if found is None or not self._is_key(found[0]):
-            raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
-        return self.dataset.part(*found, start=start, end=end)
+        with contextlib.suppress(SelectionError):
+            if found is not None:
+                return self.dataset.part(*found, start=start, end=end)
+        raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | str = "default", **options: Any) -> _PartFile:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec's own subclasses narrow it, too
         if mode != "rb":
@@ -118,10 +113,3 @@ class _PartFile(AbstractBufferedFile):
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return cast("EnergonFileSystem", self.fs).cat_file(cast("str", self.path), start, end)
-
-
-def register() -> None:
-    """Register `energon://` with fsspec, where this package is used without being installed."""
-    import fsspec
-
-    fsspec.register_implementation("energon", EnergonFileSystem, clobber=True)  # pyright: ignore[reportUnknownMemberType]  # the stubs

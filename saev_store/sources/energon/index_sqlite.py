@@ -1,8 +1,6 @@
 """`index.sqlite`: byte ranges of samples and parts. Written from scanned tars, and read although it is untrusted.
 
-The database is opened read-only and immutable. Its schema is checked before its rows are read: views, triggers, virtual tables
-and generated columns are refused. Every statement has a time limit. SQLite columns hold values of any type, so every value is
-checked when it is read. Places are compared with the headers in the tars, by whoever reads there.
+SQLite columns hold values of any type, so every value is checked when it is read. Places are compared with the tars there.
 """
 
 from __future__ import annotations
@@ -10,34 +8,33 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import tempfile
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
 import xxhash
 
-from saev_store.errors import DeadlineError, DocumentError, TransportError, UnsafeContentError, brief
-from saev_store.problems import Problem
-from saev_store.sources.energon.tars import BLOCK, Part, Sample, Shard
+from saev_store.errors import DeadlineError, DocumentError, NotFoundError, TransportError, UnsafeContentError, brief
+from saev_store.sources._files import chunks
+from saev_store.sources.energon.keys import INDEX_SQLITE
+from saev_store.sources.energon.tars import BLOCK, Part, Place, Shard
+from saev_store.transport import Transport
+from saev_store.transport.checks import os_errors
 
 #: Time limit of a statement.
 TIMEOUT_S = 60.0
-_COLUMNS = {
-    "samples": ("tar_file_id", "sample_key", "sample_index", "byte_offset", "byte_size"),
-    "sample_parts": ("tar_file_id", "sample_index", "part_name", "content_byte_offset", "content_byte_size"),
-}
 _MAX_OBJECTS = 64
 _MAX_TEXT_NBYTES = 1 << 20
 _MAX_NUMBER = 2**62
-#: Limit of the rows of one statement about `n` samples: this, and 64 for each.
-_MAX_ROWS = 100_000
-#: Parts of a folder that are read at once.
-_PAGE = 1_000
+#: Limits of rows: parts of each sample, and of all others in one statement; parts of a folder that are read at once.
+_MAX_PARTS, _MAX_ROWS, _PAGE = 64, 100_000, 1_000
 
 _JOIN = "samples AS s JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index"
 _SAMPLES = (
@@ -45,6 +42,8 @@ _SAMPLES = (
     f" p.content_byte_size FROM {_JOIN} WHERE s.tar_file_id = ? AND s.sample_index >= ? AND s.sample_index < ?"
     " ORDER BY s.sample_index, p.content_byte_offset LIMIT ?"
 )
+_LAST = "SELECT sample_index, byte_offset, byte_size FROM samples WHERE tar_file_id = ? ORDER BY 1 DESC LIMIT 1"
+_FIND = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ? ORDER BY 1, 2 LIMIT 100"
 _FILES = (
     f"SELECT s.sample_key, p.content_byte_offset, p.part_name, p.content_byte_size FROM {_JOIN}"  # noqa: S608 - constants
     " WHERE s.sample_key >= ? AND s.sample_key < ? AND (s.sample_key, p.content_byte_offset) > (?, ?)"
@@ -53,19 +52,7 @@ _FILES = (
 
 
 class SqliteIndex:
-    """The index of a data set, open for reading; may be shared between threads.
-
-    Args:
-        path: The database on this machine.
-        where: Its name in messages.
-
-    Attributes:
-        has_parts: True if it lists single parts; those of Energon 6 list samples only.
-
-    Raises:
-        UnsafeContentError: it has views, triggers, virtual tables or computed columns.
-        DocumentError: it is not a database, or has other tables.
-    """
+    """The index of a data set on this machine, open for reading; may be shared between threads."""
 
     def __init__(self, path: str, *, where: str) -> None:
         self.where = where
@@ -74,63 +61,43 @@ class SqliteIndex:
         self._db: sqlite3.Connection | None = None
         #: When the running statement is stopped. SQLite holds this list, and not the index, which would never be released.
         self._deadline_s = [0.0]
-        objects = self._rows("SELECT type, name, sql FROM sqlite_master LIMIT ?", _MAX_OBJECTS + 1)
-        if len(objects) > _MAX_OBJECTS:
-            self._refuse(f"it has more than {_MAX_OBJECTS} tables and indices")
-        for kind, name, sql in objects:
+        tables = set[str]()
+        for kind, name, sql in self._rows("SELECT type, name, sql FROM sqlite_master LIMIT ?", _MAX_OBJECTS + 1):
             if kind not in {"table", "index"} or (kind == "table" and not str(sql).upper().startswith("CREATE TABLE")):
-                self._refuse_unsafe(f"it has a {brief(kind)} {brief(name)}; an index has plain tables only")
-        self.has_parts = any(name == "sample_parts" for _, name, _ in objects)
-        for table in ("samples", "sample_parts") if self.has_parts else ("samples",):
-            found = {str(row[1]): row for row in self._rows(f"PRAGMA table_xinfo({table})")}
-            missing = [name for name in _COLUMNS[table] if name not in found]
-            if missing:
-                self._refuse(f"table {table!r} has no column {', '.join(missing)}; it has {', '.join(found) or 'none'}")
-            if any(row[6] for row in found.values()):
-                self._refuse_unsafe(f"table {table!r} has computed columns")
+                message = f"it has a {brief(kind)} {brief(name)}; an index has plain tables only"
+                raise UnsafeContentError(
+                    message, where=where, remedy="Do not trust this data set, or prepare it again."
+                )
+            tables.add(str(name))
+        if "samples" not in tables or len(tables) > _MAX_OBJECTS:
+            self._refuse(f"it has {len(tables)} tables and indices, or no table 'samples'")
+        #: False for Energon 6, which lists samples only.
+        self.has_parts = "sample_parts" in tables
 
-    # -- rows ----------------------------------------------------------------------------------------------------------
-
-    def samples(self, shard: int, first: int, end: int) -> list[Sample]:
-        """Samples `first` to `end` of a shard with their parts, in order.
-
-        Raises:
-            DocumentError: one is not there exactly once, or has no part, or one outside its place.
-        """
-        limit = (end - first) * 64 + _MAX_ROWS
-        rows = self._rows(_SAMPLES, shard, first, end, limit)
-        if len(rows) == limit:
-            self._refuse(f"it has more than {limit:,} parts there")
-        self._check(rows, (int, str, int, int, str, int, int))
-        found: list[tuple[int, Sample]] = []
+    def samples(self, shard: int, first: int, end: int) -> list[Place]:
+        """Samples `first` to `end` of a shard with their parts, in order."""
+        limit = (end - first) * _MAX_PARTS + _MAX_ROWS
+        rows = self._checked((int, str, int, int, str, int, int), _SAMPLES, shard, first, end, limit)
+        found: list[tuple[int, Place]] = []
         for (index, key, offset, nbytes), group in groupby(rows, key=lambda row: row[:4]):
             parts = [Part(*row[4:]) for row in group]
             ends = [offset, *(part.offset + part.nbytes for part in parts)]
-            if ends[-1] > offset + nbytes or any(
-                part.offset < end + BLOCK for part, end in zip(parts, ends, strict=False)
-            ):
+            if ends[-1] > offset + nbytes or any(p.offset < end + BLOCK for p, end in zip(parts, ends, strict=False)):
                 self._refuse(f"a part of {brief(key)} is outside of the sample, or overlaps another one")
-            found.append((index, Sample(key, offset, nbytes, parts)))
+            found.append((index, Place(key, offset, nbytes, parts)))
         # The end may be a number that a file claims, so the lengths are compared first.
-        if len(found) != end - first or [index for index, _ in found] != list(range(first, end)):
+        if len(found) != end - first or [index for index, _ in found] != list(range(first, end)) or len(rows) == limit:
             self._refuse(f"samples {first} to {end - 1} of shard {shard} are not there exactly once, with parts")
-        return [sample for _, sample in found]
+        return [place for _, place in found]
 
     def last(self, shard: int) -> tuple[int, int]:
         """Number of samples of a shard, and the end of the last one; (0, 0) without samples."""
-        rows = self._rows(
-            "SELECT sample_index, byte_offset, byte_size FROM samples WHERE tar_file_id = ? ORDER BY 1 DESC LIMIT 1",
-            shard,
-        )
-        self._check(rows, (int, int, int))
+        rows = self._checked((int, int, int), _LAST, shard)
         return (rows[0][0] + 1, rows[0][1] + rows[0][2]) if rows else (0, 0)
 
     def find(self, key: str) -> list[tuple[int, int]]:
         """(shard, sample_index) of the samples with a key: none, one, or (Energon 7.0) several."""
-        rows = self._rows(
-            "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ? ORDER BY 1, 2 LIMIT 100", key
-        )
-        return self._check(rows, (int, int))
+        return self._checked((int, int), _FIND, key)
 
     def files(self, folder: str, after: tuple[str, int]) -> list[tuple[str, int, str, int]]:
         """Key, offset, name and size of the first parts below a folder behind `after`, a key and an offset: a page.
@@ -141,10 +108,11 @@ class SqliteIndex:
             self._refuse("it does not list parts, which Energon 6 did not index")
         # "0" follows "/"; every text sorts before a blob.
         first, end = (f"{folder}/", f"{folder}0") if folder else ("", b"")
-        return self._check(self._rows(_FILES, max(first, after[0]), end, *after, _PAGE), (str, int, str, int))
+        return self._checked((str, int, str, int), _FILES, max(first, after[0]), end, *after, _PAGE)
 
-    def _check(self, rows: list[Any], kinds: Sequence[type]) -> list[Any]:
-        """The rows, once every value is text, or an integer that is neither negative nor huge."""
+    def _checked(self, kinds: Sequence[type], statement: str, *values: object) -> list[Any]:
+        """Rows whose values are texts, or integers that are neither negative nor huge."""
+        rows = self._rows(statement, *values)
         for row in rows:
             for value, kind in zip(row, kinds, strict=True):
                 if type(value) is not kind or (kind is int and not 0 <= value < _MAX_NUMBER):
@@ -152,17 +120,7 @@ class SqliteIndex:
         return rows
 
     def _refuse(self, message: str) -> NoReturn:
-        raise DocumentError(
-            message,
-            where=self.where,
-            remedy="Prepare the data set again: `saev-store prepare --overwrite`.",
-            problems=[Problem("index_sqlite", message, self.where)],
-        )
-
-    def _refuse_unsafe(self, message: str) -> NoReturn:
-        raise UnsafeContentError(message, where=self.where, remedy="Do not trust this data set, or prepare it again.")
-
-    # -- the connection ------------------------------------------------------------------------------------------------
+        raise DocumentError(message, where=self.where, remedy="Run `saev-store prepare --overwrite`.")
 
     def _rows(self, statement: str, *values: object) -> list[Any]:
         with self._lock:
@@ -198,6 +156,29 @@ class SqliteIndex:
             self._db = None
 
 
+def open_index(transport: Transport) -> SqliteIndex | None:
+    """Open the database of a data set if there is one; a remote one is fetched whole, to a temporary file."""
+    where = transport.where(INDEX_SQLITE)
+    try:
+        nbytes = transport.size(INDEX_SQLITE)
+    except NotFoundError:
+        return None
+    if transport.local_path is not None:
+        return SqliteIndex(f"{transport.local_path}/{INDEX_SQLITE}", where=where)
+    with os_errors("$TMPDIR", "write"):
+        descriptor, path = tempfile.mkstemp(prefix="saev-store-index-", suffix=".sqlite")
+    try:
+        with os_errors(path, "write"), os.fdopen(descriptor, "wb") as file:  # closing writes the rest
+            for chunk in chunks(transport, INDEX_SQLITE, nbytes):
+                file.write(chunk)
+        index = SqliteIndex(path, where=where)
+    except BaseException:
+        os.unlink(path)
+        raise
+    weakref.finalize(index, Path(path).unlink, missing_ok=True)
+    return index
+
+
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 _NAMESPACE = uuid.UUID("d0a3a1d8-8e6a-5b0f-9e6e-3f2f4a4c9b10")
@@ -221,12 +202,7 @@ PRAGMA journal_mode = DELETE;
 
 
 def build_index(path: str, shards: Iterable[Shard], *, where: str) -> str:
-    """Write the tables and indices of Energon 7.4 to an empty file of this machine, and return the UUID of the content.
-
-    Raises:
-        DocumentError: two samples share a key.
-        TransportError: the database cannot be written.
-    """
+    """Write the tables and indices of Energon 7.4 to an empty file of this machine, and return the UUID of the content."""
     hasher = xxhash.xxh3_128()
     db = sqlite3.connect(path, isolation_level=None)
     try:
@@ -238,14 +214,8 @@ def build_index(path: str, shards: Iterable[Shard], *, where: str) -> str:
             try:
                 db.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", samples)
             except sqlite3.IntegrityError:
-                index = db.total_changes - n_before
-                message = f"sample {index} has the key {brief(shard.samples[index].key)}, and so has a sample before it"
-                raise DocumentError(
-                    f"{brief(shard.name)}: {message}",
-                    where=where,
-                    remedy="Give each sample a name of its own; files of one sample must follow each other in the tar.",
-                    problems=[Problem("repeated_key", message, shard.name)],
-                ) from None
+                message = f"{brief(shard.name)} repeats {brief(shard.samples[db.total_changes - n_before].key)}"
+                raise DocumentError(message, where=where, remedy="Give each sample a name of its own.") from None
             parts = ((shard_id, i, *part) for i, sample in enumerate(shard.samples) for part in sample.parts)
             db.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
         db.executescript(_AFTER)  # which commits first

@@ -1,4 +1,4 @@
-"""Names: the files of `.nv-meta`, sample and part of a file in a tar, and safe names of shards. Pure."""
+"""Names: the files of `.nv-meta`, sample and part of a file in a tar, and safe names of shards."""
 
 from __future__ import annotations
 
@@ -14,51 +14,25 @@ SPLIT_YAML, SPLIT_JSON = f"{META}/split.yaml", f"{META}/split.json"
 DATASET_YAML = f"{META}/dataset.yaml"
 INDEX_SQLITE, INDEX_UUID = f"{META}/index.sqlite", f"{META}/index.uuid"
 
+#: Energon's own expression: the name is split at the first dot behind the folders.
 _MEMBER = re.compile(r"(?!__[^/]*__(?:/|$))((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and part of a member's name; None for a member that does not belong to a sample.
-
-    The name is split at the first dot after the folders, by the expression that Energon has.
-
-    >>> split_name("doc.v1/000.img1.jpg"), split_name("__meta__/x.json"), split_name(".hidden")
-    (('doc.v1/000', 'img1.jpg'), None, None)
-    """
+    """Key and part of a member's name; None for a member that does not belong to a sample."""
     match = _MEMBER.fullmatch(name)
     return (match[1], match[2]) if match else None
 
 
-def is_safe_path(name: str) -> bool:
-    r"""Return True if a shard's name stays below the data set's folder.
-
-    >>> is_safe_path("shards/000.tar"), is_safe_path("../x.tar"), is_safe_path("/x.tar"), is_safe_path("a\\b.tar")
-    (True, False, False, False)
-    """
-    if not name.isprintable() or any(mark in name for mark in ("\\", "://", "::")):
-        return False
-    return not any(part in {"", ".", ".."} for part in name.split("/"))
-
-
-def check_shard_names(names: Iterable[str], *, where: str) -> None:
-    """Check that every name stays below the data set's folder.
-
-    Raises:
-        UnsafeContentError: one does not.
-    """
+def check_names(names: Iterable[str], *, where: str) -> None:
+    """Raise `UnsafeContentError` if a file's name leaves its folder."""
     for name in names:
-        if not is_safe_path(name):
-            raise UnsafeContentError(
-                f"{brief(name)} names a file outside the data set; a shard's name is relative, without '..'",
-                where=where,
-                remedy="Do not trust this data set: no tool writes such a name.",
-            )
+        is_odd = not name.isprintable() or any(mark in name for mark in ("\\", "://", "::"))
+        if is_odd or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            message = f"{brief(name)} names a file outside the folder; names are relative, without '..'"
+            raise UnsafeContentError(message, where=where, remedy="Do not trust this data set.")
 
 
 def idx_path(shard: str) -> str:
-    """The path of the file with the offsets of a shard's samples.
-
-    >>> idx_path("shards/shard_000.tar")
-    'shards/shard_000.tar.idx'
-    """
+    """The path of the file with the offsets of a shard's samples."""
     return f"{shard.removesuffix('.tar')}.tar.idx"

@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self, SupportsIndex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Self, SupportsIndex
 
 import numpy.typing as npt
 
-from saev_store.core.arguments import check_flag
-from saev_store.errors import ArgumentError, NotFoundError, SelectionError, brief
+from saev_store._runtime.progress import Progress
+from saev_store._runtime.threads import ahead
+from saev_store.core.layout import IntArray
+from saev_store.errors import (
+    ArgumentError,
+    CorruptShardError,
+    DocumentError,
+    MissingShardError,
+    NotFoundError,
+    SaevStoreError,
+    SelectionError,
+    brief,
+)
 from saev_store.names import joined_url
+from saev_store.problems import Problem
 from saev_store.sources._files import describe_digest
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.address import Url
-from saev_store.sources.energon._places import Places, RawSample, no_part
 from saev_store.sources.energon._view import View
 from saev_store.sources.energon.documents import Documents, read_documents
-from saev_store.sources.energon.field_map import IMAGES, Images, resolve
+from saev_store.sources.energon.index_sqlite import SqliteIndex, open_index
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
-from saev_store.sources.energon.samples import SAMPLE_TYPES, CrudeSample, Sample, build
-from saev_store.sources.energon.tars import Part
-from saev_store.sources.energon.tars import Sample as Place
+from saev_store.sources.energon.samples import SAMPLE_TYPES, CrudeSample, Sample, build, resolve
+from saev_store.sources.energon.tars import BLOCK, Part, Place, is_header_of, parse_sample, read_tar_idx, scan_shard
 from saev_store.transport import Engine, Transport, open_transport
 
-if TYPE_CHECKING:
-    from saev_store.validation import Report
+N_THREADS = 16
+#: Limit of the local tars that are looked at on opening.
+_EAGER_SHARDS = 1024
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """A sample as it is stored.
+
+    Attributes:
+        key: Its name in the data set.
+        shard: The tar that contains it, relative to the data set.
+        sample_index: Its number in that tar.
+        parts: The bytes of each part, by name, in the order of the tar.
+        media: Of a joined data set: for each auxiliary one the files that the sample names, by name, in that order.
+    """
+
+    key: str
+    shard: str
+    sample_index: int
+    parts: Mapping[str, bytes] = field(repr=False)
+    media: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict[str, Mapping[str, bytes]], repr=False)
 
 
 class EnergonDataset(Source[RawSample]):
@@ -37,15 +69,10 @@ class EnergonDataset(Source[RawSample]):
     Args:
         url: The folder that contains `.nv-meta`: a path, any fsspec URL, or, with `transport`, a path below its root.
         storage_options, engine, transport: As in `open_source`.
-        images: What `sample` decodes images to: uint8 (height, width, 3) for `"rgb8"`; float32 (3, height, width) from
-            0 to 1, as in Energon, for `"torchrgb"`; `"bytes"` does not decode them.
         damaged_ok: Open it even if shards are missing or the index does not fit; `problems` lists what is wrong.
 
     Attributes:
         transport: The storage; its root is the data set's folder.
-        documents: The documents in `.nv-meta`.
-        places: Finds and reads samples by shard and number.
-        view: The positions of this source's samples.
         sample_type: Name of the sample type, `"CrudeWebdataset"`, or None where `dataset.yaml` names none of Energon's.
 
     Raises:
@@ -64,34 +91,35 @@ class EnergonDataset(Source[RawSample]):
         *,
         engine: Engine = "auto",
         transport: Transport | None = None,
-        images: Images = "rgb8",
         damaged_ok: bool = False,
     ) -> None:
-        if images not in IMAGES:
-            raise ArgumentError(f"{brief(images)} is not one of {', '.join(IMAGES)}", where="images")
         if transport is None:
             self.transport = open_transport(url, storage_options, engine=engine)
         elif storage_options is not None:
             raise ArgumentError("a transport has its options already", where="storage_options")
         else:
             self.transport = transport.at(str(url))
-        self.images: Images = images
         self._damaged_ok = damaged_ok
         self.url = self.transport.url
         self.documents: Documents = read_documents(self.transport)
-        self.places = Places(self.transport, self.documents)
+        #: None for data sets of Energon 5.
+        self.index: SqliteIndex | None = open_index(self.transport)
+        #: The index if it lists parts. Otherwise a sample's range is in `.tar.idx`, its key and parts are in the tar.
+        self._parts_index = self.index if self.index is not None and self.index.has_parts else None
+        self._offsets: dict[int, IntArray] = {}
         #: The split that `split` chose; None for all samples, also where a split is called "all".
         self._chosen_split: str | None = None
         self.view = View(range(len(self.documents.shards)), self.documents.counts)
         self.splits: tuple[str, ...] = tuple(self.documents.splits) or ("all",)
         self.sample_type = self.documents.sample_type
-        self._by_name = {name: i for i, name in enumerate(self.documents.shards)}
-        from saev_store.sources.energon.check import check_on_open
-
-        self.problems = (*self.documents.problems, *check_on_open(self, damaged_ok=damaged_ok))
+        self._n_files = len(self.documents.shards)
+        if self.transport.is_local and self._n_files <= _EAGER_SHARDS:
+            for shard in () if damaged_ok else range(self._n_files):
+                self._check_shard(shard, deep=False)
+            self.problems = self._check(False, False)[0] if damaged_ok else ()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (self.transport, self.images, self._damaged_ok, self._chosen_split))
+        return (_reopen, (self.transport, self._damaged_ok, self._chosen_split))
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -102,17 +130,13 @@ class EnergonDataset(Source[RawSample]):
         return len(self.view)
 
     def __repr__(self) -> str:
-        chosen = f" (split {self._chosen_split!r})" if self._chosen_split is not None else ""
-        splits = (f"{name} ({len(shards):,} shards)" for name, shards in self.documents.splits.items())
         facts = {
-            "samples": f"{len(self):,} in {len(self.view.shard_ids):,} shards{chosen}",
-            "splits": ", ".join(splits),
+            "samples": f"{len(self):,} in {len(self.view.shard_ids):,} shards",
+            "split": self._chosen_split or "all",
+            "splits": ", ".join(self.splits),
             "sample type": self.sample_type or "parts as they are",
-            "read through": self.transport.name,
         }
         return text_card(f"Energon {self.url}", facts, self.problems)
-
-    # -- samples ---------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, index: SupportsIndex) -> RawSample:
         """The sample at a position; negative ones count from the end."""
@@ -120,43 +144,50 @@ class EnergonDataset(Source[RawSample]):
 
     def rows(self, indices: npt.ArrayLike | slice) -> list[RawSample]:
         """Samples by position, in the order asked for; neighbours are fetched together."""
-        return self.places.fetch(self.view.places(check_positions(indices, len(self), what="sample")))
+        wanted = self.view.places(check_positions(indices, len(self), what="sample"))
+        ordered = sorted(set(wanted))
+        by_shard = [(shard, [i for _, i in pairs]) for shard, pairs in groupby(ordered, lambda pair: pair[0])]
+        n_threads = 1 if self.transport.is_local else N_THREADS  # threads pay where a request is a round trip
+        samples = [sample for group in ahead(lambda each: self._fetch(*each), by_shard, n_threads) for sample in group]
+        found = dict(zip(ordered, samples, strict=True))
+        return [found[place] for place in wanted]
 
     def raw(self, sample: SupportsIndex | str) -> RawSample:
         """The sample at a position, or with a key.
 
         Raises:
-            SelectionError: there is no such sample, or several have the key.
+            SelectionError: there is no such sample, or several have the key (Energon 7.0 allowed that).
+            NotFoundError: the data set has no index of keys.
         """
-        shard, sample_index, place = self._place(sample)
-        return self.places.read(shard, [(sample_index, place)])[0]
+        shard, number, _ = self._find(sample)
+        return self._fetch(shard, [number])[0]
 
     def part(
         self, sample: SupportsIndex | str, part: str, *, start: int | None = None, end: int | None = None
     ) -> bytes:
-        """The bytes of a part, or bytes `start` to `end` of it as a slice takes them.
+        """The bytes of a part, or bytes `start` to `end` of it as a slice takes them; otherwise as `raw`.
 
         Where the index lists parts, only these bytes and the headers before the part are read.
-
-        Raises:
-            SelectionError: there is no such sample or part.
         """
-        shard, _, place = self._place(sample)
-        for found in place.parts:
-            if found.name == part:
-                return self.places.content(shard, place, found, start=start, end=end)
-        raise no_part(place.key, part, [each.name for each in place.parts])
+        shard, _, place = self._find(sample)
+        found = next((each for each in place.parts if each.name == part), None)
+        if found is None:
+            raise SelectionError(f"sample {brief(place.key)} has no part {brief(part)}", where="part")
+        first, last, _ = slice(start, end).indices(found.nbytes)
+        before = [each.offset + -(-each.nbytes // BLOCK) * BLOCK for each in place.parts if each.offset < found.offset]
+        starts = [max([place.offset, *before]), found.offset + first]
+        ends = [found.offset, found.offset + max(first, last)]
+        headers, data = self.transport.get_ranges(self.documents.shards[shard], starts=starts, ends=ends)
+        if not is_header_of(headers, name=f"{place.key}.{part}", nbytes=found.nbytes):
+            raise self._stale(shard, f"{brief(place.key)}.{part} is not at {found.offset:,}, where the index has it")
+        return bytes(data)
 
     def parts(self, sample: SupportsIndex | str) -> tuple[Part, ...]:
         """Names, offsets in the tar and sizes (bytes) of a sample's parts."""
-        return tuple(self._place(sample)[2].parts)
+        return tuple(self._find(sample)[2].parts)
 
     def file(self, name: str) -> bytes:
-        """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`.
-
-        Raises:
-            SelectionError: there is no such file.
-        """
+        """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`."""
         found = split_name(name)
         if found is None:
             raise SelectionError(f"{brief(name)} is not the name of a part: it has no dot", where="name")
@@ -164,36 +195,78 @@ class EnergonDataset(Source[RawSample]):
 
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position."""
-        return self._place(check_index(index, len(self), what="sample"))[2].key
+        return self._find(check_index(index, len(self), what="sample"))[2].key
 
     def index_of(self, key: str) -> int:
-        """The position of a key.
-
-        Raises:
-            SelectionError: no sample of this source has it, or several have (Energon 7.0 allowed that).
-            NotFoundError: the data set has no index of keys.
-        """
-        return self._position(key, *self.places.find_one(key))
-
-    def _position(self, key: str, shard: int, sample_index: int) -> int:
-        position = self.view.position(shard, sample_index)
+        """The position of a key; raises as `raw`."""
+        found = self._with_key(key)
+        position = self.view.position(*found[0]) if len(found) == 1 else None
         if position is None:
             raise SelectionError(
-                f"sample {brief(key)} is not in split {self._chosen_split!r}, or excluded from it", where="key"
+                f"{len(found)} samples have the key {brief(key)}, or it is not in the split", where="key"
             )
         return position
 
-    def _place(self, sample: SupportsIndex | str) -> tuple[int, int, Place]:
+    def _with_key(self, key: str) -> list[tuple[int, int]]:
+        """Shard and number of all samples that have a key."""
+        if self.index is None:
+            remedy = "Run `saev-store prepare --overwrite` on it."
+            raise NotFoundError("it has no index.sqlite, so no keys: Energon 5 made it", where=self.url, remedy=remedy)
+        return self.index.find(key)
+
+    def _find(self, sample: SupportsIndex | str) -> tuple[int, int, Place]:
         """Shard, number and place of a sample of this source."""
-        if not isinstance(sample, str):
-            ((shard, sample_index),) = self.view.places([check_index(sample, len(self), what="sample")])
-            return shard, sample_index, self.places.samples(shard, sample_index, sample_index + 1)[0]
-        shard, sample_index = self.places.find_one(sample)
-        self._position(sample, shard, sample_index)
-        (place,) = self.places.samples(shard, sample_index, sample_index + 1)
-        if place.key != sample:
-            raise self.places.stale(shard, f"the index has {brief(sample)} there, the tar {brief(place.key)}")
-        return shard, sample_index, place
+        position = self.index_of(sample) if isinstance(sample, str) else check_index(sample, len(self), what="sample")
+        ((shard, number),) = self.view.places([position])
+        (place,) = self._places(shard, [number])
+        if not place.parts:
+            ((place, _),) = self._read(shard, [number])
+        if isinstance(sample, str) and place.key != sample:
+            raise self._stale(shard, f"the index has {brief(sample)} there, the tar {brief(place.key)}")
+        return shard, number, place
+
+    def _places(self, shard: int, numbers: Sequence[int]) -> list[Place]:
+        """The places of samples of one shard in ascending order; without key and parts where only the tar has them."""
+        if (index := self._parts_index) is not None:
+            return [place for first, end in _runs(numbers) for place in index.samples(shard, first, end)]
+        offsets = self._offsets_of(shard)
+        starts, ends = offsets[list(numbers)].tolist(), offsets[1:][list(numbers)].tolist()
+        return [Place("", start, end - start, []) for start, end in zip(starts, ends, strict=True)]
+
+    def _offsets_of(self, shard: int) -> IntArray:
+        """The content of a shard's `.tar.idx`, read once."""
+        if shard not in self._offsets:
+            n_samples = int(self.documents.counts[shard])
+            self._offsets[shard] = read_tar_idx(self.transport, self.documents.shards[shard], n_samples)
+        return self._offsets[shard]
+
+    def _read(self, shard: int, numbers: Sequence[int]) -> list[tuple[Place, memoryview]]:
+        """Places of samples of one shard in ascending order, and their bytes; compared with the headers in the tar."""
+        places = self._places(shard, numbers)
+        starts, ends = [each.offset for each in places], [each.offset + each.nbytes for each in places]
+        found: list[tuple[Place, memoryview]] = []
+        buffers = self.transport.get_ranges(self.documents.shards[shard], starts=starts, ends=ends)
+        for place, buffer in zip(places, buffers, strict=True):
+            parsed = parse_sample(buffer, offset=place.offset, where=self._where(shard))
+            if len(parsed) != 1 or (place.parts and (parsed[0].key, parsed[0].parts) != (place.key, place.parts)):
+                raise self._stale(shard, f"{brief(place.key)} is not at {place.offset:,}, where the index has it")
+            found.append((parsed[0], memoryview(buffer)))
+        return found
+
+    def _fetch(self, shard: int, numbers: Sequence[int]) -> list[RawSample]:
+        """Samples of one shard by their numbers, ascending."""
+        found: list[RawSample] = []
+        for number, (place, data) in zip(numbers, self._read(shard, numbers), strict=True):
+            parts = {name: bytes(data[at - place.offset :][:nbytes]) for name, at, nbytes in place.parts}
+            found.append(RawSample(place.key, self.documents.shards[shard], number, parts))
+        return found
+
+    def _where(self, shard: int) -> str:
+        return self.transport.where(self.documents.shards[shard])
+
+    def _stale(self, shard: int, message: str) -> CorruptShardError:
+        remedy = "The index belongs to another tar, or one of them is damaged: prepare the data set again."
+        return CorruptShardError(message, where=self._where(shard), remedy=remedy)
 
     def sample(self, sample: SupportsIndex | str) -> Sample:
         """A sample as `dataset.yaml` describes it: one of the types in `SAMPLE_TYPES`, or `CrudeSample`.
@@ -207,12 +280,12 @@ class EnergonDataset(Source[RawSample]):
     def decode(self, raw: RawSample) -> Sample:
         """Stored parts, such as those of `rows`, as the sample type that `dataset.yaml` names; raises as `sample`."""
         kind, field_map = SAMPLE_TYPES.get(self.sample_type or ""), self.documents.field_map
-        restore_key = (self.url, raw.shard, raw.sample_index)
-        if kind is None or not field_map:
-            return CrudeSample(__key__=raw.key, __restore_key__=restore_key, parts=raw.parts)
         where = joined_url(self.url, f"{raw.shard}/{raw.key}")
-        values = {name: resolve(path, raw.parts, where=where, images=self.images) for name, path in field_map.items()}
-        return build(kind, values, key=raw.key, restore_key=restore_key, where=where)
+        values: dict[str, object] = {"parts": raw.parts}
+        if kind is not None and field_map:
+            values = {name: resolve(path, raw.parts, where=where) for name, path in field_map.items()}
+        values |= {"__key__": raw.key, "__restore_key__": (self.url, raw.shard, raw.sample_index)}
+        return build(kind if kind is not None and field_map else CrudeSample, values, where=where)
 
     def split(self, name: str) -> Self:
         """The samples of one split, without excluded ones; `"all"` is every sample, unless a split has that name.
@@ -223,23 +296,21 @@ class EnergonDataset(Source[RawSample]):
         documents, chosen = self.documents, None
         view = View(range(len(documents.shards)), documents.counts)
         if isinstance(name, str) and name in documents.splits:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            ids = [self._by_name[shard] for shard in documents.splits[name]]
-            chosen_ids = set(ids)
-            keys = [(self._by_name[shard], key) for shard, key in documents.exclude]
-            excluded = [
-                place
-                for shard, key in keys
-                if shard in chosen_ids
-                for place in self.places.find(key)
-                if place[0] == shard
-            ]
+            numbers = {shard: i for i, shard in enumerate(documents.shards)}
+            ids = [numbers[shard] for shard in documents.splits[name]]
+            excluded = {
+                (shard, number)
+                for path, key in documents.exclude
+                for shard, number in self._with_key(key)
+                if shard == numbers[path] and number < documents.counts[shard]
+            }
             chosen, view = name, View(ids, documents.counts[ids], excluded)
         elif name != "all":
-            raise SelectionError(
-                f"there is no split {brief(name)}; there are {', '.join(map(repr, self.splits))}", where="split"
-            )
+            raise SelectionError(f"there is no split {brief(name)}; there are {', '.join(self.splits)}", where="split")
         other = type(self).__new__(type(self))
-        vars(other).update(vars(self), view=view, _chosen_split=chosen)
+        vars(other).update(vars(self), view=view, _chosen_split=chosen, _n_files=len(set(view.shard_ids.tolist())))
+        if self.problems:  # of other positions
+            other.problems = other._check(False, False)[0]  # noqa: SLF001
         return other
 
     # -- as a source -----------------------------------------------------------------------------------------------------
@@ -265,19 +336,57 @@ class EnergonDataset(Source[RawSample]):
             "digest": describe_digest(self.transport, files, scope=digest),
         }
 
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """Report what is wrong: every row of the index against the tars' sizes; `deep` reads the headers of all tars."""
-        from saev_store.sources.energon.check import validate
+    def _check(self, deep: bool, progress: bool | None) -> tuple[tuple[Problem, ...], int]:
+        """Compare the ends of all tars with the index; `deep`: and all headers in them."""
+        problems, nbytes, shards = list[Problem](), 0, sorted(set(self.view.shard_ids.tolist()))
+        with Progress(len(shards), "checking", shown=progress, unit="tars") as bar:
+            for shard in shards:
+                try:
+                    nbytes += self._check_shard(shard, deep=deep)
+                except SaevStoreError as error:
+                    problems.append(self._lost(error, error.where or self._where(shard), *self.view.span(shard)))
+                bar.advance(1)
+        return tuple(problems), nbytes
 
-        return validate(self, deep=check_flag(deep, name="deep"), progress=progress)
+    def _check_shard(self, shard: int, *, deep: bool) -> int:
+        """Raise an error unless a shard ends where its index does (`deep`: and has its headers); return the bytes read."""
+        name, index, n_samples = self.documents.shards[shard], self._parts_index, int(self.documents.counts[shard])
+        try:
+            nbytes = self.transport.size(name)
+        except NotFoundError as error:
+            raise MissingShardError(error.message, where=self._where(shard), remedy="Restore the tar.") from None
+        n_found, end = index.last(shard) if index is not None else (n_samples, int(self._offsets_of(shard)[-1]))
+        if n_found != n_samples or end > nbytes:
+            message = (
+                f"{brief(name)} has {nbytes:,} bytes, {n_samples:,} samples; the index has {end:,} and {n_found:,}"
+            )
+            raise DocumentError(message, where=self.transport.where(INDEX_SQLITE), remedy="Prepare the data set again.")
+        behind = self.transport.get_ranges(name, starts=[end], ends=[min(end + BLOCK, nbytes)])[0] if end else b""
+        if any(bytes(behind)):
+            raise self._stale(shard, f"the index ends at {end:,}, and the tar has more")
+        if not deep:
+            return len(behind)
+        found = scan_shard(self.transport, name)
+        listed = found.samples if index is None else index.samples(shard, 0, len(found.samples))
+        offsets = [*(sample.offset for sample in found.samples), found.end]
+        if self._offsets_of(shard).tolist() != offsets or listed != found.samples:
+            raise self._stale(shard, "its headers differ from the index")
+        return nbytes
 
     def close(self) -> None:
         """Release the database, maps and connections; later reads open them again."""
-        if self.places.index is not None:
-            self.places.index.close()
+        if self.index is not None:
+            self.index.close()
         self.transport.close()
 
 
-def _reopen(transport: Transport, images: Images, damaged_ok: bool, split: str | None) -> EnergonDataset:
-    dataset = EnergonDataset("", transport=transport, images=images, damaged_ok=damaged_ok)
+def _reopen(transport: Transport, damaged_ok: bool, split: str | None) -> EnergonDataset:
+    dataset = EnergonDataset("", transport=transport, damaged_ok=damaged_ok)
     return dataset if split is None else dataset.split(split)
+
+
+def _runs(ascending: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of consecutive numbers."""
+    for _, group in groupby(enumerate(ascending), lambda item: item[1] - item[0]):
+        numbers = [number for _, number in group]
+        yield numbers[0], numbers[-1] + 1

@@ -1,14 +1,22 @@
-"""The sample types that Energon's specification lists, as plain data classes. Images are NumPy arrays."""
+"""Sample types of Energon's specification, and the field maps that fill them from parts: `image: jpg,png`, `caption: json[caption]`."""
 
+# msgpack has no stubs.
+# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal, cast
 
 import numpy as np
 
-from saev_store.errors import DocumentError, brief
+from saev_store._runtime.optional import need
+from saev_store.documents import parse_json
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, brief
+from saev_store.sources.npy_header import parse_npy_header
+from saev_store.sources.pixels import FORMATS, opened
 
 #: The class in `dataset.yaml` of samples whose parts are not decoded.
 CRUDE = "CrudeWebdataset"
@@ -28,28 +36,8 @@ class Sample:
     __restore_key__: tuple[str | int, ...] = ()
     __subflavors__: dict[str, object] | None = None
 
-    @classmethod
-    def fields(cls) -> dict[str, bool]:
-        """The fields that a field map may fill, and True for those that it has to fill."""
-        fields = dataclasses.fields(cls)
-        return {each.name: each.default is dataclasses.MISSING for each in fields if not each.name.startswith("__")}
-
-    @classmethod
-    def check_fields(cls, names: Collection[str], *, where: str) -> None:
-        """Check that a field map fills only fields of this type, and all required ones.
-
-        Raises:
-            DocumentError: it does not.
-        """
-        fields = cls.fields()
-        odd = [f"has no field {brief(name)}" for name in names if name not in fields]
-        odd += [f"needs {name!r}" for name, is_required in fields.items() if is_required and name not in names]
-        if odd:
-            raise DocumentError(
-                f"field_map does not fit: {cls.__name__} {', '.join(odd[:8])}",
-                where=where,
-                remedy=f"Its fields are {', '.join(fields)}.",
-            )
+    def __reduce__(self) -> tuple[object, ...]:  # the classes of `SAMPLE_TYPES` have no names in this module
+        return (_rebuilt, (type(self).__name__, vars(self)))
 
 
 @dataclass(kw_only=True)
@@ -59,126 +47,56 @@ class CrudeSample(Sample):
     parts: Mapping[str, bytes]
 
 
-@dataclass(kw_only=True)
-class CaptioningSample(Sample):
-    """An image and its caption."""
-
-    image: np.ndarray
-    caption: str
-
-
-@dataclass(kw_only=True)
-class ImageSample(Sample):
-    """An image."""
-
-    image: np.ndarray
-
-
-@dataclass(kw_only=True)
-class ImageClassificationSample(Sample):
-    """An image and its class."""
-
-    image: np.ndarray
-    label: int | None = None
-    label_name: str | None = None
+_ANSWERS = "answers answer_weights"
+#: Fields that a sample must have, and others.
+_FIELDS = {
+    "CaptioningSample": ("image caption", ""),
+    "ImageSample": ("image", ""),
+    "ImageClassificationSample": ("image", "label label_name"),
+    "InterleavedSample": ("sequence", ""),
+    "MultiChoiceVQASample": ("image context", "choices correct_choice_idx"),
+    "OCRSample": (
+        "image text",
+        "block_boxes block_classes block_text lines_boxes lines_text words_boxes words_text chars_boxes chars_text",
+    ),
+    "TextSample": ("text", ""),
+    "VidQASample": ("video context", _ANSWERS),
+    "VQASample": ("image context", _ANSWERS),
+    "VQAOCRSample": ("image context text", f"{_ANSWERS} words_boxes words_text"),
+}
 
 
-@dataclass(kw_only=True)
-class InterleavedSample(Sample):
-    """Images and texts in a sequence."""
-
-    sequence: list[np.ndarray | str]
-
-
-@dataclass(kw_only=True)
-class MultiChoiceVQASample(Sample):
-    """An image, a question, answers to choose from, and which one is right."""
-
-    image: np.ndarray
-    context: str
-    choices: list[str] | None = None
-    correct_choice_idx: int | None = None
+def _made(name: str, required: str, optional: str) -> type[Sample]:
+    fields = [(each, "object") for each in required.split()]
+    others = [(each, "object", dataclasses.field(default=None)) for each in optional.split()]
+    return cast("type[Sample]", dataclasses.make_dataclass(name, [*fields, *others], bases=(Sample,), kw_only=True))
 
 
-@dataclass(kw_only=True)
-class OCRSample(Sample):
-    """An image and the text in it; boxes are (n, 4 or 5): x, y, width, height and perhaps a confidence."""
-
-    image: np.ndarray
-    text: str
-    block_boxes: np.ndarray | None = None
-    block_classes: np.ndarray | list[str] | None = None
-    block_text: list[str] | None = None
-    lines_boxes: np.ndarray | None = None
-    lines_text: list[str] | None = None
-    words_boxes: np.ndarray | None = None
-    words_text: list[str] | None = None
-    chars_boxes: np.ndarray | None = None
-    chars_text: list[str] | None = None
-
-
-@dataclass(kw_only=True)
-class TextSample(Sample):
-    """A text."""
-
-    text: str
-
-
-@dataclass(kw_only=True)
-class VidQASample(Sample):
-    """A video, encoded, with a question and answers."""
-
-    video: bytes
-    context: str
-    answers: list[str] | None = None
-    answer_weights: np.ndarray | None = None
-
-
-@dataclass(kw_only=True)
-class VQASample(Sample):
-    """An image, a question and answers."""
-
-    image: np.ndarray
-    context: str
-    answers: list[str] | None = None
-    answer_weights: np.ndarray | None = None
-
-
-@dataclass(kw_only=True)
-class VQAOCRSample(Sample):
-    """An image, the text in it, a question and answers."""
-
-    image: np.ndarray
-    context: str
-    text: str
-    answers: list[str] | None = None
-    answer_weights: np.ndarray | None = None
-    words_boxes: np.ndarray | None = None
-    words_text: list[str] | None = None
-
-
-#: By the names that `dataset.yaml` uses.
+#: Data classes by the names that `dataset.yaml` uses.
 SAMPLE_TYPES: dict[str, type[Sample]] = {
-    each.__name__: each
-    for each in (
-        Sample, CaptioningSample, ImageSample, ImageClassificationSample, InterleavedSample,
-        MultiChoiceVQASample, OCRSample, TextSample, VidQASample, VQASample, VQAOCRSample,
-    )
-}  # fmt: skip
+    "Sample": Sample,
+    **{name: _made(name, *each) for name, each in _FIELDS.items()},
+}
 
 #: Fields whose lists of numbers become arrays.
 _ARRAYS = ("answer_weights", "block_boxes", "lines_boxes", "words_boxes", "chars_boxes")
 
 
-def build(
-    kind: type[Sample], values: Mapping[str, object], *, key: str, restore_key: tuple[str | int, ...], where: str
-) -> Sample:
-    """A sample of one of the types, from its fields.
+def _rebuilt(name: str, values: dict[str, object]) -> Sample:
+    return build(SAMPLE_TYPES.get(name, CrudeSample), values, where=name)
 
-    Raises:
-        DocumentError: a field that should be an array is something else.
-    """
-    fields: dict[str, object] = dict(values)
+
+def check_fields(sample_type: str, names: Collection[str], *, where: str) -> None:
+    """Raise `DocumentError` unless a field map fills only fields of a type, and all required ones."""
+    required, optional = (each.split() for each in _FIELDS.get(sample_type, ("", "")))
+    if not set(required) <= set(names) <= {*required, *optional}:
+        rule = f"{sample_type} has the fields {', '.join([*required, *optional])}"
+        raise DocumentError(f"field_map has {', '.join(names) or 'nothing'}; {rule}", where=where)
+
+
+def build(kind: type[Sample], values: Mapping[str, object], *, where: str) -> Sample:
+    """A sample of one of the types, from its fields."""
+    fields = dict(values)
     for name in _ARRAYS:
         if isinstance(fields.get(name), list):
             try:
@@ -188,4 +106,95 @@ def build(
             if array.dtype.kind not in "iufb":
                 raise DocumentError(f"{name} is {brief(values[name])}; it must be numbers in even rows", where=where)
             fields[name] = array
-    return kind(__key__=key, __restore_key__=restore_key, **fields)  # type: ignore[arg-type]  # the fields are those of the kind that was chosen
+    return kind(**fields)  # type: ignore[arg-type]  # the fields are those of the kind that was chosen
+
+
+# -- field maps --------------------------------------------------------------------------------------------------------
+
+#: An image decodes to uint8 (height, width, 3), or stays bytes.
+Images = Literal["rgb8", "bytes"]
+_MAX_JSON_NBYTES = 256 << 20
+_OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class FieldPath:
+    """The origin of a field: alternatives, each a part and the keys to follow inside it."""
+
+    options: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @classmethod
+    def parse(cls, text: str, *, where: str) -> FieldPath:
+        """The path that a text such as `json[caption][0],txt` describes; raise `ArgumentError` for another one."""
+        options: list[tuple[str, tuple[str, ...]]] = []
+        for option in text.split(","):
+            match = _OPTION.fullmatch(option.strip())
+            if match is None:
+                raise ArgumentError(f"{brief(text)} is not a path such as 'jpg,png' or 'json[caption]'", where=where)
+            options.append((match[1], tuple(match[2][1:-1].split("][")) if match[2] else ()))
+        return cls(tuple(options))
+
+
+def resolve(
+    path: FieldPath, parts: Mapping[str, bytes], *, where: str, images: Images = "rgb8", is_optional: bool = False
+) -> object:
+    """The value of a field: that of the first alternative that the sample has; `DocumentError`, or None, if it has none."""
+    for part, keys in path.options:
+        if part in parts:
+            found = _follow(decode(part, parts[part], where=where, images=images), keys)
+            if found is not _MISSING:
+                return found
+    if is_optional:
+        return None
+    wanted = " or ".join(part + "".join(f"[{key}]" for key in keys) for part, keys in path.options)
+    raise DocumentError(f"the sample has no {brief(wanted)}; its parts are {', '.join(parts) or 'none'}", where=where)
+
+
+def _follow(value: object, keys: tuple[str, ...]) -> object:
+    for key in keys:
+        if isinstance(value, dict):
+            value = cast("dict[object, object]", value).get(key, _MISSING)
+        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 19:
+            items = cast("list[object]", value)
+            value = items[int(key)] if int(key) < len(items) else _MISSING
+        else:
+            return _MISSING
+    return value
+
+
+def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> object:
+    """The value of a part, decoded by the last ending of its name; bytes where no safe decoder is known.
+
+    Pickles (`.pyd`, `.pkl`, `.pth`) stay bytes, and so does everything else that is not listed here.
+    """
+    try:
+        match part.rpartition(".")[2].lower():
+            case "json" | "jsn":
+                return parse_json(raw, where=where, max_nbytes=_MAX_JSON_NBYTES)
+            case "txt" | "text" | "transcript":
+                return raw.decode()
+            case "cls" | "cls2" | "index" | "inx" | "id":
+                return int(raw)
+            case "npy":
+                header = parse_npy_header(raw)
+                if header.end != len(raw):
+                    raise ValueError(
+                        f"{header.dtype} of {brief(header.shape)} is {header.end:,} bytes, not {len(raw):,}"
+                    )
+                order = "F" if header.is_fortran else "C"
+                return np.ndarray(header.shape, header.dtype, raw, offset=header.start, order=order).copy()
+            case "mp" | "msg":
+                need("msgpack", install="saev-store[energon]", where=where)
+                import msgpack
+
+                return cast("object", msgpack.unpackb(raw, strict_map_key=False, ext_hook=msgpack.ExtType))  # pyright: ignore[reportUnknownMemberType]  # the stubs
+            case kind if images != "bytes" and kind in FORMATS:
+                with opened(raw, where=where) as image:
+                    return np.asarray(image.convert("RGB"))
+            case _:
+                return raw
+    except (ValueError, OverflowError, EOFError, RecursionError, KeyError, TypeError, OSError) as error:
+        why = error.message if isinstance(error, SaevStoreError) else str(error)
+        message = f"part {brief(part)} does not decode: {why or type(error).__name__}"
+        raise DocumentError(message, where=where) from None

@@ -1,4 +1,4 @@
-"""Tars: byte ranges of samples and parts, read from the headers by `tarfile`, and the `.tar.idx` files beside them.
+"""Tars: byte ranges of samples and parts, read from the headers by `tarfile`, and the `.tar.idx` files next to them.
 
 `tarfile` takes a damaged or cut header for the end of the archive, so the bytes behind the end are checked here.
 """
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import IO, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import CorruptShardError, DocumentError, brief
@@ -24,9 +23,8 @@ BLOCK = 512
 _MAX_HEADERS_NBYTES = 1 << 20
 #: Bytes that are read at once: of files of this machine, and where a request is a round trip.
 _NEAR_NBYTES, _FAR_NBYTES = 8 << 10, 256 << 10
-_TAIL_NBYTES = 16 << 10
 #: Before Python 3.11.10 and 3.12.6, `tarfile` takes quadratic time for digits in a row.
-_MAX_DIGITS, _DIGITS = 1024, re.compile(rb"[0-9]+")
+_DIGITS = re.compile(rb"[0-9]{1025}")
 #: The errors that `tarfile` raises for damaged headers.
 _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError, struct.error, LookupError)
 
@@ -39,7 +37,7 @@ class Part(NamedTuple):
     nbytes: int
 
 
-class Sample(NamedTuple):
+class Place(NamedTuple):
     """A sample's key, its byte range with all headers, and its parts."""
 
     key: str
@@ -49,36 +47,23 @@ class Sample(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A tar whose headers were read.
-
-    Attributes:
-        name: Its path.
-        nbytes: Its size.
-        samples: In order: members that follow each other with the same key.
-        end: The end of its last member, 0 without samples.
-        oddities: Warnings about a tar that can be read.
-    """
+    """A tar whose headers were read: its path, size, samples, the end of the last one, and whether zeros follow it."""
 
     name: str
     nbytes: int
-    samples: list[Sample]
+    samples: list[Place]
     end: int
-    oddities: list[str]
+    has_end_marker: bool
 
 
 class _Headers:
-    """A tar as a file for `tarfile`, which refuses more than the headers of a member can have, whatever a header claims.
+    """A tar as a file for `tarfile`, which refuses more than a header can have, whatever its numbers claim."""
 
-    Args:
-        get: Returns the bytes from a start to an end.
-        nbytes: The size of the tar.
-        ahead_nbytes: Bytes that are read at once.
-    """
-
-    def __init__(self, get: Callable[[int, int], Buffer], nbytes: int, ahead_nbytes: int = _NEAR_NBYTES) -> None:
+    def __init__(
+        self, get: Callable[[int, int], Buffer], nbytes: int, *, start: int = 0, ahead_nbytes: int = 0
+    ) -> None:
         self._get, self.nbytes, self._ahead_nbytes = get, nbytes, ahead_nbytes
-        self._position, self._start, self._kept = 0, 0, b""
-        self._left_nbytes = _MAX_HEADERS_NBYTES
+        self._position, self._start, self._kept, self._left_nbytes = start, 0, b"", _MAX_HEADERS_NBYTES
 
     def tell(self) -> int:
         return self._position
@@ -98,62 +83,42 @@ class _Headers:
             self._start, self._kept = start, bytes(self._get(start, stop))
         self._position = end
         found = self._kept[start - self._start : end - self._start]
-        if nbytes > BLOCK and any(len(run) > _MAX_DIGITS for run in _DIGITS.findall(found)):
-            raise tarfile.ReadError(f"a header has more than {_MAX_DIGITS:,} digits in a row")
+        if nbytes > BLOCK and _DIGITS.search(found):
+            raise tarfile.ReadError("a header has too many digits in a row")
         return found
 
     def members(self) -> Iterator[tuple[tarfile.TarInfo, int]]:
         """The members of any kind, and the end of each, which is inside the tar."""
         with tarfile.open(fileobj=cast("IO[bytes]", self), mode="r:", encoding="utf-8") as tar:
-            before = -1
+            end = -1
             while (info := tar.next()) is not None:
                 self._left_nbytes = _MAX_HEADERS_NBYTES
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # or every member would stay in memory
-                if info.size < 0 or not before < tar.offset <= self.nbytes:
-                    raise tarfile.ReadError(
-                        f"{brief(info.name)} has {info.size:,} bytes, the tar {self.nbytes:,}: it was cut"
-                    )
-                before = tar.offset
-                yield info, before
-
-    def oddities(self, end: int) -> list[str]:
-        """Unusual bytes behind the end of the last member."""
-        self.seek(end)
-        tail = self.read(_TAIL_NBYTES)
-        if any(tail[:BLOCK]):
-            raise tarfile.ReadError(f"the header at {end:,} is cut or damaged")
-        if not tail:
-            return ["it has no end marker: it may have been cut between two files"]
-        return [f"something follows its end marker at {end:,}; no reader looks there"] if any(tail) else []
+                if info.size < 0 or not end < tar.offset <= self.nbytes:
+                    raise tarfile.ReadError(f"{brief(info.name)} has {info.size:,} bytes: it was cut")
+                end = tar.offset
+                yield info, end
 
 
 def scan_shard(transport: Transport, name: str) -> Shard:
-    """Read all headers of a tar.
-
-    Raises:
-        CorruptShardError: it is cut, damaged or compressed, or a sample has a part twice.
-    """
+    """Read all headers of a tar; raise `CorruptShardError` if it is cut, damaged or compressed, or repeats a part."""
 
     def get(start: int, end: int) -> Buffer:
         return transport.get_ranges(name, starts=[start], ends=[end])[0]
 
     ahead_nbytes = _NEAR_NBYTES if transport.is_local else _FAR_NBYTES
-    headers = _Headers(get, transport.size(name), ahead_nbytes)
+    headers = _Headers(get, transport.size(name), ahead_nbytes=ahead_nbytes)
     return _scan(headers, name, where=transport.where(name))
 
 
-def parse_sample(data: Buffer, *, offset: int, where: str) -> list[Sample]:
+def parse_sample(data: Buffer, *, offset: int, where: str) -> list[Place]:
     """The samples in the byte range of one, which begins at `offset` of its tar; raises as `scan_shard`."""
-    whole = bytes(data) + bytes(2 * BLOCK)
-    found = _scan(_Headers(lambda start, end: whole[start:end], len(whole)), "", where=where).samples
-    return [
-        Sample(key, offset + start, nbytes, [Part(part.name, offset + part.offset, part.nbytes) for part in parts])
-        for key, start, nbytes, parts in found
-    ]
+    headers = _Headers(lambda start, end: data[start - offset : end - offset], offset + len(data), start=offset)
+    return _scan(headers, "", where=where).samples
 
 
 def _scan(headers: _Headers, name: str, *, where: str) -> Shard:
-    samples: list[Sample] = []
+    samples: list[Place] = []
     seen, end = set[str](), 0
     try:
         for info, end in headers.members():  # noqa: B007 - the last one is used
@@ -164,68 +129,40 @@ def _scan(headers: _Headers, name: str, *, where: str) -> Shard:
                 continue
             key, part = member
             if not samples or samples[-1].key != key:
-                samples.append(Sample(key, info.offset, 0, []))
+                samples.append(Place(key, info.offset, 0, []))
                 seen = set[str]()
             if part in seen:
                 raise tarfile.ReadError(f"sample {brief(key)} has the part {brief(part)} twice")
             seen.add(part)
             samples[-1].parts.append(Part(part, info.offset_data, info.size))
-        oddities = headers.oddities(end)
+        headers.seek(end)
+        behind = headers.read(BLOCK)
+        if any(behind):
+            raise tarfile.ReadError(f"the header at {end:,} is cut or damaged")
     except _TAR_ERRORS as error:
         message, remedy = f"it is not a tar that can be read: {error}", "Copy the tar again, or write it again."
         raise CorruptShardError(message, where=where, remedy=remedy) from None
     ends = [*(sample.offset for sample in samples[1:]), end]
     samples = [each._replace(nbytes=after - each.offset) for each, after in zip(samples, ends, strict=False)]
-    return Shard(name, headers.nbytes, samples, end if samples else 0, oddities)
+    return Shard(name, headers.nbytes, samples, end if samples else 0, bool(behind))
 
 
-def is_header_of(headers: memoryview, *, name: str, nbytes: int) -> bool:
-    """Return True if some bytes end with the header of a regular member of this name and size, with a valid checksum.
-
-    Args:
-        headers: All bytes between the part before (or the beginning of the sample) and the content.
-        name: The member's name.
-        nbytes: Its size.
-
-    >>> info = tarfile.TarInfo("a.txt"); info.size = 3; header = memoryview(info.tobuf())
-    >>> is_header_of(header, name="a.txt", nbytes=3), is_header_of(header, name="b.txt", nbytes=3)
-    (True, False)
-    """
+def is_header_of(headers: Buffer, *, name: str, nbytes: int) -> bool:
+    """Return True if some bytes end with the header of a regular member of this name and size, with a valid checksum."""
+    file = _Headers(lambda start, end: headers[start:end], len(headers) + nbytes + BLOCK)
     try:
-        if len(headers) == BLOCK:
-            info = tarfile.TarInfo.frombuf(bytes(headers), "utf-8", "surrogateescape")
-        else:
-            file = _Headers(lambda start, end: headers[start:end], len(headers) + nbytes + BLOCK)
-            info = next(info for info, _ in file.members() if info.offset_data == len(headers))
+        info = next(info for info, _ in file.members() if info.offset_data == len(headers))
     except (*_TAR_ERRORS, StopIteration):
         return False
     return info.isreg() and (info.name, info.size) == (name, nbytes)
 
 
 def read_tar_idx(transport: Transport, shard: str, n_samples: int) -> IntArray:
-    """The offsets of a tar's samples and the end of the last one, from its `.tar.idx`: int64, `n_samples + 1`.
-
-    Raises:
-        NotFoundError: there is no such file.
-        DocumentError: it does not have ascending offsets of whole blocks of so many samples.
-    """
+    """The offsets of a tar's samples and the end of the last one, from its `.tar.idx`: int64, `n_samples + 1`."""
     path, nbytes = idx_path(shard), (n_samples + 1) * 8
-    found_nbytes = transport.size(path)
-    raw = transport.read(path, max_bytes=nbytes) if found_nbytes == nbytes else b""
+    raw = transport.read(path, max_bytes=nbytes) if transport.size(path) == nbytes else b""
     offsets = np.frombuffer(raw, "<u8").astype(np.int64)
     if not raw or np.any(offsets < 0) or np.any(np.diff(offsets) <= 0) or np.any(offsets % BLOCK):
-        raise DocumentError(
-            f"it has {found_nbytes:,} bytes; {n_samples:,} samples need {nbytes:,}, ascending offsets in whole blocks",
-            where=transport.where(path),
-            remedy="The tar and its index do not belong together: prepare the data set again.",
-        )
+        message = f"it must hold {nbytes:,} bytes for {n_samples:,} samples: ascending offsets in whole blocks"
+        raise DocumentError(message, where=transport.where(path), remedy="Prepare the data set again.")
     return offsets
-
-
-def tar_idx_bytes(offsets: npt.ArrayLike) -> bytes:
-    """The content of a `.tar.idx`: little-endian uint64.
-
-    >>> tar_idx_bytes([0, 512]).hex()
-    '00000000000000000002000000000000'
-    """
-    return np.asarray(offsets, "<u8").tobytes()
