@@ -1,8 +1,7 @@
-"""Chunks of the tensor that are ranges of shards: their shapes and defaults; and lengths of tasks. Pure arithmetic.
+"""Chunks of the tensor that are ranges of shards, and lengths of tasks. Pure arithmetic.
 
 A chunk is one range of one shard if it is some whole examples, or some layers of one example. The number of examples divides
-those of a shard, so that no chunk spans two files, and the number of layers divides all layers. Then chunks follow each other
-in the shards as they do in the tensor.
+those of a shard, so that no chunk spans two files, and the number of layers divides all layers.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ Shape = tuple[int, int, int, int]
 #: A chunk shape over (example, layer, token, d_model), or the one that suits the readers.
 ChunkShape: TypeAlias = Literal["auto"] | Sequence[int]
 
-#: Chunks of mapped memory: large enough that the cost per chunk is negligible, small enough for many tasks.
-_MAPPED_CHUNK_BYTES = 64 << 20
-_MAPPED_CHUNK_LEAST_BYTES = 1 << 20
-#: The last chunk may be padded in memory, which costs at most this part of the tensor.
-_MAPPED_CHUNKS_AT_LEAST = 32
+#: A chunk of mapped memory; 32 of them or more, because the last one may be padded in memory.
+_MAPPED_CHUNK_LEAST_BYTES, _MAPPED_CHUNK_BYTES, _MAPPED_CHUNKS_AT_LEAST = 1 << 20, 64 << 20, 32
 #: One dask task: some tens of milliseconds of work; many tasks fit into memory at once.
 TASK_BYTES = 128 << 20
 #: A document can promise any number of examples; a scheduler bears a thousandth of these tasks.
@@ -35,17 +31,7 @@ _TRIAL_DIVISORS = 1 << 16
 
 
 def chunk_shape(layout: Layout, chunks: object, *, max_gap_bytes: float) -> Shape:
-    """The shape of a chunk, checked; for `"auto"` the one that suits a transport with `max_gap_bytes`.
-
-    Raises:
-        ArgumentError: `chunks` is neither `"auto"` nor the shape of ranges of shards.
-
-    >>> layout = Layout(12_000, tuple(range(6)), 196, True, 768, 2_000)
-    >>> chunk_shape(layout, "auto", max_gap_bytes=math.inf), chunk_shape(layout, "auto", max_gap_bytes=1 << 20)
-    ((16, 6, 197, 768), (1, 1, 197, 768))
-    >>> chunk_shape(layout, (1, 3, 197, 768), max_gap_bytes=0)
-    (1, 3, 197, 768)
-    """
+    """The shape of a chunk, or `ArgumentError`; of `"auto"` the one that suits a transport with `max_gap_bytes`."""
     if isinstance(chunks, str) and chunks == "auto":
         return _default_chunk(layout, max_gap_bytes)
     try:
@@ -53,68 +39,46 @@ def chunk_shape(layout: Layout, chunks: object, *, max_gap_bytes: float) -> Shap
     except TypeError:
         shape = ()
     n_examples, n_layers, *plane = layout.shape
-    capacity = n_examples if layout.n_shards == 1 else layout.examples_per_shard
     if len(shape) == 4 and list(shape[2:]) == plane:
         examples, layers = shape[:2]
-        is_whole = layout.n_shards == 1 or (examples > 0 and capacity % examples == 0)
+        is_whole = layout.n_shards == 1 or (examples > 0 and layout.examples_per_shard % examples == 0)
         if layers == n_layers and 0 < examples <= n_examples and is_whole:
             return shape
         if examples == 1 and 0 < layers <= n_layers and n_layers % layers == 0:
             return shape
-    rule = f"k is at most {n_examples}" if layout.n_shards == 1 else f"k divides the {capacity} examples of a shard"
-    rest = ", ".join(map(str, plane))
+    rest, whole = ", ".join(map(str, plane)), f"k divides the {layout.examples_per_shard} examples of a shard"
     raise ArgumentError(
         f"{brief(chunks)} is not a shape of chunks of a tensor of shape {layout.shape}",
         where="chunks",
-        remedy=f'Pass "auto", (k, {n_layers}, {rest}) where {rule}, or (1, k, {rest}) where k divides {n_layers}.',
+        remedy=f'Pass "auto", (k, {n_layers}, {rest}) where {whole}, or (1, k, {rest}) where k divides {n_layers}.',
     )
 
 
 def _default_chunk(layout: Layout, max_gap_bytes: float) -> Shape:
-    """The shape for readers that read so many bytes in the time of a request.
-
-    Mapped memory (infinitely many) gets many whole examples, for a part of a chunk costs only that part there. Elsewhere a
-    chunk is fetched as a whole: it is a plane of one layer, or more where that is less than a request is worth.
-    """
+    """Whole examples of mapped memory; of far files what a request is worth, in planes of a layer or whole examples."""
     n_layers, plane = layout.n_layers, layout.shape[2:]
-    is_mapped = math.isinf(max_gap_bytes)
-    if is_mapped:
+    if math.isinf(max_gap_bytes):
         target = max(_MAPPED_CHUNK_LEAST_BYTES, min(_MAPPED_CHUNK_BYTES, layout.nbytes // _MAPPED_CHUNKS_AT_LEAST))
+    elif layout.example_nbytes > max_gap_bytes:
+        most = int(max_gap_bytes) // (layout.tokens_per_example * layout.vector_nbytes)
+        return (1, _largest_divisor(n_layers, most), *plane)
     else:
         target = int(max_gap_bytes)
-        if layout.example_nbytes > target:
-            most = target // (layout.tokens_per_example * layout.vector_nbytes)
-            return (1, _largest(divisors(n_layers), most), *plane)
-    most = target // layout.example_nbytes
+    most = max(1, target // layout.example_nbytes)
     if layout.n_shards == 1:
-        return (max(1, min(most, layout.n_examples)), n_layers, *plane)
-    lengths = divisors(layout.examples_per_shard)
-    examples = _largest(lengths, most)
-    if is_mapped and examples * layout.example_nbytes < _MAPPED_CHUNK_LEAST_BYTES // 8:
-        # A capacity with few divisors, such as a prime: larger chunks cost nothing where memory is mapped.
-        larger = (n for n in lengths if examples < n and n * layout.example_nbytes <= 16 * _MAPPED_CHUNK_BYTES)
-        examples = min(larger, default=examples)
-    return (examples, n_layers, *plane)
+        return (min(most, layout.n_examples), n_layers, *plane)
+    return (_largest_divisor(layout.examples_per_shard, most), n_layers, *plane)
 
 
-def task_lengths(layout: Layout, *, task_bytes: int | None = None) -> tuple[int, ...]:
-    """Lengths along the example axis for few tasks of about `task_bytes`; no task has parts of two shards.
-
-    A task is whole shards, where several fit into `task_bytes`, or an equal part of one.
-
-    Args:
-        layout: The geometry.
-        task_bytes: About the size of a task; default: `TASK_BYTES`.
+def task_lengths(layout: Layout, *, task_bytes: int = TASK_BYTES) -> tuple[int, ...]:
+    """Lengths along the example axis of tasks of about `task_bytes`: whole shards, or equal parts of one.
 
     Raises:
         ArgumentError: there would be more than ten million tasks.
-
-    >>> task_lengths(Layout(25, (0,), 1, False, 2, 10), task_bytes=48)
-    (5, 5, 5, 5, 5)
     """
     # A budget may be far beyond the examples: lengths of a shard that is never full are not listed.
     n, capacity = layout.n_examples, min(layout.examples_per_shard, layout.n_examples)
-    most = max(1, (task_bytes or TASK_BYTES) // layout.example_nbytes)
+    most = max(1, task_bytes // layout.example_nbytes)
     if n // most > _MOST_TASKS:
         raise ArgumentError(
             f"{n:,} examples are {n // most:,} tasks of {most:,} examples; at most {_MOST_TASKS:,} are listed",
@@ -135,16 +99,11 @@ def _cut(n: int, part: int) -> tuple[int, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending; of numbers beyond 2^32 those with a factor below 65,537.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
+    """The divisors of a number, ascending; of numbers beyond 2^32 those with a factor below 65,537."""
     trial = np.arange(1, min(math.isqrt(number), _TRIAL_DIVISORS) + 1)
     small = trial[number % trial == 0].tolist()
     return sorted({*small, *(number // n for n in small)})
 
 
-def _largest(numbers: list[int], most: int) -> int:
-    """The largest of some numbers that is at most `most`; 1 if there is none."""
-    return max((n for n in numbers if n <= most), default=1)
+def _largest_divisor(number: int, most: int) -> int:
+    return max((n for n in divisors(number) if n <= most), default=1)

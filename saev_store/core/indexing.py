@@ -1,7 +1,7 @@
-"""Index expressions by NumPy's rules: integers, slices, lists, masks and ellipsis.
+"""Index expressions by NumPy's rules: integers, slices, lists, masks and ellipsis. Pure.
 
-Pure. A key becomes a *block* (an outer product of one choice per axis, none of them longer than the key) or *points*
-(several lists, or one that NumPy moves to the front; NumPy itself decides the order of their dimensions).
+A key becomes a *block* (an outer product of one choice per axis, none of them longer than the key) or *points* (several lists,
+or one that NumPy moves to the front). Of points NumPy itself decides what a key means: it is applied to arrays of positions.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ class Progression:
     start: int
     step: int
     count: int
-
-    @property
-    def lowest(self) -> int:
-        return min(self.start, self.start + (self.count - 1) * self.step)
 
     @property
     def highest(self) -> int:
@@ -68,15 +64,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """NumPy's advanced indexing: element `p` of the result is at `coords[0][p], coords[1][p], …`, broadcast to `shape`.
+    """NumPy's advanced indexing: element `p` of the result is at `coords[0][p], coords[1][p], …`.
 
-    When the last axis was sliced, `last` is its progression, the result's last dimension runs along it, and `coords`
-    has one array less. Coordinates are as long as the lists and slices of the key, not as the result.
+    If the last axis was sliced, `last` is its progression, which the result's last dimension runs along, and `coords` has one array
+    less. Coordinates are as long as the result without that dimension.
     """
 
     coords: tuple[IntArray, ...]
     last: Progression | None
-    shape: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.coords[0].shape if self.last is None else (*self.coords[0].shape, self.last.count)
 
 
 def length(axis: Axis) -> int:
@@ -84,44 +83,41 @@ def length(axis: Axis) -> int:
     return axis.count if isinstance(axis, Progression) else len(axis)
 
 
-def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:
-    """Bring an index expression into one of two forms; what NumPy would return has exactly that shape.
+def positions(axis: Axis) -> IntArray:
+    """All positions of a choice."""
+    return axis.positions() if isinstance(axis, Progression) else axis
 
-    A `Block` or `Points`, made by this or by `outer_block`, is returned as it is. Memory: 8 bytes for each position in a
-    list or mask; where several lists are combined, also for each position of a slice. Slices alone stay arithmetic.
+
+def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:
+    """Bring an index expression into one of two forms, whose shape is what NumPy would return; one of them is returned as it is.
+
+    Memory: 8 bytes for each position in a list or mask; if NumPy combines several lists or moves one, 8 bytes for each
+    coordinate of each vector (or number) of the result. Slices alone stay arithmetic.
 
     Raises:
         SelectionError: an index is out of range, of a wrong type or of a wrong length, or there are too many.
-
-    >>> parse_key((slice(None, 8), 0, slice(1, None)), (20, 3, 5, 768)).shape
-    (8, 4, 768)
     """
     if isinstance(key, (Block, Points)):
         return key
     items = _expanded(cast("tuple[object, ...]", key) if isinstance(key, tuple) else (key,), shape, "index")
+    items = items[:-1] if items[-1] is ... else items
     block = outer_block([item for item in items if item is not ...], shape)
-    lists = [axis for axis in block.axes if not isinstance(axis, Progression)]
+    lists = [axis for axis in block.axes if isinstance(axis, np.ndarray)]
     if not lists:
         return block
-    # NumPy decides the order of dimensions: a small array is indexed, whose axes differ in length.
-    n_dims = max(index.ndim for index in lists)
-    other = np.zeros((1,) * n_dims, np.int64)
-    probe = tuple(slice(None) if isinstance(item, slice) else ... if item is ... else other for item in items)
-    order = np.empty(range(2, 2 + len(shape)))[probe].shape
-    outer = tuple(n for n, gone in enumerate(block.dropped, 2) if not gone)
-    is_outer = len(lists) == 1 and order == tuple(n if isinstance(block.axes[n - 2], Progression) else 1 for n in outer)
-    return block if is_outer else _points(block, order, lists)
+    if len(lists) == 1 and lists[0].ndim == 1:
+        # The list may stay where it is: a small array is indexed, whose axes differ in length.
+        one = np.zeros(1, np.int64)
+        probe = tuple(item if item is ... else slice(None) if isinstance(item, slice) else one for item in items)
+        outer = [n for n, gone in enumerate(block.dropped, 2) if not gone]
+        order = np.empty(range(2, 2 + len(shape)))[probe].shape
+        if order == tuple(n if isinstance(block.axes[n - 2], Progression) else 1 for n in outer):
+            return block
+    return _points(items, block)
 
 
 def parse_axis(item: object, n: int, name: str) -> Axis:
-    """One component on its own, for labelled selections: an integer, a slice, a list of positions or a mask.
-
-    Raises:
-        SelectionError: as `parse_key`.
-
-    >>> parse_axis(slice(None, None, 2), 5, "example")
-    Progression(start=0, step=2, count=3)
-    """
+    """One component on its own: an integer, a slice, a list of positions or a mask; `SelectionError` as `parse_key`."""
     if isinstance(item, Progression):
         return item
     axis = _axis(_expanded((item,), (n,), name)[0], n, name)
@@ -131,14 +127,7 @@ def parse_axis(item: object, n: int, name: str) -> Axis:
 
 
 def outer_block(items: Sequence[Item], shape: Sequence[int]) -> Block:
-    """The outer product of one integer, slice or list for each axis, which is not what NumPy does with several lists.
-
-    Raises:
-        SelectionError: a position is out of range.
-
-    >>> outer_block((np.array([0, 3]), slice(None), np.array([1, 2]), 0), (20, 3, 5, 768)).shape
-    (2, 3, 2)
-    """
+    """The outer product of one integer, slice or list for each axis, which is not what NumPy does with several lists."""
     names = DIMS if len(shape) == len(DIMS) else ("axis",) * len(shape)
     axes = tuple(_axis(item, n, name) for item, n, name in zip(items, shape, names, strict=True))
     return Block(axes, tuple(not isinstance(item, (slice, np.ndarray)) for item in items))
@@ -172,8 +161,6 @@ def _component(item: object, name: str) -> Item | npt.NDArray[np.bool_]:
     """An integer, a slice, int64 positions or a mask."""
     if isinstance(item, slice):
         return item  # pyright: ignore[reportUnknownVariableType]  # of any bounds
-    if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
-        return item.__index__()
     rule = "use integers, slices, lists of integers, boolean masks or '...'"
     try:
         array = np.asarray(item)
@@ -194,33 +181,40 @@ def _axis(item: Item, n: int, name: str) -> Axis:
             raise SelectionError(f"{brief(item)} is not a slice of integers ({error})", where=name) from None
         count = len(range(start, stop, step))
         return Progression(start, step if count > 1 else 1, count)  # a step may have more than 64 bits
-    if not isinstance(item, np.ndarray):
-        lowest = highest = int(item)
-    else:
-        lowest, highest = (int(item.min()), int(item.max())) if item.size else (0, -1)
+    index = np.asarray(item)
+    lowest, highest = (int(index.min()), int(index.max())) if index.size else (0, -1)
     if highest >= n or lowest < -n:
         position = highest if highest >= n else lowest
-        rule = f"positions are from {-n} to {n - 1}"
-        raise SelectionError(f"{name} {brief(position)} is out of range; {rule}", where=name)
-    return np.where(item < 0, item + n, item) if isinstance(item, np.ndarray) else Progression(int(item) % n, 1, 1)
+        raise SelectionError(
+            f"{name} {brief(position)} is out of range; positions are from {-n} to {n - 1}", where=name
+        )
+    return np.where(index < 0, index + n, index) if isinstance(item, np.ndarray) else Progression(lowest % n, 1, 1)
 
 
-def _points(block: Block, order: tuple[int, ...], lists: Sequence[IntArray]) -> Points:
-    """Lists and integers broadcast to the dimensions that are 1 in `order`; the slice of axis `n` runs along `n + 2`."""
-    behind = len(order) - order.index(1) - max(index.ndim for index in lists)
-    last = None if block.dropped[-1] or not isinstance(block.axes[-1], Progression) else block.axes[-1]
+def _points(items: list[Any], block: Block) -> Points:
+    """NumPy applies the key to the positions of each axis, spread over the other axes with stride 0."""
+    axes, last = block.axes, block.axes[-1]
+    if isinstance(items[-1], slice) and isinstance(last, Progression):
+        items, axes = items[:-1], axes[:-1]
+    else:
+        last = None
     coords: list[IntArray] = []
-    for axis, choice in enumerate(block.axes if last is None else block.axes[:-1]):
-        if axis + 2 in order and isinstance(choice, Progression):
-            coords.append(choice.positions().reshape(-1, *(1,) * (len(order) - 1 - order.index(axis + 2))))
-        else:
-            index = np.asarray(choice.start if isinstance(choice, Progression) else choice)
-            coords.append(index.reshape(index.shape + (1,) * behind))
+    are_slices = [isinstance(item, slice) for item in items]
     try:
-        shape = np.broadcast_shapes(*(coord.shape for coord in coords))
-    except ValueError:
-        rule = f"lists of positions of the shapes {[index.shape for index in lists]} do not broadcast"
-        raise SelectionError(rule, where="index") from None
-    if last is None:
-        return Points(tuple(coords), None, shape)
-    return Points(tuple(coord[..., 0] for coord in coords), last, (*shape[:-1], last.count))
+        for axis in axes:
+            others, shape, key = iter(axes), list[int](), list[Any]()
+            for item, is_slice in zip(items, are_slices, strict=True):
+                if item is ...:
+                    key.append(item)
+                    continue
+                other = next(others)
+                index = np.arange(np.size(item)) if other is axis else np.zeros(np.size(item), np.int64)
+                key.append(slice(None) if is_slice else index.reshape(np.shape(item)))
+                shape.append(length(other) if is_slice else len(index) if other is axis else 1)
+            behind = (1,) * (len(axes) - 1 - len(coords))
+            coords.append(np.broadcast_to(positions(axis).reshape(-1, *behind), shape)[tuple(key)])
+    except IndexError as error:
+        raise SelectionError(f"lists of positions do not fit together: {error}", where="index") from None
+    except (MemoryError, ValueError) as error:
+        raise ArgumentError("there is no memory for the positions of the result", where="index") from error
+    return Points(tuple(coords), last)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import SupportsIndex, TypeAlias, cast
+from typing import SupportsIndex, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.arguments import BOOLEANS
+from saev_store.core.arguments import BOOLEANS, check_choice, check_count
 from saev_store.core.dtypes import ITEMSIZES
 from saev_store.errors import ArgumentError, LayerNotFoundError, SelectionError, brief
 
@@ -30,40 +30,25 @@ IntArray = npt.NDArray[np.int64]
 LayerKey: TypeAlias = int | tuple[int, str]
 
 
-def is_layer_pair(layer: object) -> bool:
+def is_layer_pair(layer: object) -> TypeGuard[tuple[object, str]]:
     """Return True for a pair of a label and a hook point, such as `(3, "attn_out")`."""
-    if not isinstance(layer, tuple):
-        return False
-    pair = cast("tuple[object, ...]", layer)
-    return len(pair) == 2 and isinstance(pair[1], str)
+    return isinstance(layer, tuple) and len(layer) == 2 and isinstance(layer[1], str)  # pyright: ignore[reportUnknownArgumentType]  # any items
 
 
 def layer_name(key: LayerKey) -> str:
-    """An entry of the layer axis as text.
-
-    >>> layer_name(5), layer_name((5, "attn_out"))
-    ('5', '5:attn_out')
-    """
+    """An entry of the layer axis as text, such as `"5:attn_out"`."""
     return str(key) if isinstance(key, int) else f"{key[0]}:{key[1]}"
 
 
 def transformer_lens_name(key: LayerKey) -> str:
-    """TransformerLens's name of the place where an entry of the layer axis was taken.
-
-    >>> transformer_lens_name(5), transformer_lens_name((5, "attn.z"))
-    ('blocks.5.hook_resid_post', 'blocks.5.attn.hook_z')
-    """
+    """TransformerLens's name of the place where an entry of the layer axis was taken, such as `"blocks.5.attn.hook_z"`."""
     label, hook_point = (key, RESID_POST) if isinstance(key, int) else key
     module, dot, point = hook_point.rpartition(".")
     return f"blocks.{label}.{module}{dot}hook_{point}"
 
 
 def shard_name(shard_idx: int) -> str:
-    """The file name of a shard.
-
-    >>> shard_name(7)
-    'acts000007.bin'
-    """
+    """The file name of a shard, such as `"acts000007.bin"`."""
     return f"acts{shard_idx:06d}.bin"
 
 
@@ -142,42 +127,27 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("n_examples", "content_tokens_per_example", "d_model", "examples_per_shard"):
-            value: object = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT64:
-                raise ArgumentError(f"{name} is {brief(value)}; it must be an integer from 1 to 2^63 - 1", where=name)
-        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZES:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ArgumentError(
-                f"dtype is {brief(self.dtype)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype"
-            )
-        for name in ("layers", "hook_points"):
-            value = getattr(self, name)
-            if not isinstance(value, (tuple, list)) and (name == "layers" or value is not None):
-                raise ArgumentError(f"{name} is {brief(value)}; it must be a tuple", where=name)
-        if self.hook_points is not None and len(self.hook_points) != len(self.layers):
-            raise ArgumentError(
-                f"hook_points has {len(self.hook_points)} names for {len(self.layers)} layers; it must have one for each",
-                where="hook_points",
-            )
-        layer_keys: tuple[LayerKey, ...] = (
-            self.layers if self.hook_points is None else tuple(zip(self.layers, self.hook_points, strict=True))
-        )
+            self.__dict__[name] = check_count(getattr(self, name), name=name)  # frozen: fields cannot be assigned
+        check_choice(self.dtype, tuple(ITEMSIZES), name="dtype")
         try:
-            n_different = len(set(layer_keys))
-        except TypeError:  # a list among the labels
-            n_different = 0
-        if not self.layers or n_different != len(self.layers):
-            what = "layers" if self.hook_points is None else "pairs of layer and hook point"
+            hooks = (RESID_POST,) * len(self.layers) if self.hook_points is None else self.hook_points
+            keys = tuple(zip(self.layers, hooks, strict=True))
+            n_different = 0 if isinstance(self.layers, str) else len(set(keys))
+        except (TypeError, ValueError):  # a list among the labels, or another number of hook points
+            keys, n_different = (), 0
+        if not keys or n_different != len(keys):
             raise ArgumentError(
-                f"layers is {brief(self.layers)}; it must hold at least one label, and no two equal {what}",
-                where="layers",
+                f"layers is {brief(self.layers)} and hook_points {brief(self.hook_points)}; there must be at least one label, a hook "
+                "point for each, and no two equal pairs",
+                where="hook_points" if self.hook_points is not None and not keys else "layers",
             )
         itemsize = ITEMSIZES[self.dtype]
-        n_layers, n_special_tokens = len(self.layers), 1 if self.cls_token else 0
+        n_layers, n_special_tokens = len(keys), 1 if self.cls_token else 0
         tokens_per_example = self.content_tokens_per_example + n_special_tokens
         vectors_per_example, vector_nbytes = n_layers * tokens_per_example, self.d_model * itemsize
         example_nbytes = vectors_per_example * vector_nbytes
-        self.__dict__.update(  # frozen: fields cannot be assigned
-            layer_keys=layer_keys,
+        self.__dict__.update(
+            layer_keys=self.layers if self.hook_points is None else keys,
             itemsize=itemsize,
             n_layers=n_layers,
             n_special_tokens=n_special_tokens,
@@ -200,25 +170,17 @@ class Layout:
 
     @classmethod
     def from_budget(
-        cls,
-        *,
-        n_examples: int,
-        layers: Sequence[int],
-        content_tokens_per_example: int,
-        cls_token: bool,
-        d_model: int,
-        max_tokens_per_shard: int,
-        dtype: str = "float32",
-        hook_points: Sequence[str] | None = None,
-    ) -> Layout:
+        cls, *, n_examples: int, layers: Sequence[int], content_tokens_per_example: int, cls_token: bool, d_model: int,
+        max_tokens_per_shard: int, dtype: str = "float32", hook_points: Sequence[str] | None = None,
+    ) -> Layout:  # fmt: skip
         """The layout that a budget of vectors per shard implies (section 3: floor division).
 
         Raises:
             ArgumentError: not even one example fits into the budget.
         """
         per_example = (content_tokens_per_example + (1 if cls_token else 0)) * len(layers)
-        capacity = max_tokens_per_shard // per_example if per_example > 0 else 0
-        if per_example > 0 and capacity < 1:
+        capacity = max_tokens_per_shard // per_example if per_example > 0 else 1
+        if capacity < 1:
             raise ArgumentError(
                 f"max_tokens_per_shard is {max_tokens_per_shard}, but one example has {per_example} vectors "
                 "(tokens x layers); a shard must hold at least one example",
@@ -226,9 +188,7 @@ class Layout:
                 remedy=f"Use at least {per_example}.",
             )
         hooks = None if hook_points is None else tuple(hook_points)
-        return cls(
-            n_examples, tuple(layers), content_tokens_per_example, cls_token, d_model, max(capacity, 1), dtype, hooks
-        )
+        return cls(n_examples, tuple(layers), content_tokens_per_example, cls_token, d_model, capacity, dtype, hooks)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -253,33 +213,26 @@ class Layout:
         Raises:
             LayerNotFoundError: it is not among the recorded ones, or a label stands for several hook points.
         """
-        given: object = layer
-        pair = cast("tuple[object, ...]", given) if isinstance(given, tuple) else ()
-        label, hook_point = pair if len(pair) == 2 and isinstance(pair[1], str) else (layer, None)
-        found: list[int] = []
+        label, hook_point = layer if is_layer_pair(layer) else (layer, None)
+        try:
+            wanted = None if isinstance(label, BOOLEANS) else operator.index(cast("SupportsIndex", label))
+        except TypeError:
+            wanted = None
         hooks = self.hook_points or (RESID_POST,) * self.n_layers
-        if not isinstance(label, BOOLEANS):
-            try:
-                wanted = operator.index(cast("SupportsIndex", label))
-            except TypeError:
-                wanted = None
-            found = [
-                position
-                for position, pair in enumerate(zip(self.layers, hooks, strict=True))
-                if pair[0] == wanted and hook_point in {None, pair[1]}
-            ]
+        found = [
+            position
+            for position, (known, hook) in enumerate(zip(self.layers, hooks, strict=True))
+            if known == wanted and hook_point in {None, hook}
+        ]
         if len(found) == 1:
             return found[0]
-        if found:
-            raise LayerNotFoundError(
-                f"layer {brief(layer)} was recorded at {len(found)} hook points: {[self.layer_keys[i] for i in found]}",
-                where="layer",
-                remedy=f"Name one of these pairs: {' or '.join(f'{self.layers[i]}:{hooks[i]}' for i in found)}.",
-            )
+        state = f"was recorded at {len(found)} hook points" if found else "was not recorded"
         raise LayerNotFoundError(
-            f"layer {brief(layer)} was not recorded; the store holds the layers {list(self.layer_keys)}",
+            f"layer {brief(layer)} {state}; the store holds the layers {list(self.layer_keys)}",
             where="layer",
-            remedy="Labels match literally (-2 is a label of its own). From Python, index the store like an array for positions.",
+            remedy="Name one of these as (label, hook point)."
+            if found
+            else "Labels match literally; -2 is a label of its own.",
         )
 
     def locate(self, example: int, layer: int, token: int) -> ByteRange:
@@ -293,20 +246,15 @@ class Layout:
         Raises:
             SelectionError, LayerNotFoundError: the coordinate is outside the tensor.
         """
-        global_example_idx = _position(example, self.n_examples, "example")
-        token_idx = _position(token, self.tokens_per_example, "token")
-        shard_idx, example_in_shard = divmod(global_example_idx, self.examples_per_shard)
-        layer_idx = self.layer_index(layer)
-        offset_in_vectors = (example_in_shard * self.n_layers + layer_idx) * self.tokens_per_example + token_idx
-        start = offset_in_vectors * self.vector_nbytes
-        return ByteRange(shard_name(shard_idx), start, start + self.vector_nbytes)
+        check_position(example, self.n_examples, "example")
+        check_position(token, self.tokens_per_example, "token")
+        shard_idx, start = self.locate_many(example, self.layer_index(layer), token)
+        return ByteRange(shard_name(int(shard_idx)), int(start), int(start) + self.vector_nbytes)
 
     def locate_many(
         self, example: npt.ArrayLike, layer_idx: npt.ArrayLike, token: npt.ArrayLike
     ) -> tuple[IntArray, IntArray]:
-        """Shard number and first byte of many vectors, broadcast together; layers by *position*.
-
-        The caller has checked the bounds. Exact for every layout that can be made.
+        """Shard number and first byte of many vectors, broadcast together; layers by *position*, all within bounds.
 
         >>> layout = Layout(7, (2, 5, 11), 4, True, 8, 3)
         >>> layout.locate_many([4, 6], [1, 0], [0, 2])
@@ -320,11 +268,9 @@ class Layout:
         return shard_idx, offset
 
 
-def _position(value: object, bound: int, name: str) -> int:
+def check_position(value: object, n: int, name: str) -> int:
+    """A position on an axis of length n, from 0; `SelectionError` if it is not one."""
     try:
-        position = -1 if type(value) in {bool, np.bool_} else operator.index(cast("SupportsIndex", value))
-    except TypeError:
-        position = -1
-    if not 0 <= position < bound:
-        raise SelectionError(f"{name} is {brief(value)}; it must be an integer from 0 to {bound - 1}", where=name)
-    return position
+        return check_count(value, name=name, least=0, most=n - 1)
+    except ArgumentError as error:
+        raise SelectionError(error.message, where=name) from None

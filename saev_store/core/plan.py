@@ -6,24 +6,20 @@ reader executes plans; estimates count them; transports merge what is near each 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from saev_store.core.coalesce import Spans, coalesce
-from saev_store.core.indexing import Axis, Block, Points, Progression, length
+from saev_store.core.indexing import Axis, Block, Points, Progression, length, positions
 from saev_store.core.layout import IntArray, Layout
-
-if TYPE_CHECKING:
-    from saev_store.transport import ReadCost
 
 #: Rows of which some columns are kept pass through this much memory, far ones through eight times as much.
 PIECE_BYTES = 8 << 20
 #: More runs than this are planned in several parts.
 RUNS_AT_ONCE = 1 << 16
+#: More examples than this are planned in several parts: a document can promise any number, but some are lost before many are.
+_EXAMPLES_AT_ONCE = 1 << 20
 #: From this size on a contiguous run is read straight into the result instead of being copied out of a map.
 DIRECT_BYTES = 256 << 10
 
@@ -32,7 +28,6 @@ class MappedBox(NamedTuple):
     """A strided box that is copied out of a mapped shard.
 
     Attributes:
-        shard_idx: The shard.
         highest: The last example of the shard that is needed, by its position in the shard.
         axes: Examples in the shard, layers, tokens, columns.
         place: Rows on the first axis of the output.
@@ -44,84 +39,52 @@ class MappedBox(NamedTuple):
     place: slice
 
 
-class MappedRows(NamedTuple):
-    """Vectors that are copied out of a mapped shard, one by one.
-
-    Attributes:
-        shard_idx: The shard.
-        highest: As in `MappedBox`.
-        vector: Numbers of the vectors in the shard, int64 (n,), in any order.
-        place: Their rows in the output; None for the first n, in order.
-    """
-
-    shard_idx: int
-    highest: int
-    vector: IntArray
-    place: IntArray | None
-
-
 class Runs(NamedTuple):
-    """Runs of neighbouring vectors of one shard that are read as byte ranges.
+    """Runs of `n_vectors` neighbouring vectors of one shard. Of a mapped shard those of one vector are copied out of the map.
 
     Attributes:
-        shard_idx: The shard.
         highest: As in `MappedBox`.
         first: The first vector of each run, by its number in the shard, int64 (n,), in any order.
-        n_vectors: Vectors in a run.
-        place: The first row of the output that each run fills, int64 (n,); the output is seen as (rows, columns).
+        place: The first row of the output that each run fills, int64 (n,); None if they fill it in their order.
     """
 
     shard_idx: int
     highest: int
     first: IntArray
     n_vectors: int
-    place: IntArray
+    place: IntArray | None
 
-    def spans(self, layout: Layout, cost: ReadCost) -> Spans:
-        """The requests that transports make of them, in bytes."""
-        starts = np.sort(self.first) * layout.vector_nbytes
-        return coalesce(
-            starts, starts + self.n_vectors * layout.vector_nbytes,
-            max_gap_bytes=cost.max_gap_bytes, max_request_bytes=cost.max_request_bytes,
-        )  # fmt: skip
-
-
-Step = MappedBox | MappedRows | Runs
+    @property
+    def rows(self) -> IntArray:
+        """The first row of the output that each run fills."""
+        return np.arange(len(self.first)) * self.n_vectors if self.place is None else self.place
 
 
 class Part(NamedTuple):
-    """Reads that are made together.
+    """Reads that are made together, a step for each shard.
 
     Attributes:
-        steps: One for each shard that is touched.
-        rows: The rows of the output that the steps fill, where it is seen as (rows, columns); None if the steps address
-            the output itself.
+        rows: The rows of the output that the steps fill, if it is seen as (rows, columns); None if the steps address the output itself.
         columns: Columns that are kept of rows that are read whole; None for all of them.
         is_pointwise: `columns` has one column for each row.
     """
 
-    steps: Sequence[Step]
+    steps: Sequence[MappedBox | Runs]
     rows: slice | None = None
     columns: Axis | None = None
     is_pointwise: bool = False
 
 
 class Piece(NamedTuple):
-    """Reads of a selection from one shard: examples by their position in the shard, and where they go."""
+    """Examples of a selection in one shard, by their position in it, and where they go."""
 
     shard_idx: int
     examples: Progression
     place: slice
 
 
-@dataclass(frozen=True)
-class Planner:
-    """Plans reads of one store.
-
-    Args:
-        layout: Its geometry.
-        is_mapped: True if shards are views of mapped memory.
-    """
+class Planner(NamedTuple):
+    """Plans reads of one store, whose shards may be views of mapped memory."""
 
     layout: Layout
     is_mapped: bool
@@ -139,9 +102,8 @@ class Planner:
                 and isinstance(layers, Progression)
                 and isinstance(tokens, Progression)
             ):
-                can_be_direct = is_whole and len(offsets) == 1
                 for piece in pieces(self.layout, examples):
-                    direct = self._direct(piece, run, int(offsets[0])) if can_be_direct else None
+                    direct = self._direct(piece, run, int(offsets[0])) if is_whole and len(offsets) == 1 else None
                     axes = (piece.examples, layers, tokens, columns)
                     yield Part([direct or MappedBox(piece.shard_idx, piece.examples.highest, axes, piece.place)])
                 return
@@ -162,32 +124,28 @@ class Planner:
         """The plan of NumPy's advanced indexing, for an output of `points.shape`."""
         if 0 in points.shape:
             return
-        shape = points.shape if points.last is None else points.shape[:-1]
-        n_rows = math.prod(shape)
-        coords = [np.broadcast_to(coord, shape) for coord in points.coords]
+        coords = [coord.reshape(-1) for coord in points.coords]
         is_whole = points.last == Progression(0, 1, self.layout.d_model)
         step = max(1, PIECE_BYTES // self.layout.vector_nbytes)
-        for start in range(0, n_rows, step):
-            end = min(start + step, n_rows)
-            at = np.unravel_index(np.arange(start, end), shape) if shape else ()
-            example, layer, token, *column = (np.atleast_1d(coord[at]) for coord in coords)
+        for start in range(0, len(coords[0]), step):
+            some = slice(start, min(start + step, len(coords[0])))
+            example, layer, token, *column = (coord[some] for coord in coords)
             columns = column[0] if points.last is None else None if is_whole else points.last
-            yield Part(self.rows(example, layer, token).steps, slice(start, end), columns, points.last is None)
+            yield Part(self.rows(example, layer, token).steps, some, columns, points.last is None)
 
     def rows(self, example: IntArray, layer_idx: IntArray, token: IntArray) -> Part:
         """The plan of n vectors given by position, in any order, repeats allowed, for an output (n, d_model)."""
-        return Part(
-            self._by_shard(example, layer_idx * self.layout.tokens_per_example + token, 1), slice(0, len(example))
-        )
+        offset = layer_idx * self.layout.tokens_per_example + token
+        return Part(self._by_shard(example, offset, 1), slice(0, len(example)))
 
     def _runs_of_example(self, layers: Axis, tokens: Axis) -> tuple[int, IntArray]:
         """Vectors of the longest runs of neighbours that are chosen of an example, and the first vector of each."""
         n_tokens = self.layout.tokens_per_example
         if not isinstance(tokens, Progression) or tokens.step != 1:
-            return 1, (_positions(layers)[:, None] * n_tokens + _positions(tokens)).ravel()
+            return 1, (positions(layers)[:, None] * n_tokens + positions(tokens)).ravel()
         if isinstance(layers, Progression) and layers.step == 1 and tokens.count == n_tokens:
             return layers.count * n_tokens, np.array([layers.start * n_tokens])
-        return tokens.count, _positions(layers) * n_tokens + tokens.start
+        return tokens.count, positions(layers) * n_tokens + tokens.start
 
     def _direct(self, piece: Piece, run: int, offset: int) -> Runs | None:
         """A long run of each example, or all examples as one run; None where a copy out of the map is cheaper."""
@@ -199,27 +157,17 @@ class Planner:
             return None
         return Runs(piece.shard_idx, examples.highest, first, run, at + np.arange(len(first)) * run)
 
-    def _by_shard(self, example: IntArray, offset: IntArray, run: int) -> list[Step]:
+    def _by_shard(self, example: IntArray, offset: IntArray, run: int) -> list[MappedBox | Runs]:
         """One step for each shard, of runs that begin at a vector of an example and fill the output in their order."""
         if len(example) == 0:
             return []
         shard_idx, in_shard = np.divmod(example, np.int64(self.layout.examples_per_shard))
         vector = in_shard * self.layout.vectors_per_example + offset
         if bool((shard_idx == shard_idx[0]).all()):
-            places: list[IntArray | None] = [None]
-        else:
-            order = np.argsort(shard_idx, kind="stable")
-            places = list(np.split(order, np.flatnonzero(np.diff(shard_idx[order])) + 1))
-        steps: list[Step] = []
-        for place in places:
-            some = slice(None) if place is None else place
-            shard, highest = int(shard_idx[0 if place is None else place[0]]), int(in_shard[some].max())
-            if self.is_mapped:
-                steps.append(MappedRows(shard, highest, vector[some], place))
-            else:
-                row = np.arange(len(vector)) if place is None else place
-                steps.append(Runs(shard, highest, vector[some], run, row * run))
-        return steps
+            return [Runs(int(shard_idx[0]), int(in_shard.max()), vector, run, None)]
+        order = np.argsort(shard_idx, kind="stable")
+        places = np.split(order, np.flatnonzero(np.diff(shard_idx[order])) + 1)
+        return [Runs(int(shard_idx[at[0]]), int(in_shard[at].max()), vector[at], run, at * run) for at in places]
 
 
 def pieces(layout: Layout, examples: Progression) -> Iterator[Piece]:
@@ -228,10 +176,6 @@ def pieces(layout: Layout, examples: Progression) -> Iterator[Piece]:
     while done < examples.count:
         shard, first = divmod(examples.start + done * step, capacity)
         here = (capacity - 1 - first) // step + 1 if step > 0 else first // -step + 1
-        here = min(here, examples.count - done)
+        here = min(here, examples.count - done, _EXAMPLES_AT_ONCE)
         yield Piece(shard, Progression(first, step, here), slice(done, done + here))
         done += here
-
-
-def _positions(axis: Axis) -> IntArray:
-    return axis.positions() if isinstance(axis, Progression) else axis

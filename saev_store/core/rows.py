@@ -1,31 +1,27 @@
-"""A row space: which vectors of a store are chosen, counted and indexed without reading any of them.
+"""A row space: which vectors of a store are chosen, counted and indexed without reading any of them. Pure.
 
-Pure. `row_space` makes one from layer labels, kinds of tokens, examples and ignored labels. A row is one vector of `d_model`
-numbers, or, with stacked layers, the vectors of all chosen layers of one token. Rows are numbered in storage order: by example
-(in the order the examples were given), then by layer unless layers are stacked, then by token.
+A row is one vector of `d_model` numbers, or, with stacked layers, the vectors of all chosen layers of one token. Rows are
+numbered in storage order: by example (in the order the examples were given), then by layer unless layers are stacked, then by token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.indexing import Axis, Progression, parse_axis
+from saev_store.core.indexing import Axis, Progression, length, parse_axis
 from saev_store.core.layout import IntArray, LayerKey, Layout, is_layer_pair
 from saev_store.errors import SelectionError, brief
 
-Labels = npt.NDArray[np.uint8]
 #: Which tokens of an example: those that stand for content, the special ones before them (CLS), or all.
 Tokens = Literal["content", "special", "all"]
 #: Which layers, by label or pair (label, hook point): one, several in the order given, or every recorded one.
 Layers = LayerKey | Sequence[LayerKey] | Literal["all"]
-
-#: Labels are counted in pieces of this many bytes, so that a mapped labels file never has to fit in memory.
-COUNT_CHUNK_BYTES = 16 << 20
+TokenMask = npt.NDArray[np.bool_]
 
 
 class Coordinates(NamedTuple):
@@ -44,24 +40,21 @@ class Coordinates(NamedTuple):
 
 @dataclass(eq=False)
 class RowSpace:
-    """The vectors chosen by layers x tokens x examples, minus those whose label is ignored. Not to be changed.
+    """The vectors chosen by layers x tokens x examples, minus those of tokens that are left out. Not to be changed.
 
     Attributes:
-        layout: The geometry of the store.
         examples: The chosen examples, by position.
         layer_idx: The chosen layers, by position on the layer axis.
         tokens: The chosen tokens; a contiguous run on the token axis.
-        ends: Only with ignored labels: rows up to and including each chosen example, int64.
-        labels: Only with ignored labels: the store's labels (n_examples, content tokens), borrowed.
-        kept: Only with ignored labels: a table of 256 booleans, true for labels that stay.
-        condition: Digest of `labels` that were derived from a condition; empty for a store's own.
-        stacks_layers: Whether a row is the vectors of all chosen layers of one token.
+        kept: Which content tokens stay, bool (n_examples, content tokens) of all examples; None if all do.
+        stacks_layers: True if a row is the vectors of all chosen layers of one token.
+        ends: Only with `kept`: rows up to and including each chosen example, int64.
         row_layers: The layers of a row's vectors, by position: int64 (rows_per_token, vectors_per_row).
         rows_per_token: Rows of a token of an example: one for each chosen layer, or one with stacked layers.
         vectors_per_row: 1, or with stacked layers the number of chosen layers.
         row_nbytes: Bytes of a row, as it is stored.
         n_examples: How many examples are chosen (also counting those of which no token is left).
-        rows_per_example: Rows of an example of which nothing is ignored.
+        rows_per_example: Rows of an example of which no token is left out.
         n_rows: All rows; also `len(space)`.
     """
 
@@ -69,11 +62,9 @@ class RowSpace:
     examples: Axis
     layer_idx: tuple[int, ...]
     tokens: Progression
-    ends: IntArray | None = None
-    labels: Labels | None = None
-    kept: npt.NDArray[np.bool_] | None = None
-    condition: bytes = b""
+    kept: TokenMask | None = None
     stacks_layers: bool = False
+    ends: IntArray | None = field(init=False, default=None)
     row_layers: IntArray = field(init=False)
     rows_per_token: int = field(init=False)
     vectors_per_row: int = field(init=False)
@@ -83,18 +74,24 @@ class RowSpace:
     n_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.n_examples = self.examples.count if isinstance(self.examples, Progression) else len(self.examples)
+        self.n_examples = length(self.examples)
         self.row_layers = np.array(self.layer_idx, dtype=np.int64).reshape((1, -1) if self.stacks_layers else (-1, 1))
         self.rows_per_token, self.vectors_per_row = self.row_layers.shape
         self.row_nbytes = self.vectors_per_row * self.layout.vector_nbytes
         self.rows_per_example = self.rows_per_token * self.tokens.count
-        if self.ends is None:
-            self.n_rows = self.n_examples * self.rows_per_example
-        else:
+        self.n_rows = self.n_examples * self.rows_per_example
+        if self.kept is not None:
+            of_example = np.count_nonzero(self.kept, axis=1) + self.n_special
+            self.ends = np.cumsum(of_example[self.example(np.arange(self.n_examples))] * np.int64(self.rows_per_token))
             self.n_rows = int(self.ends[-1]) if len(self.ends) else 0
 
     def __len__(self) -> int:
         return self.n_rows
+
+    @property
+    def n_special(self) -> int:
+        """How many special tokens are chosen, of a space with content tokens."""
+        return self.tokens.count - self.layout.content_tokens_per_example
 
     def locate(self, rows: npt.ArrayLike) -> tuple[IntArray, IntArray, IntArray]:
         """(example, layer, token) *positions* of rows, vectorised; rows must be from 0 to `len(self) - 1`.
@@ -102,8 +99,8 @@ class RowSpace:
         With stacked layers the layers have one axis more, of the vectors of a row.
         """
         row = np.asarray(rows, dtype=np.int64)
-        if self.ends is not None and self.labels is not None and self.kept is not None:
-            return self._locate_kept(row, self.ends, self.labels, self.kept)
+        if self.ends is not None and self.kept is not None:
+            return self._locate_kept(row, self.ends, self.kept)
         ordinal, within = np.divmod(row, np.int64(self.rows_per_example))
         layer, token = np.divmod(within, np.int64(self.tokens.count))
         return self.example(ordinal), self._layer(layer), self.tokens.start + token
@@ -116,8 +113,7 @@ class RowSpace:
     def coordinates(self, rows: npt.ArrayLike) -> Coordinates:
         """Example, layer *label* and content token of rows."""
         example, layer, token = self.locate(rows)
-        labels = np.array(self.layout.layers)[layer]
-        return Coordinates(example, labels, token - self.layout.n_special_tokens)
+        return Coordinates(example, np.array(self.layout.layers)[layer], token - self.layout.n_special_tokens)
 
     def example(self, ordinal: IntArray) -> IntArray:
         """Positions on the example axis of chosen examples."""
@@ -128,24 +124,19 @@ class RowSpace:
     def _layer(self, ordinal: IntArray) -> IntArray:
         return self.row_layers[ordinal] if self.stacks_layers else self.row_layers[ordinal, 0]
 
-    def _locate_kept(
-        self, row: IntArray, ends: IntArray, labels: Labels, kept: npt.NDArray[np.bool_]
-    ) -> tuple[IntArray, IntArray, IntArray]:
-        flat = row.ravel()
-        ordinal = np.searchsorted(ends, flat, side="right")
+    def _locate_kept(self, row: IntArray, ends: IntArray, kept: TokenMask) -> tuple[IntArray, IntArray, IntArray]:
+        ordinal = np.searchsorted(ends, row, side="right")
         rows_before = np.where(ordinal > 0, ends[ordinal - 1], 0)
         per_layer = (ends[ordinal] - rows_before) // self.rows_per_token
-        layer, nth = np.divmod(flat - rows_before, per_layer)
+        layer, nth = np.divmod(row - rows_before, per_layer)
         # The nth kept token: look only at the examples that occur, once each.
         seen, which = np.unique(self.example(ordinal), return_inverse=True)
         stays = np.ones((len(seen), self.tokens.count), dtype=np.bool_)
-        n_special = self.tokens.count - self.layout.content_tokens_per_example
-        stays[:, n_special:] = kept[labels[seen]]
+        stays[:, self.n_special :] = kept[seen]
         token_of = np.nonzero(stays)[1]
         starts = np.concatenate(([0], np.cumsum(stays.sum(axis=1))))
-        token = self.tokens.start + token_of[starts[which] + nth]
-        shape = row.shape
-        return self.example(ordinal).reshape(shape), self._layer(layer.reshape(shape)), token.reshape(shape)
+        token = self.tokens.start + token_of[starts[which.reshape(row.shape)] + nth]
+        return self.example(ordinal), self._layer(layer), token
 
 
 def row_space(
@@ -154,8 +145,7 @@ def row_space(
     layer: Layers = "all",
     tokens: Tokens = "all",
     examples: object = None,
-    ignore_labels: Sequence[int] | None = None,
-    labels: Labels | None = None,
+    kept: TokenMask | None = None,
     stack_layers: bool = False,
 ) -> RowSpace:
     """The rows that a labelled selection means.
@@ -165,8 +155,7 @@ def row_space(
         layer: A label, several labels (their order is the order of the rows), or `"all"`.
         tokens: `"content"`, `"special"` or `"all"`.
         examples: Positions: `None` for all, an integer, a slice, a list (repeats allowed) or a boolean mask.
-        ignore_labels: Content tokens that carry one of these labels are left out. Special tokens have no label and stay.
-        labels: The store's labels, uint8 (n_examples, content tokens); needed with `ignore_labels`.
+        kept: Which content tokens stay, bool (n_examples, content tokens); borrowed. Special tokens stay.
         stack_layers: A row holds the vectors of all chosen layers of one token, in the order given.
 
     Raises:
@@ -180,30 +169,9 @@ def row_space(
     """
     every = Progression(0, 1, layout.n_examples)
     chosen = every if examples is None else parse_axis(examples, layout.n_examples, "example")
-    space = RowSpace(layout, chosen, _layers(layer, layout), _tokens(tokens, layout), stacks_layers=stack_layers)
-    kept = None if ignore_labels is None else labels_that_stay(ignore_labels)
-    if kept is None:
-        return space
-    if tokens == "special":
-        raise SelectionError(
-            "special tokens have no labels to ignore", where="ignore_labels", remedy="Drop one of the two."
-        )
-    if labels is None:
-        raise no_labels()
-    return keeping(space, labels, kept)
-
-
-def keeping(space: RowSpace, labels: Labels, kept: npt.NDArray[np.bool_], condition: bytes = b"") -> RowSpace:
-    """The rows of a space without content tokens whose label does not stay, whatever was left out of it before.
-
-    Args:
-        space: The rows.
-        labels: A label for each content token, uint8 (n_examples, content tokens); borrowed.
-        kept: A table of 256 booleans, true for labels that stay.
-        condition: See `RowSpace`.
-    """
-    ends = np.cumsum(_kept_per_example(space, labels, kept) * np.int64(space.rows_per_token))
-    return replace(space, ends=ends, labels=labels, kept=kept, condition=condition)
+    if kept is not None and tokens == "special":
+        raise SelectionError("special tokens are never left out", where="tokens", remedy="Choose tokens='content'.")
+    return RowSpace(layout, chosen, _layers(layer, layout), _tokens(tokens, layout), kept, stack_layers)
 
 
 def are_several(layer: Layers) -> bool:
@@ -215,78 +183,23 @@ def are_several(layer: Layers) -> bool:
 
 def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
     if isinstance(layer, str):
-        if layer != "all":
-            raise SelectionError(
-                f"layer is {brief(layer)}; it must be a label out of {list(layout.layer_keys)}, a list of them, or 'all'",
-                where="layer",
-            )
-        return tuple(range(layout.n_layers))
-    wanted = list(cast("Sequence[LayerKey]", layer)) if are_several(layer) else [cast("LayerKey", layer)]
-    if not wanted:
+        positions = tuple(range(layout.n_layers)) if layer == "all" else ()
+    else:
+        wanted = list(cast("Sequence[LayerKey]", layer)) if are_several(layer) else [cast("LayerKey", layer)]
+        positions = tuple(layout.layer_index(label) for label in wanted)
+    if not positions or len(set(positions)) != len(positions):
         raise SelectionError(
-            f"no layer was chosen; the store holds the layers {list(layout.layer_keys)}", where="layer"
+            f"layer is {brief(layer)}; it must be 'all' or name layers, none of them twice", where="layer"
         )
-    positions = tuple(layout.layer_index(label) for label in wanted)
-    if len(set(positions)) != len(positions):
-        raise SelectionError(f"layers {wanted} names a layer twice", where="layer")
     return positions
 
 
 def _tokens(tokens: Tokens, layout: Layout) -> Progression:
-    if tokens not in get_args(Tokens):
-        raise SelectionError(f"tokens is {brief(tokens)}; it must be 'content', 'special' or 'all'", where="tokens")
-    if tokens == "all":
-        return Progression(0, 1, layout.tokens_per_example)
-    if tokens == "content":
-        return Progression(layout.n_special_tokens, 1, layout.content_tokens_per_example)
-    if not layout.n_special_tokens:
-        raise SelectionError(
-            "the store has no special tokens (cls_token is false)", where="tokens", remedy="Use tokens='content'."
-        )
-    return Progression(0, 1, layout.n_special_tokens)
-
-
-def no_labels() -> SelectionError:
-    """The refusal to ignore labels of a store without any."""
-    return SelectionError(
-        "the store has no labels.bin, so no label can be ignored", where="ignore_labels", remedy="Drop ignore_labels."
-    )
-
-
-def labels_that_stay(ignore_labels: Sequence[int] | None) -> npt.NDArray[np.bool_] | None:
-    """A table of 256 booleans, true for labels that are not ignored; None where nothing is.
-
-    Raises:
-        SelectionError: these are not labels.
-    """
-    if ignore_labels is None or (isinstance(ignore_labels, (list, tuple)) and not ignore_labels):
-        return None
-    refusal = SelectionError(
-        f"ignore_labels is {brief(ignore_labels)}; labels are integers from 0 to 255", where="ignore_labels"
-    )
-    try:
-        given = np.atleast_1d(np.asarray(ignore_labels))
-    except ValueError:  # lists of unequal lengths
-        raise refusal from None
-    if given.dtype.kind not in "iu" or given.ndim != 1:
-        raise refusal
-    if given.size and not 0 <= int(given.min()) <= int(given.max()) < 256:
-        raise refusal
-    kept = np.ones(256, dtype=np.bool_)
-    kept[given.astype(np.int64)] = False
-    return kept
-
-
-def _kept_per_example(space: RowSpace, labels: Labels, kept: npt.NDArray[np.bool_]) -> IntArray:
-    """Tokens of one layer that stay, per chosen example; reads the labels once, in pieces."""
-    counts = np.empty(space.n_examples, dtype=np.int64)
-    chunk = max(1, COUNT_CHUNK_BYTES // space.layout.content_tokens_per_example)
-    for start in range(0, space.n_examples, chunk):
-        ordinals = np.arange(start, min(start + chunk, space.n_examples))
-        if isinstance(space.examples, Progression) and space.examples.step == 1:
-            first = space.examples.start + start
-            piece = labels[first : first + len(ordinals)]
-        else:
-            piece = labels[space.example(ordinals)]
-        counts[start : start + len(ordinals)] = np.count_nonzero(kept[piece], axis=1)
-    return counts + (space.tokens.count - space.layout.content_tokens_per_example)
+    n_special = layout.n_special_tokens
+    if tokens not in get_args(Tokens) or (tokens == "special" and not n_special):
+        choices = "'content', 'special' or 'all'" if n_special else "'content' or 'all': there are no special tokens"
+        raise SelectionError(f"tokens is {brief(tokens)}; it must be {choices}", where="tokens")
+    if tokens == "special":
+        return Progression(0, 1, n_special)
+    first = 0 if tokens == "all" else n_special
+    return Progression(first, 1, layout.tokens_per_example - first)

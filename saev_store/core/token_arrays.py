@@ -36,20 +36,10 @@ _SHARD = re.compile(r"acts[0-9]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TokenArray:
-    """One token array, as metadata.json declares it.
-
-    Args:
-        name: `[a-z][a-z0-9_]*`, at most 64 characters, not that of a shard.
-        dtype: One of `DTYPES`; for a name in `MEANINGS` the one given there.
-
-    Attributes:
-        file_name: The name of its file in the store's folder.
+    """One token array, as metadata.json declares it; `file_name` is the name of its file.
 
     Raises:
-        ArgumentError: a rule is broken.
-
-    >>> TokenArray("token_ids", "int32").file_name
-    'token_ids.bin'
+        ArgumentError: a rule about its name or dtype is broken.
     """
 
     name: str
@@ -63,16 +53,11 @@ class TokenArray:
                 "and _, begin with a letter, have at most 64 characters, and not be that of a shard",
                 where="token_arrays",
             )
-        if self.dtype not in DTYPES:
+        allowed = (MEANINGS[self.name],) if self.name in MEANINGS else DTYPES
+        if self.dtype not in allowed:
             raise ArgumentError(
-                f"the token array {self.name} has dtype {brief(self.dtype)}; it must be one of {', '.join(DTYPES)}",
+                f"the token array {self.name} has dtype {brief(self.dtype)}; it must be {' or '.join(allowed)}",
                 where="token_arrays",
-            )
-        if self.dtype != MEANINGS.get(self.name, self.dtype):
-            raise ArgumentError(
-                f"the token array {self.name} has dtype {self.dtype}; arrays of that name are {MEANINGS[self.name]}",
-                where="token_arrays",
-                remedy="Use that dtype, or another name.",
             )
         object.__setattr__(self, "file_name", f"{self.name}.bin")  # frozen
 
@@ -83,11 +68,7 @@ class TokenArray:
         return dtype if sys.byteorder == "little" else dtype.newbyteorder("<")
 
     def is_valid(self, values: bytes | bytearray | memoryview) -> bool:
-        """Return True if bytes of its file can be its values: those of a bool are 0 and 1, those of other dtypes are any.
-
-        >>> TokenArray("mask", "bool").is_valid(bytes([0, 1, 2]))
-        False
-        """
+        """Return True if bytes of its file can be its values: those of a bool are 0 and 1, those of other dtypes are any."""
         return self.dtype != "bool" or int(np.frombuffer(values, dtype=np.uint8).max(initial=0)) <= 1
 
     def nbytes(self, layout: Layout) -> int:
@@ -104,15 +85,7 @@ LABELS = TokenArray("labels", "uint8")
 
 
 def shown_names(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
-    """The names under which token arrays are shown beside other things: their own, or with `tokens_` in front.
-
-    Args:
-        names: Of all token arrays of a store, so that a name does not depend on which of them are shown.
-        taken: Names of the other things.
-
-    >>> shown_names(["labels", "layer"], {"layer", "token"})
-    {'labels': 'labels', 'layer': 'tokens_layer'}
-    """
+    """The names under which all token arrays of a store are shown beside `taken` ones: their own, or with `tokens_` in front."""
     found = dict[str, str]()
     free = set(names) - set(taken)
     for name in sorted(set(names)):

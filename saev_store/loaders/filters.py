@@ -90,7 +90,7 @@ def behind_bos(rows: Selection) -> TokenMask:
     _check_rows(rows)
     space, layout, arrays = rows.space, rows.space.layout, rows.token_arrays
     text = (None if rows.metadata is None else rows.metadata.text) or {}
-    stays = np.ones_like(rows.kept)
+    stays = np.ones(rows.kept.shape, np.bool_)
     if layout.n_special_tokens:
         if space.tokens.start == 0:
             raise SelectionError(
@@ -193,9 +193,9 @@ def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
     squared = np.square(largest)
     layout = rows.space.layout
     tokens = Progression(layout.n_special_tokens, 1, layout.content_tokens_per_example)
-    space = replace(rows.space, tokens=tokens, ends=None, labels=None, kept=None, condition=b"", stacks_layers=True)
+    space = replace(rows.space, tokens=tokens, kept=None, stacks_layers=True)
     every = Selection(rows.reader, space)
-    stays = np.ones_like(rows.kept)
+    stays = np.ones(rows.kept.shape, np.bool_)
     step = max(1, _PIECE_BYTES // (4 * space.vectors_per_row * layout.d_model))
 
     def below(first: int) -> TokenMask:

@@ -61,7 +61,6 @@ class BaseLoader(ABC, Generic[B]):
         self._columns = TokenColumns(list(parts.values()), self.options.token_arrays, labels=self.options.labels)
         for part in parts.values():
             # Tables of the order grow with the rows that the documents promise; up to some 64 million they are small.
-            part.reader.check_wide()
             part.reader.check_large(part.space.n_rows // 64)
         self._parts, self._first = parts, next(iter(parts.values()))
         self._memory: PoolMemory | None = None

@@ -39,8 +39,7 @@ def sampled_rows(rows: Selection) -> Floats:
 def samples_by_layer(rows: Selection) -> list[Floats]:
     """Return `sampled_rows` of each chosen layer by itself."""
     space = rows.space
-    ends = None if space.ends is None else space.ends // space.rows_per_token  # of one layer
-    parts = [replace(space, layer_idx=(layer,), ends=ends, stacks_layers=False) for layer in space.layer_idx]
+    parts = [replace(space, layer_idx=(layer,), stacks_layers=False) for layer in space.layer_idx]
     return [sampled_rows(Selection(rows.reader, part)) for part in parts]
 
 

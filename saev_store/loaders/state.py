@@ -42,7 +42,7 @@ def rows_identity(rows: Selection) -> dict[str, object]:
         "stack_layers": space.stacks_layers,
         "tokens": "content" if first == 0 else "all" if stop > 0 else "special",
         "examples": _digest(examples),
-        "left_out": "" if space.kept is None else _digest(space.kept.tobytes() + space.condition),
+        "left_out": "" if space.kept is None else _digest(np.packbits(space.kept).tobytes()),
     }
 
 

@@ -172,9 +172,8 @@ class BlockOrder:
         """Return which tokens of some blocks are kept: bool (blocks, tokens)."""
         space = self.space
         stays = np.ones((len(number), space.tokens.count), dtype=np.bool_)
-        if space.labels is not None and space.kept is not None:
-            n_special = space.tokens.count - space.layout.content_tokens_per_example
-            stays[:, n_special:] = space.kept[space.labels[space.example(number // self.n_layers)]]
+        if space.kept is not None:
+            stays[:, space.n_special :] = space.kept[space.example(number // self.n_layers)]
         return stays
 
 

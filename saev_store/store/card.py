@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 from saev_store.core.layout import layer_name
 from saev_store.documents import WRITABLE_VERSIONS, Metadata
-from saev_store.names import one_line, printable
+from saev_store.names import one_line
 from saev_store.problems import Problem
 from saev_store.store.token_arrays import TokenArrays
 from saev_store.transport import Transport
@@ -16,27 +15,13 @@ _SHOWN_PROBLEMS = 5
 
 
 def human_bytes(nbytes: int) -> str:
-    """A number of bytes as text, in powers of 1024.
-
-    >>> human_bytes(723_000_000_000)
-    '673.3 GiB'
-    """
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    size, unit = nbytes / 1024, "KiB"
-    for larger in ("MiB", "GiB", "TiB", "PiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}"
+    """A number of bytes as text, in powers of 1024, such as "673.3 GiB"."""
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, 5)
+    return f"{nbytes / 1024**power:.1f} {'KMGTP'[power - 1]}iB" if power else f"{nbytes} B"
 
 
 def card_rows(
-    metadata: Metadata,
-    transport: Transport,
-    problems: Sequence[Problem],
-    *,
-    token_arrays: TokenArrays,
+    metadata: Metadata, transport: Transport, problems: Sequence[Problem], *, token_arrays: TokenArrays
 ) -> list[tuple[str, str]]:
     """The lines of the card as (name, text); nothing is requested for it."""
     layout = metadata.layout
@@ -60,24 +45,13 @@ def card_rows(
         rows.append(("", "the reference project's code reads 2.1 only: saev-store copy --protocol 2.1"))
     if metadata.dataset:
         rows.insert(2, ("dataset", metadata.dataset))
-    shown = [f"{problem.severity}: {problem.message}" for problem in problems[:_SHOWN_PROBLEMS]]
+    shown = [f"{problem.severity}: {problem.message}" for problem in problems[:_SHOWN_PROBLEMS]] or ["none known"]
     if len(problems) > _SHOWN_PROBLEMS:
-        shown.append(f"… and {len(problems) - _SHOWN_PROBLEMS} more in store.problems")
-    rows += [("problems" if number == 0 else "", text) for number, text in enumerate(shown or ["none known"])]
-    return rows
+        shown.append("… and more in store.problems")
+    return [*rows, ("problems", shown[0]), *(("", text) for text in shown[1:])]
 
 
 def card_text(name: str, rows: Sequence[tuple[str, str]]) -> str:
     """The card for a terminal."""
     width = max(len(key) for key, _ in rows)
     return "\n".join([f"<ShardStore {one_line(name)}>", *(f"  {key:<{width}}  {one_line(text)}" for key, text in rows)])
-
-
-def card_html(name: str, rows: Sequence[tuple[str, str]]) -> str:
-    """The card for a notebook; everything that comes from a file is escaped."""
-    cells = "".join(
-        f"<tr><th style='text-align:left;padding-right:1em'>{html.escape(key)}</th>"
-        f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-        for key, text in rows
-    )
-    return printable(f"<div><strong>ShardStore</strong> <code>{html.escape(name)}</code><table>{cells}</table></div>")

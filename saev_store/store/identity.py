@@ -1,32 +1,21 @@
 """Recording identity: a short text that changes when the files of a recording change.
 
-What is derived from a store and kept (statistics, names of dask tasks, staged copies) records the identity it was derived from, and is
-discarded when the store has another one. It begins with what it was taken from:
-
-* `digests:` the block digests in `digests.json`, if they cover all files. Copies of a recording have the same identity, wherever they are.
-* `versions:` the size and version of each file: its ETag or generation, or its inode and modification time. Copies have different
-  identities, and so has a file that was only touched.
-
-Digests describe what was *written*. Pass `prefer="versions"` for values derived from bytes that were not compared with the
-digests: a damaged file has the same digests after its repair, but another version.
-
->>> from saev_store import ShardStore
->>> store = ShardStore.open(SAMPLE)
->>> recording_identity(store.transport, store.layout).partition(":")[0]
-'versions'
+What is derived from a store and kept (statistics, names of dask tasks, staged copies) records it. It begins with `digests:` if it was
+taken from a `digests.json` that covers all files, which copies share; or with `versions:` of sizes and ETags, or inodes and times.
+Digests describe what was *written*: a damaged file has the same after its repair. Values of bytes that were not compared with
+them need `prefer="versions"`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
-from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.errors import AccessError, DocumentError, NotFoundError
 from saev_store.transport import Transport
 
@@ -35,25 +24,10 @@ _N_THREADS = 16
 
 
 def recording_identity(
-    transport: Transport,
-    layout: Layout,
-    *,
-    files: Sequence[str] | None = None,
+    transport: Transport, layout: Layout, *, files: Sequence[str] | None = None,
     prefer: Literal["digests", "versions"] = "digests",
-) -> str:
-    """The identity of a store's files, as they are now. A file that is missing is part of the identity.
-
-    Reads `digests.json`, or asks for the size and version of each file.
-
-    Args:
-        transport: Rooted at the store's folder.
-        layout: The store's geometry.
-        files: Names relative to the store; default: all shards that hold examples.
-        prefer: Use versions even if there are digests.
-
-    Raises:
-        TransportError: a file cannot be looked at, or `digests.json` not read.
-    """
+) -> str:  # fmt: skip
+    """The identity of files as they are now, by default of all shards. A file that is missing is part of it."""
     names = [shard_name(idx) for idx in range(layout.n_shards)] if files is None else list(files)
     kind, facts = "digests", _digests(transport, names) if prefer == "digests" else None
     if facts is None:
@@ -62,22 +36,13 @@ def recording_identity(
     return f"{kind}:{hashlib.blake2b(text.encode(), digest_size=20).hexdigest()}"
 
 
-def recorded_files(transport: Transport, layout: Layout, declared: Iterable[TokenArray] | None) -> list[str]:
-    """Shards and token arrays: the `files` of what is derived from both, such as copies, and rows that a mask chooses.
-
-    Args:
-        transport: Rooted at the store's folder.
-        layout: The store's geometry.
-        declared: The token arrays that the document declares; None if it declares none, and `labels.bin` is looked for.
-    """
-    names = [shard_name(idx) for idx in range(layout.n_shards)]
-    if declared is not None:
-        return [*names, *(array.file_name for array in declared)]
+def exists(transport: Transport, path: str) -> bool:
+    """Return True if there is a file of that name."""
     try:
-        transport.size(LABELS.file_name)
+        transport.size(path)
     except NotFoundError:
-        return names
-    return [*names, LABELS.file_name]
+        return False
+    return True
 
 
 def _digests(transport: Transport, names: Sequence[str]) -> object:

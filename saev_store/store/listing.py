@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, overload
+from typing import Literal
 
 from saev_store._runtime.threads import ahead
-from saev_store.core.layout import layer_name
-from saev_store.documents import SHARDS_MAX_NBYTES, Metadata, parse_metadata, parse_shards
+from saev_store.documents import METADATA_MAX_NBYTES, SHARDS_MAX_NBYTES, Metadata, parse_metadata, parse_shards
 from saev_store.errors import NotFoundError, SaevStoreError, counted
 from saev_store.names import METADATA_NAME, SHARDS_NAME, WORK_FOLDER, one_line, printable
-from saev_store.store.card import human_bytes
 from saev_store.transport import Transport
 from saev_store.transport.durable import TEMP_PREFIX
 
 #: Folders that are looked at side by side.
 _N_THREADS = 16
-
-_MAX_CLAIM_BYTES = 32 << 20
-
-State = Literal["complete", "damaged", "unfinished", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,75 +35,43 @@ class StoreEntry:
 
     name: str
     url: str
-    state: State
+    state: Literal["complete", "damaged", "unfinished", "broken"]
     metadata: Metadata | None
     note: str = ""
 
     def __str__(self) -> str:
-        if self.metadata is None:
-            return one_line(f"{self.name}  {self.state}: {self.note}")
-        layout = self.metadata.layout
-        shape = " x ".join(str(n) for n in layout.shape)
-        layers = ", ".join(layer_name(key) for key in layout.layer_keys)
-        state = "" if self.state == "complete" else f"  {self.state}: {self.note}"
-        text = f"{self.name}  {shape}  {human_bytes(layout.nbytes)}  layers [{layers}]  {self.metadata.ckpt}{state}"
-        return one_line(text)
+        what = "" if self.metadata is None else f"  {self.metadata.ckpt}  {self.metadata.layout.shape}"
+        return one_line(f"{self.name}{what}  {self.state}{self.note and ': '}{self.note}")
 
 
-class StoreList(Sequence[StoreEntry]):
-    """The stores below one root, in the order of their names; a plain sequence that prints as a table."""
+class StoreList(list[StoreEntry]):
+    """The stores below one root, in the order of their names; prints as a table."""
 
-    def __init__(self, root: str, entries: Sequence[StoreEntry]) -> None:
+    def __init__(self, root: str, entries: Iterable[StoreEntry]) -> None:
+        super().__init__(entries)
         self.root = root
-        self._entries = tuple(entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @overload
-    def __getitem__(self, index: int) -> StoreEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> StoreList: ...
-    def __getitem__(self, index: int | slice) -> StoreEntry | StoreList:
-        if isinstance(index, slice):
-            return StoreList(self.root, self._entries[index])
-        return self._entries[index]
 
     def __repr__(self) -> str:
         lines = [printable(f"{counted(len(self), 'store')} in {self.root}")]
-        return "\n".join([*lines, *(f"  {entry}" for entry in self._entries)])
-
-    def _repr_html_(self) -> str:
-        rows = "".join(f"<li><code>{html.escape(str(entry))}</code></li>" for entry in self._entries)
-        return (
-            f"<p>{counted(len(self), 'store')} in <code>{html.escape(printable(self.root))}</code></p><ul>{rows}</ul>"
-        )
+        return "\n".join([*lines, *(f"  {entry}" for entry in self)])
 
 
 def list_stores(root: Transport) -> StoreList:
-    """Every store one level below a root; folders that are not stores are left out, as are those that are moved aside to be deleted.
-
-    Reads two small documents per folder and compares the sizes of its files, several folders at once. Nothing is raised
-    for a single broken store.
-
-    Raises:
-        NotFoundError: there is no such root.
-        TransportError: it cannot be listed.
-    """
+    """Every store one level below a root: two small documents of each folder are read, and the sizes of its files are compared."""
     names = {entry.name for entry in root.list() if entry.is_dir and not entry.name.startswith(TEMP_PREFIX)}
     if WORK_FOLDER in names:  # of unfinished stores, which may have no file yet
         with contextlib.suppress(NotFoundError):  # the last of them was just published
             names |= {entry.name for entry in root.list(WORK_FOLDER) if entry.is_dir}
     found = ahead(partial(_look, root), sorted(names - {WORK_FOLDER}), _N_THREADS)
-    return StoreList(root.url, [entry for entry in found if entry is not None])
+    return StoreList(root.url, (entry for entry in found if entry is not None))
 
 
 def _look(root: Transport, name: str) -> StoreEntry | None:
     from saev_store.validation import merge_ranges, quick_checks
 
-    url = f"{root.url}/{name}"
+    url, at = f"{root.url}/{name}", root.at(name)
     try:
-        raw = root.read(f"{name}/{METADATA_NAME}", max_bytes=_MAX_CLAIM_BYTES)
+        raw = at.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES)
     except NotFoundError:
         return _look_unfinished(root, name, url)
     except SaevStoreError as error:
@@ -119,14 +80,10 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the list shows what opening warns of
             metadata = parse_metadata(raw, where=f"{url}/{METADATA_NAME}")
-        listed = root.read(f"{name}/{SHARDS_NAME}", max_bytes=SHARDS_MAX_NBYTES)
-        index = parse_shards(listed, metadata, where=f"{url}/{SHARDS_NAME}")
-        found = quick_checks(root.at(name), metadata, index)
+        index = parse_shards(at.read(SHARDS_NAME, max_bytes=SHARDS_MAX_NBYTES), metadata, where=f"{url}/{SHARDS_NAME}")
+        errors = [problem for problem in quick_checks(at, metadata, index) if problem.severity == "error"]
     except SaevStoreError as error:
-        is_gone = isinstance(error, NotFoundError)
-        note = "metadata.json without shards.json: the dump crashed, or was purged" if is_gone else str(error)
-        return StoreEntry(name, url, "broken", None, note)
-    errors = [problem for problem in found if problem.severity == "error"]
+        return StoreEntry(name, url, "broken", None, str(error))
     if not errors:
         return StoreEntry(name, url, "complete", metadata)
     lost = merge_ranges([lost for problem in errors for lost in problem.lost])
@@ -138,17 +95,15 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
 def _look_unfinished(root: Transport, name: str, url: str) -> StoreEntry | None:
     from saev_store.writer import old_claim
 
-    note = "not published yet; create(…, resume=True) continues it"
+    raw, note = b"", "not published yet; create(…, resume=True) continues it"
     try:
-        raw = root.read(f"{WORK_FOLDER}/{name}/{METADATA_NAME}", max_bytes=_MAX_CLAIM_BYTES)
+        raw = root.read(f"{WORK_FOLDER}/{name}/{METADATA_NAME}", max_bytes=METADATA_MAX_NBYTES)
     except NotFoundError:
-        try:
-            claimed = old_claim(root.at(name))
-        except SaevStoreError:
-            claimed = ""
-        if claimed is None:
-            return None
-        raw, note = claimed.encode("utf-8", "surrogatepass"), "begun by an older version, which has to finish it"
+        with contextlib.suppress(SaevStoreError):
+            if (claimed := old_claim(root.at(name))) is None:
+                return None
+            raw = claimed.encode("utf-8", "surrogatepass")
+        note = "begun by an older version, which has to finish it"
     except SaevStoreError as error:
         return StoreEntry(name, url, "unfinished", None, str(error))
     try:

@@ -1,20 +1,17 @@
 """Two stores of the same tokens: `pair` checks that they are, and selections take the same rows of both."""
 
-# pyright: reportUnnecessaryIsInstance=false
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from saev_store.core.dtypes import ReadDtype
-from saev_store.core.rows import Coordinates, Layers, Tokens, are_several
+from saev_store.core.rows import Coordinates, Layers, TokenMask, Tokens, are_several
 from saev_store.errors import ArgumentError, SelectionError, kind_of
 from saev_store.store.reader import FloatArray
-from saev_store.store.selection import Selection, not_conditions
+from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
 
 #: Token arrays that identify the tokens of a store.
@@ -45,7 +42,7 @@ class PairSelection:
     def __len__(self) -> int:
         return len(self.a)
 
-    def only(self, tokens: npt.NDArray[np.bool_]) -> PairSelection:
+    def only(self, tokens: TokenMask) -> PairSelection:
         """The same rows without those of some content tokens; see `Selection.only`."""
         return PairSelection(self.a.only(tokens), self.b.only(tokens))
 
@@ -61,22 +58,18 @@ class PairSelection:
         return f"<PairSelection of {self.a!r} and {self.b!r}>"
 
 
-class StorePair:
-    """Two stores of the same tokens; made by `pair`.
+class StorePair(NamedTuple):
+    """Two stores of the same tokens; made by `pair`."""
 
-    Attributes:
-        a, b: The stores.
-    """
-
-    def __init__(self, a: ShardStore, b: ShardStore) -> None:
-        self.a, self.b = a, b
+    a: ShardStore
+    b: ShardStore
 
     def sel(
         self, *, layer_a: Layers, layer_b: Layers, tokens: Tokens = "content", examples: object = None,
         ignore_labels: Sequence[int] | None = None, where: Mapping[str, object] | None = None, masked: bool = False,
         dtype: ReadDtype = "float32",
     ) -> PairSelection:  # fmt: skip
-        """The same rows of both stores, chosen by label.
+        """The same rows of both stores, chosen by label as in `ShardStore.sel`.
 
         Args:
             layer_a: Which layer of `a`: a label gives rows (d_model,); several of them, or `"all"`, are stacked in a row (layers,
@@ -84,39 +77,29 @@ class StorePair:
             layer_b: The same of `b`.
             tokens: `"content"`, `"special"` (CLS) or `"all"`.
             examples: Positions: all by default, else an integer, slice, list or boolean mask.
-            ignore_labels: Leave out content tokens that carry one of these labels in `a`, or in `b` where only it has labels.
-            where: Only content tokens whose token arrays have these values. An array that both stores have is that of `a`.
+            ignore_labels: Leave out content tokens that carry one of these labels in `a`.
+            where: Only content tokens whose token arrays in `a` have these values.
             masked: Choose also content tokens whose `mask` is false in one of the stores.
-            dtype: Of the vectors that come out, as in `ShardStore.read`.
+            dtype: Of the vectors that come out.
 
         Raises:
-            LayerNotFoundError: a layer was not recorded.
-            SelectionError: anything else that one of the stores does not hold.
+            LayerNotFoundError, SelectionError: one of the stores does not hold this.
         """
-        if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise not_conditions(where)
-        arrays, given = (self.a.token_arrays, self.b.token_arrays), where or {}
-        only_b = {name: wanted for name, wanted in given.items() if name not in arrays[0] and name in arrays[1]}
-        of_a = {name: wanted for name, wanted in given.items() if name not in only_b}
-        ignores_b = ignore_labels is not None and "labels" not in arrays[0] and "labels" in arrays[1]
         a = self.a.sel(
-            layer=layer_a, tokens=tokens, examples=examples, ignore_labels=None if ignores_b else ignore_labels,
-            where=of_a or None, masked=masked, dtype=dtype, stack_layers=are_several(layer_a),
+            layer=layer_a, tokens=tokens, examples=examples, ignore_labels=ignore_labels, where=where, masked=masked,
+            dtype=dtype, stack_layers=are_several(layer_a),
         )  # fmt: skip
         b = self.b.sel(
-            layer=layer_b, tokens=tokens, examples=examples, ignore_labels=ignore_labels if ignores_b else None,
-            where=only_b or None, masked=masked, dtype=dtype, stack_layers=are_several(layer_b),
+            layer=layer_b, tokens=tokens, examples=examples, masked=masked, dtype=dtype,
+            stack_layers=are_several(layer_b),
         )  # fmt: skip
         if a.space.tokens.count != b.space.tokens.count:
             raise SelectionError(
                 "only one of the stores has a special token (CLS)", where="tokens", remedy="Use tokens='content'."
             )
-        if a.space.ends is None and b.space.ends is None:
+        if a.space.kept is None and b.space.kept is None:
             return PairSelection(a, b)
         return PairSelection(a.only(b.kept), b.only(a.kept))
-
-    def __repr__(self) -> str:
-        return f"<StorePair of {self.a!r} and {self.b!r}>"
 
 
 def pair(a: ShardStore, b: ShardStore) -> StorePair:
@@ -136,34 +119,29 @@ def pair(a: ShardStore, b: ShardStore) -> StorePair:
     ((2, 8), (2, 2, 8))
     """
     for name, store in (("a", a), ("b", b)):
-        if not isinstance(store, ShardStore):
+        if not isinstance(store, ShardStore):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             raise ArgumentError(f"{name} is {kind_of(store)}; it must be a ShardStore", where=name)
-    different = [
-        f"{name} is {one} and {other}"
-        for name in ("n_examples", "content_tokens_per_example")
-        if (one := getattr(a.layout, name)) != (other := getattr(b.layout, name))
-    ]
-    if not different:
-        different = list(_different_tokens(a, b))
+    different = next(_differences(a, b), None)
     if different:
         raise ArgumentError(
-            f"{a.url} and {b.url} are not of the same tokens: {'; '.join(different)}",
+            f"{a.url} and {b.url} are not of the same tokens: {different}",
             where="pair",
             remedy="Record both from the same data, in the same order.",
         )
     return StorePair(a, b)
 
 
-def _different_tokens(a: ShardStore, b: ShardStore) -> Iterator[str]:
-    """The first token that differs, of each token array that both stores have."""
+def _differences(a: ShardStore, b: ShardStore) -> Iterator[str]:
+    """The numbers of examples and tokens, and the first token of each token array that both stores have, if they differ."""
+    for name in ("n_examples", "content_tokens_per_example"):
+        if (one := getattr(a.layout, name)) != (other := getattr(b.layout, name)):
+            yield f"{name} is {one} and {other}"
     step = max(1, _PIECE // a.layout.content_tokens_per_example)
     for name in _SAME:
         if name not in a.token_arrays or name not in b.token_arrays:
             continue
-        one, other = a.token_arrays[name], b.token_arrays[name]
-        for first in range(0, len(one), step):
-            differs = np.argwhere(one[first : first + step] != other[first : first + step])
+        first, second = a.token_arrays[name], b.token_arrays[name]
+        for start in range(0, len(first), step):
+            differs = np.argwhere(first[start : start + step] != second[start : start + step])
             if len(differs):
-                at = (first + int(differs[0, 0]), int(differs[0, 1]))
-                yield f"{name} of example {at[0]}, content token {at[1]} is {one[at]} and {other[at]}"
-                break
+                yield f"{name} of example {start + differs[0, 0]}, content token {differs[0, 1]} differs"

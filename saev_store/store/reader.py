@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.threads import in_threads, n_threads
 from saev_store.core.dtypes import FLOAT32, convert, converted, numpy_dtype
-from saev_store.core.indexing import Axis, Block, Key, Progression, length, parse_key
+from saev_store.core.indexing import Axis, Block, Points, Progression, length
 from saev_store.core.layout import IntArray, Layout, shard_name
-from saev_store.core.plan import MappedBox, MappedRows, Part, Planner, Runs, Step, pieces
+from saev_store.core.plan import MappedBox, Part, Planner, Runs
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.transport import Transport
 from saev_store.transport.base import FileReads
@@ -35,7 +35,7 @@ SCRATCH_BYTES = 512 << 10
 THREAD_BYTES = 4 << 20
 #: Maps that are kept; the system allows about 65,000 in a process.
 _MAX_MAPS = 8192
-#: Bytes that are requested, and not yet handed out, at a time.
+#: Bytes that are held at a time if they have to be converted.
 _HELD_BYTES = 256 << 20
 #: Requests for the sizes of shards that are under way at a time.
 _N_SIZES = 16
@@ -48,38 +48,28 @@ class Reader:
         transport: Where the shards are.
         layout: Their geometry.
         readable: For shards known to be damaged: how many leading examples can still be read.
-        check_sizes: Request the size of a shard before it is read for the first time (remote stores, whose sizes were
-            not compared when they were opened).
+        check_sizes: Request the size of a shard before it is read for the first time.
         damaged_ok: Of a shard that turns out to be short, read what is there.
-
-    Attributes:
-        dtype: What the shards hold. Reads convert where the memory to fill has another dtype.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        layout: Layout,
-        *,
-        readable: Mapping[int, int] | None = None,
-        check_sizes: bool = False,
+        self, transport: Transport, layout: Layout, *, readable: Mapping[int, int] | None = None, check_sizes: bool = False,
         damaged_ok: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.transport = transport
         self.layout = layout
+        #: What the shards hold. Reads convert where the memory to fill has another dtype.
         self.dtype = numpy_dtype(layout.dtype)
         self._is_mapped = math.isinf(transport.cost.max_gap_bytes)
-        self._planner = Planner(layout, self._is_mapped)
+        self.planner = Planner(layout, self._is_mapped)
         self._known_readable, self._readable = readable or {}, dict(readable or {})
-        self._checks_sizes = check_sizes
+        self._checks_sizes, self._damaged_ok = check_sizes, damaged_ok
         self._checked: set[int] = set()
-        self._damaged_ok = damaged_ok
         self._maps: dict[int, tuple[NumberArray, str]] = {}
         self._check_mapped = transport.check_mapped
 
     def __getstate__(self) -> dict[str, object]:
-        # A map is pickled as all bytes of its file.
-        return {**vars(self), "_maps": {}}
+        return {**vars(self), "_maps": {}}  # a map is pickled as all bytes of its file
 
     def forget(self) -> None:
         """Drop maps, and what was found out about shards since the store was opened."""
@@ -87,48 +77,27 @@ class Reader:
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, key: Key) -> Iterator[Part]:
-        """Cost of reading `key`, for an output of the shape of the key (with dropped axes kept at length one)."""
-        request = parse_key(key, self.layout.shape)
-        return self._planner.block(request) if isinstance(request, Block) else self._planner.points(request)
-
-    def plan_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray) -> Part:
-        """Cost of reading n vectors, given by position, in any order, repeats allowed; for an output (n, d_model)."""
-        return self._planner.rows(example, layer_idx, token)
+    def plan(self, request: Block | Points) -> Iterator[Part]:
+        """The plan of a parsed key, for an output of its shape (with dropped axes kept at length one)."""
+        return self.planner.block(request) if isinstance(request, Block) else self.planner.points(request)
 
     def execute(self, plan: Iterable[Part], out: NumberArray) -> None:
-        """Read what is planned into `out`, which is in C order and of any dtype that `ReadDtype` names.
-
-        Raises:
-            CorruptShardError: a shard that is needed is missing, was cut, or was lost.
-            TransportError: it cannot be read.
-        """
-        scratch: NumberArray | None = None
+        """Read what is planned into `out`, which is in C order and of any dtype that `ReadDtype` names."""
         reads: list[tuple[Runs, FileReads]] = []
         for part in plan:
-            if part.rows is None:
-                self._run(part.steps, out, reads)
+            if part.rows is None or part.columns is None:
+                rows = out if part.rows is None else out.reshape(-1, self.layout.d_model)[part.rows]
+                self._run(part, rows, reads)
                 continue
-            n_rows = part.rows.stop - part.rows.start
-            if part.columns is None:
-                self._run(part.steps, out.reshape(-1, self.layout.d_model)[part.rows], reads)
-                continue
-            if scratch is None or len(scratch) < n_rows:
-                scratch = np.empty((n_rows, self.layout.d_model), dtype=out.dtype)
-            rows, into_scratch = scratch[:n_rows], list[tuple[Runs, FileReads]]()
-            self._run(part.steps, rows, into_scratch)
-            self._read_all(into_scratch)
-            width = 1 if part.is_pointwise else length(part.columns)
-            target = out.reshape(-1, width)[part.rows]
+            n_rows, into_whole = part.rows.stop - part.rows.start, list[tuple[Runs, FileReads]]()
+            whole = np.empty((n_rows, self.layout.d_model), dtype=out.dtype)
+            self._run(part, whole, into_whole)
+            self._read_all(into_whole)
             if part.is_pointwise:
-                target[:, 0] = rows[np.arange(n_rows), _index(part.columns)]
+                out.reshape(-1)[part.rows] = whole[np.arange(n_rows), _index(part.columns)]
             else:
-                target[...] = rows[:, _index(part.columns)]
+                out.reshape(-1, length(part.columns))[part.rows] = whole[:, _index(part.columns)]
         self._read_all(reads)
-
-    def read_rows(self, example: IntArray, layer_idx: IntArray, token: IntArray, out: NumberArray) -> None:
-        """Fill `out` (n, d_model), C order, with n vectors given by position, in any order, repeats allowed."""
-        self.execute((self.plan_rows(example, layer_idx, token),), out)
 
     def vector(self, example: int, layer_idx: int, token: int) -> FloatArray:
         """One vector as float32, a fresh array; the three positions are inside the tensor. The shortest way there is."""
@@ -153,20 +122,18 @@ class Reader:
         return np.frombuffer(buffer, dtype=self.dtype).astype(FLOAT32)
 
     def view(self, block: Block) -> NumberArray | None:
-        """A read-only view of mapped memory for a block, of the stored dtype, or None where there is no such thing.
-
-        The size of the file is compared now; a file that is cut while the view is in use ends the process.
-        """
+        """A read-only view of mapped memory for a block, of the stored dtype, or None where there is no such thing."""
         axes = [axis for axis in block.axes if isinstance(axis, Progression)]
-        if not self._is_mapped or len(axes) < len(block.axes):
+        if not self._is_mapped or len(axes) < len(block.axes) or axes[0].count == 0:
             return None
-        found = list(islice(pieces(self.layout, axes[0]), 2))
-        if len(found) != 1:
+        examples, capacity = axes[0], self.layout.examples_per_shard
+        shard_idx, first = divmod(examples.start, capacity)
+        if (examples.start + (examples.count - 1) * examples.step) // capacity != shard_idx:
             return None
-        axes[0] = found[0].examples
-        self.check(found[0].shard_idx, axes[0].highest)
-        shard = self._mapped(found[0].shard_idx)
-        return None if shard is None else shard[tuple(map(_as_slice, axes))].reshape(block.shape)
+        axes[0] = Progression(first, examples.step, examples.count)
+        self.check(shard_idx, axes[0].highest)
+        shard = self._mapped(shard_idx)
+        return None if shard is None else shard[tuple(map(_index, axes))].reshape(block.shape)
 
     # -- shards --------------------------------------------------------------------------------------------------------
 
@@ -174,17 +141,8 @@ class Reader:
         """Return True if the size of a shard will be requested before it is read."""
         return self._checks_sizes and shard_idx not in self._checked
 
-    def unmapped_nbytes(self, shard_idx: int) -> int:
-        """Bytes that will be mapped when a shard is read through a map; 0 if it is mapped already."""
-        n = self._readable.get(shard_idx, self.layout.examples_in(shard_idx))
-        return 0 if shard_idx in self._maps else n * self.layout.example_nbytes
-
     def check(self, shard_idx: int, highest: int) -> None:
-        """Refuse examples of a shard that are known to be lost, up to number `highest` in the shard.
-
-        Raises:
-            CorruptShardError: they are, or the file is missing or short.
-        """
+        """Raise `CorruptShardError` if examples of a shard, up to number `highest` in it, are known to be lost."""
         if self.is_unchecked(shard_idx):
             self.check_size(shard_idx)
         readable = self._readable.get(shard_idx)
@@ -197,13 +155,9 @@ class Reader:
                 remedy="store.validate() lists everything that is lost, store.repair() records it again.",
             )
 
-    def check_wide(self) -> None:
-        """Compare the size of the first shard with the layout, now, if a vector or tables of those of an example would be large.
-
-        Raises:
-            CorruptShardError: as `check_size`; with `damaged_ok` if all shards are lost.
-        """
-        if max(self.layout.vectors_per_example, self.layout.d_model) <= _WIDE:
+    def check_large(self, n_planned: int = 0) -> None:
+        """Look at a shard, now, if tables of so many vectors, or of those of an example, or a vector would be large."""
+        if max(n_planned, self.layout.vectors_per_example, self.layout.d_model) <= _WIDE:
             return
         for shard_idx in range(self.layout.n_shards):
             if self.is_unchecked(shard_idx):
@@ -212,18 +166,8 @@ class Reader:
                 return
         self.check(0, 0)
 
-    def check_large(self, n_planned: int) -> None:
-        """Compare the size of the first shard, now, if the tables of a plan of that many vectors would be large."""
-        if n_planned > _WIDE and self.is_unchecked(0):
-            self.check_size(0)
-
     def check_size(self, shard_idx: int) -> None:
-        """Compare the size of a shard with the layout, now.
-
-        Raises:
-            MissingShardError: there is no such file.
-            CorruptShardError: it is too short, or of another capacity, and the store was not opened with `damaged_ok`.
-        """
+        """Compare the size of a shard with the layout, now; an error if it is missing, or wrong and `damaged_ok` is not set."""
         name, needed, row = shard_name(shard_idx), self.layout.used_nbytes(shard_idx), self.layout.example_nbytes
         try:
             size = self.transport.size(name)
@@ -242,15 +186,11 @@ class Reader:
         raise (MissingShardError if size is None else CorruptShardError)(
             f"the shard of examples {start} to {end - 1} {found}",
             where=f"{self.transport.url}/{name}",
-            remedy="Copy it again from where it is whole."
-            + ("" if self._damaged_ok else " Open with damaged_ok=True to read the rest."),
+            remedy="Copy it again from where it is whole, or open with damaged_ok=True to read the rest.",
         )
 
     def _mapped(self, shard_idx: int) -> NumberArray | None:
-        """A shard as a read-only array (readable examples, layer, token, d_model), its file compared in size now.
-
-        None if the system has no address space, or no room, for one more map.
-        """
+        """A shard as a read-only array (readable examples, layer, token, d_model); None if the system refuses one more map."""
         found = self._maps.get(shard_idx)
         if found is not None:
             mapped, name = found
@@ -268,28 +208,29 @@ class Reader:
         if len(self._maps) >= _MAX_MAPS:
             self._maps = {}
         mapped = np.frombuffer(buffer, dtype=self.dtype).reshape(n, *layout.shape[1:])
-        mapped.flags.writeable = False
         self._maps[shard_idx] = (mapped, name)
         return mapped
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, steps: Sequence[Step], out: NumberArray, reads: list[tuple[Runs, FileReads]]) -> None:
-        """Execute steps; what is read straight into `out` is added to `reads` instead."""
-        gathers = [step for step in steps if isinstance(step, MappedRows)]
-        if gathers:
-            self._gather_all(gathers, out)
-        for step in steps:
-            if isinstance(step, MappedRows):
-                continue
+    def _run(self, part: Part, out: NumberArray, reads: list[tuple[Runs, FileReads]]) -> None:
+        """Execute the steps of a part; what is read straight into `out` is added to `reads` instead."""
+        gathers: list[Runs] = []
+        for step in part.steps:
             if isinstance(step, MappedBox):
                 self.check(step.shard_idx, step.highest)
                 self._copy_box(step, out)
+            elif self._is_mapped and step.n_vectors == 1:
+                gathers.append(step)
             elif out.dtype == self.dtype:
                 reads.append((step, self._direct_reads(step, out)))
             else:
                 self.check(step.shard_idx, step.highest)
-                self._fetch(step, out)
+                self._fetch(step, out.reshape(-1, self.layout.d_model))
+        n = n_threads(out.nbytes, part_bytes=THREAD_BYTES) if gathers else 1
+        most = len(out) if n == 1 else max(1, THREAD_BYTES // self.layout.vector_nbytes)
+        tasks = [(step, slice(at, at + most)) for step in gathers for at in range(0, len(step.first), most)]
+        in_threads(lambda task: self._gather(*task, out), tasks, n)
 
     def _read_all(self, reads: Sequence[tuple[Runs, FileReads]]) -> None:
         """Read straight into arrays, from all shards side by side."""
@@ -308,7 +249,7 @@ class Reader:
         v, n = self.layout.vector_nbytes, step.n_vectors
         memory = out.reshape(-1).view(np.uint8).data
         order = np.argsort(step.first, kind="stable")
-        first, place = step.first[order], step.place[order]
+        first, place = step.first[order], step.rows[order]
         # Runs that follow each other in the file and in the output are one.
         new = np.flatnonzero((np.diff(first) != n) | (np.diff(place) != n)) + 1
         bounds = [0, *new.tolist(), len(first)] if len(first) else []
@@ -316,40 +257,40 @@ class Reader:
         buffers = [memory[int(place[lo]) * v : (int(place[hi - 1]) + n) * v] for lo, hi in pairwise(bounds)]
         return shard_name(step.shard_idx), starts, buffers
 
+    def _rows(self, step: Runs) -> NumberArray:
+        """The vectors of runs, one after the other, as they are stored."""
+        rows = np.empty((len(step.first) * step.n_vectors, self.layout.d_model), self.dtype)
+        self._read_all([(step, self._direct_reads(step, rows))])
+        return rows
+
+    def _fetch(self, step: Runs, out: NumberArray) -> None:
+        """Read runs and convert them to their rows of the output; about `_HELD_BYTES` are held at a time."""
+        at_once = max(1, _HELD_BYTES // (step.n_vectors * self.layout.vector_nbytes))
+        for start in range(0, len(step.first), at_once):
+            some = slice(start, start + at_once)
+            rows = self._rows(step._replace(first=step.first[some], place=None))
+            place = np.add.outer(step.rows[some], np.arange(step.n_vectors)).reshape(-1)
+            out[place] = converted(rows, out.dtype)
+
     def _copy_box(self, step: MappedBox, out: NumberArray) -> None:
-        """Copy a strided box out of a map."""
+        """Copy a strided box out of a map, or out of a file that the system does not map."""
         examples, layers, tokens, columns = map(_index, step.axes)
         shard = self._mapped(step.shard_idx)
         if shard is not None:
             convert(shard[examples, layers, tokens][..., columns], out[step.place])
             return
-        at = [axis.positions() for axis in step.axes[:3]]
-        vector = (at[0][:, None, None] * self.layout.n_layers + at[1][:, None]) * self.layout.tokens_per_example + at[2]
-        rows = self._unmapped_rows(step.shard_idx, vector.ravel()).reshape(*vector.shape, -1)
-        convert(rows[..., columns], out[step.place])
+        e, k, t = (axis.positions() for axis in step.axes[:3])
+        vector = (e[:, None, None] * self.layout.n_layers + k[:, None]) * self.layout.tokens_per_example + t
+        rows = self._rows(Runs(step.shard_idx, step.highest, vector.reshape(-1), 1, None))
+        convert(rows.reshape(*vector.shape, -1)[..., columns], out[step.place])
 
-    def _unmapped_rows(self, shard_idx: int, vector: IntArray) -> NumberArray:
-        """Vectors of a shard that cannot be mapped, by their numbers in it."""
-        rows = np.empty((len(vector), self.layout.d_model), self.dtype)
-        memory, v = rows.reshape(-1).view(np.uint8).data, self.layout.vector_nbytes
-        buffers = [memory[at : at + v] for at in range(0, len(vector) * v, v)]
-        self.transport.readinto(shard_name(shard_idx), starts=(vector * v).tolist(), buffers=buffers)
-        return rows
-
-    def _gather_all(self, steps: Sequence[MappedRows], out: NumberArray) -> None:
-        """Copy rows out of maps, with several threads where that is worth it."""
-        n = n_threads(out.nbytes, part_bytes=THREAD_BYTES)
-        most = len(out) if n == 1 else max(1, THREAD_BYTES // self.layout.vector_nbytes)
-        parts = [(step, slice(at, at + most)) for step in steps for at in range(0, len(step.vector), most)]
-        in_threads(lambda part: self._gather(*part, out), parts, n)
-
-    def _gather(self, step: MappedRows, some: slice, out: NumberArray) -> None:
-        """Copy rows out of a map."""
+    def _gather(self, step: Runs, some: slice, out: NumberArray) -> None:
+        """Copy rows out of a map, or out of a file that the system does not map."""
         self.check(step.shard_idx, step.highest)
-        shard, vector = self._mapped(step.shard_idx), step.vector[some]
+        shard, vector = self._mapped(step.shard_idx), step.first[some]
         if shard is None:
-            rows = converted(self._unmapped_rows(step.shard_idx, vector), out.dtype)
-            out[some if step.place is None else step.place[some]] = rows
+            rows = self._rows(Runs(step.shard_idx, step.highest, vector, 1, None))
+            out[some if step.place is None else step.place[some]] = converted(rows, out.dtype)
             return
         source = shard.reshape(-1, self.layout.d_model)
         # mode="clip" because take() would otherwise buffer its output; the positions have been checked.
@@ -366,34 +307,10 @@ class Reader:
             else:
                 out[step.place[some][start : start + n]] = converted(part, out.dtype)
 
-    def _fetch(self, step: Runs, out: NumberArray) -> None:
-        """Read runs and convert them to their rows of the output; about `_HELD_BYTES` are held at a time."""
-        rows, n = out.reshape(-1, self.layout.d_model), step.n_vectors
-        nbytes = n * self.layout.vector_nbytes
-        at_once = max(1, _HELD_BYTES // nbytes)
-        try:
-            for done in range(0, len(step.first), at_once):
-                place = step.place[done : done + at_once]
-                starts = step.first[done : done + at_once] * self.layout.vector_nbytes
-                found = self.transport.get_ranges(
-                    shard_name(step.shard_idx), starts=starts.tolist(), ends=(starts + nbytes).tolist()
-                )
-                if n == 1:
-                    joined = np.frombuffer(b"".join(found), dtype=self.dtype).reshape(-1, self.layout.d_model)
-                    rows[place] = converted(joined, rows.dtype)
-                    continue
-                for buffer, at in zip(found, place.tolist(), strict=True):
-                    convert(np.frombuffer(buffer, dtype=self.dtype).reshape(n, -1), rows[at : at + n])
-        except NotFoundError:
-            self.check_size(step.shard_idx)
-            raise
-
 
 def _index(axis: Axis) -> slice | IntArray:
-    return _as_slice(axis) if isinstance(axis, Progression) else axis
-
-
-def _as_slice(axis: Progression) -> slice:
+    if not isinstance(axis, Progression):
+        return axis
     if axis.count == 0:
         return slice(0, 0)
     stop = axis.start + axis.count * axis.step

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
 from saev_store.core.arguments import check_flag
-from saev_store.core.dtypes import ReadDtype, read_dtype
+from saev_store.core.dtypes import ReadDtype, StoredDtype, read_dtype
 from saev_store.core.indexing import Block, Key, parse_key
-from saev_store.core.rows import Layers, Tokens
+from saev_store.core.layout import IntArray
+from saev_store.core.rows import Layers, Tokens, row_space
 from saev_store.documents import Metadata
-from saev_store.errors import ArgumentError, brief
-from saev_store.store.importing import Importing
-from saev_store.store.opening import Opened, as_metadata, open_store
-from saev_store.store.reader import FloatArray, NumberArray, Reader
-from saev_store.store.selection import Selection, chosen_rows, prepared
+from saev_store.errors import ArgumentError, SelectionError, brief
+from saev_store.store.opening import as_metadata, open_store
+from saev_store.store.reader import FloatArray, NumberArray
+from saev_store.store.selection import Selection, prepared
 from saev_store.store.text import TextReading
-from saev_store.store.viewing import Viewing
+from saev_store.store.token_arrays import MASK, kept_tokens
 from saev_store.transport import Engine, LocalTransport, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from saev_store.stats import Stats
     from saev_store.store.estimate import Estimate
     from saev_store.store.listing import StoreList
+    from saev_store.view import View
     from saev_store.writer import ShardWriter
     from saev_store.zarr import ZarrView
 
@@ -45,11 +45,11 @@ ChunkShape: TypeAlias = Literal["auto"] | Sequence[int]
 TaskSizes: TypeAlias = Mapping[str, int | tuple[int, ...] | Literal["auto"]] | Literal["auto"] | int | None
 
 
-class ShardStore(TextReading, Importing, Viewing):
+class ShardStore(TextReading):
     """An opened store of activations: index it like a NumPy array, or select from it by label.
 
-    Made by `ShardStore.open`. Reads return fresh float32 arrays, or those of another `dtype=` where a method takes one. May be shared between threads, pickled (it reopens), and
-    used in forked children where its transport allows that. `as_*` methods give views, `to_*` methods write copies.
+    Made by `ShardStore.open`. Reads return fresh float32 arrays, or those of another `dtype=` where a method takes one. It may be shared
+    between threads, pickled (it reopens), and used in forked children where its transport allows that.
 
     >>> from saev_store import ShardStore
     >>> store = ShardStore.open(SAMPLE)
@@ -57,32 +57,15 @@ class ShardStore(TextReading, Importing, Viewing):
     ((7, 3, 5, 8), (2, 5, 11))
     >>> store[:4, 0, 1:].shape
     (4, 4, 8)
-    >>> len(store.sel(layer=11, tokens="content"))
-    28
     """
 
-    def __init__(self, opened: Opened) -> None:
-        super().__init__(opened)
-        self._reader = Reader(
-            opened.transport,
-            self.layout,
-            readable=opened.readable,
-            check_sizes=not opened.sizes_checked,
-            damaged_ok=opened.damaged_ok,
-        )
-        self._source: Source[object] | None = None
-
-    # -- opening -------------------------------------------------------------------------------------------------------
+    _source: Source[object] | None = None
 
     @classmethod
     def open(
-        cls,
-        url: Url | Transport,
-        storage_options: Options | None = None,
-        *,
-        engine: Engine = "auto",
+        cls, url: Url | Transport, storage_options: Options | None = None, *, engine: Engine = "auto",
         damaged_ok: bool = False,
-    ) -> ShardStore:
+    ) -> ShardStore:  # fmt: skip
         """An existing store, in any spelling of the protocol.
 
         Reads `metadata.json` and `shards.json` and nothing else. The sizes of local files are compared with the documents
@@ -95,39 +78,29 @@ class ShardStore(TextReading, Importing, Viewing):
             damaged_ok: Open also where shards are missing or short. What is lost is in `problems`, and reading it raises.
 
         Raises:
-            NotFoundError: there is no store; if it is a root of stores, the message lists them.
+            NotFoundError: there is no store.
             IncompleteStoreError: the store was never finished.
             DocumentError: a document breaks rules; `problems` on the error lists all of them.
             UnknownProtocolError: the store is newer than this package (a breaking change), or of another dtype.
             CorruptShardError: shards are missing, short or too long, and `damaged_ok` is false.
         """
-        return cls(open_store(url, storage_options, engine=engine, damaged_ok=damaged_ok))
+        transport = url if isinstance(url, Transport) else open_transport(url, storage_options, engine=engine)
+        return cls(open_store(transport, damaged_ok=check_flag(damaged_ok, name="damaged_ok")))
 
     @staticmethod
     def list(root: Url, storage_options: Options | None = None) -> StoreList:
-        """The stores one level below a root, unfinished, damaged and broken ones marked.
-
-        Raises:
-            NotFoundError: there is no such folder.
-        """
+        """The stores one level below a root, unfinished, damaged and broken ones marked; `NotFoundError` if there is no such folder."""
         from saev_store.store.listing import list_stores
 
         return list_stores(open_transport(root, storage_options))
 
     @staticmethod
     def create(
-        root: Url,
-        metadata: Metadata | Mapping[str, object],
-        *,
-        storage_options: Options | None = None,
-        resume: bool = False,
-        exist_ok: bool = False,
-        part: tuple[int, int] | None = None,
-        pad: bool | None = None,
+        root: Url, metadata: Metadata | Mapping[str, object], *, storage_options: Options | None = None,
+        resume: bool = False, exist_ok: bool = False, part: tuple[int, int] | None = None, pad: bool | None = None,
         on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
-        on_overflow: Literal["raise", "warn", "saturate"] = "raise",
-        progress: bool | None = None,
-    ) -> ShardWriter:
+        on_overflow: Literal["raise", "warn", "saturate"] = "raise", progress: bool | None = None,
+    ) -> ShardWriter:  # fmt: skip
         """A writer of the new store `<root>/<metadata.hash>`, which is published, as a whole, when it is complete.
 
         Args:
@@ -167,7 +140,69 @@ class ShardStore(TextReading, Importing, Viewing):
         finalize_store(transport, metadata)
         return cls.open(transport.at(metadata.hash))
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    @classmethod
+    def from_array(
+        cls, array: object, root: Url, *, family: str, ckpt: str,
+        layers: Sequence[int] | IntArray | None = None, cls_token: bool = False, dims: Sequence[str] | None = None,
+        dtype: StoredDtype | None = None, token_arrays: Mapping[str, object] | None = None,
+        hook_points: Sequence[str] | None = None, text: Mapping[str, object] | None = None,
+        data: Mapping[str, object] | None = None, dataset: str | os.PathLike[str] | None = None,
+        max_tokens_per_shard: int | None = None, max_block_bytes: int = 256 << 20, resume: bool = True,
+        verify: bool = True, client: distributed.Client | str | None = None, storage_options: Mapping[str, object] | None = None,
+        pad: bool | None = None, on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
+        on_overflow: Literal["raise", "warn", "saturate"] = "raise", progress: bool | None = None,
+    ) -> ShardStore:  # fmt: skip
+        """Write an array as a new store below `root`, block by block, and open it.
+
+        The store is named by its metadata, which hold the array's shape, dtype and a digest of eight of its examples. The same call
+        continues after a crash; a store that is finished is opened. docs/importing.md has examples.
+
+        Args:
+            array: Activations, as an array of NumPy (also mapped from a file), zarr, h5py, xarray, dask or torch; lazy ones are
+                computed block by block.
+            root: The folder of stores; created if need be.
+            family: The family of models, such as "clip".
+            ckpt: The model.
+            layers: The label of each entry of the layer axis; None: the coordinate "layer" of an xarray array.
+            cls_token: True if token 0 is a CLS or BOS token, which token arrays leave out.
+            dims: Names of the axes in their order: "example" and "d_model", and if there are such axes "layer" and "token".
+            dtype: "float32", "bfloat16" or "float16"; None keeps that of the array. Numbers are rounded to nearest even.
+            token_arrays: (examples, content tokens) for each token array, by name, of the same kinds as `array`.
+            hook_points: Where in its layer each entry of the layer axis was taken; None: "resid_post".
+            text: How texts were cut into examples, as in `new_metadata`.
+            data: Describes the data set; `imported` is added to it.
+            dataset: Where the data set is.
+            max_tokens_per_shard: Budget of vectors per shard; None chooses one, as `new_metadata`.
+            max_block_bytes: Read at most so much of the array at a time, or one example, or one chunk. Two copies are in memory.
+            resume: Continue an unfinished import, or begin one, and accept a finished store; False refuses both.
+            verify: Compare what an earlier call has written with the array, all of which is then read.
+            client: A dask cluster whose workers write a dask array, each its own shards.
+            storage_options: What fsspec hands to the file system of `root`.
+            pad: Write the last shard at full size, its tail zeros.
+            on_nonfinite: What to do with NaN and infinity.
+            on_overflow: What to do with finite numbers that become infinite in the dtype of a 16-bit store.
+            progress: Show a bar on stderr; default: when it is a terminal.
+
+        Raises:
+            ArgumentError: the array or an argument breaks a rule; the message names it.
+            ResumeError: an unfinished import of it holds other numbers than the array has now.
+            StoreExistsError: a finished one does, or `resume` is False.
+
+        >>> import numpy as np
+        >>> from saev_store import ShardStore
+        >>> acts = np.arange(3 * 4 * 8, dtype=np.float32).reshape(3, 4, 8)
+        >>> store = ShardStore.from_array(acts, "memory://shards", family="vit", ckpt="tiny", layers=[11])
+        >>> store.shape, store[2, 0, 3, :3].tolist()
+        ((3, 1, 4, 8), [88.0, 89.0, 90.0])
+        """
+        from saev_store.writer.importing import ImportOptions, import_array
+
+        return import_array(
+            array, root, ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress),
+            layers=layers, dims=dims, dtype=dtype, token_arrays=token_arrays, data=data, cls_token=cls_token, client=client,
+            storage_options=storage_options, family=family, ckpt=ckpt, hook_points=hook_points, text=text, dataset=dataset,
+            max_tokens_per_shard=max_tokens_per_shard,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return self.layout.n_examples
@@ -189,11 +224,6 @@ class ShardStore(TextReading, Importing, Viewing):
             ):
                 return self._reader.vector(example, layer, token)
         return self.read(key)  # pyright: ignore[reportUnknownArgumentType]  # any items
-
-    def __iter__(self) -> Iterator[FloatArray]:
-        """Example by example, each a fresh (layer, token, d_model) array."""
-        for example in range(len(self)):
-            yield self[example]
 
     def read(self, key: Key = ..., *, dtype: ReadDtype = "float32", out: NumberArray | None = None) -> FloatArray:
         """`self[key]`, optionally of another dtype, and into memory that the caller owns.
@@ -221,12 +251,9 @@ class ShardStore(TextReading, Importing, Viewing):
 
         For more than a million vectors of a far store the size of its first shard is requested, unless it is known.
 
-        Args:
-            key: As in `store[key]`; `store.sel(…).estimate(rows)` does it for selections.
-
         Raises:
             SelectionError: the key does not fit the tensor.
-            CorruptShardError: that size is not the one of the documents.
+            CorruptShardError: that size is not the one of the documents, or a shard of the key is known to be lost.
 
         >>> from saev_store import ShardStore
         >>> ShardStore.open(SAMPLE, engine="pread").estimate(np.s_[:, 1]).bytes_wanted
@@ -234,8 +261,8 @@ class ShardStore(TextReading, Importing, Viewing):
         """
         from saev_store.store.estimate import count_plan
 
+        self.check_wide()
         request, reader = parse_key(key, self.layout.shape), self._reader
-        reader.check_large(max(self.layout.vectors_per_example, math.prod(request.shape) // self.layout.d_model))
         return count_plan(reader, reader.plan(request), math.prod(request.shape) * self.layout.itemsize)
 
     def sel(
@@ -259,20 +286,24 @@ class ShardStore(TextReading, Importing, Viewing):
             LayerNotFoundError: a layer was not recorded; the message lists those that were.
             SelectionError: anything else this store does not hold.
         """
-        space = chosen_rows(
-            self.layout, self.token_arrays, layer=layer, tokens=tokens, examples=examples, ignore_labels=ignore_labels,
-            where=where, masked=masked, stack_layers=stack_layers,
-        )  # fmt: skip
-        return Selection(self._reader, space, read_dtype(dtype, self.layout.dtype), self.token_arrays, self.metadata)
+        stack_layers, masked = check_flag(stack_layers, name="stack_layers"), check_flag(masked, name="masked")
+        arrays = self.token_arrays
+        if where and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise SelectionError(f"where is {brief(where)}; it must map names of token arrays to values", where="where")
+        hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
+        kept = kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
+        space = row_space(
+            self.layout, layer=layer, tokens=tokens, examples=examples, kept=kept, stack_layers=stack_layers
+        )
+        return Selection(self._reader, space, read_dtype(dtype, self.layout.dtype), arrays, self.metadata)
 
     def as_numpy(self, key: Key = ..., *, copy: bool | None = None, dtype: ReadDtype = "float32") -> FloatArray:
         """The tensor, or `key` of it, as one NumPy array.
 
         Args:
             key: As in `store[key]`.
-            copy: `False` for a read-only view of the mapped file, without reading anything, or an error where there is
-                none; `True` for fresh memory; `None` for a view where there is one. A view keeps the map alive, and has
-                the stored dtype.
+            copy: `False` for a read-only view of the mapped file, of the stored dtype, or an error where there is none;
+                `True` for fresh memory; `None` for a view where there is one. A view keeps the map alive.
             dtype: As in `read`.
 
         Raises:
@@ -286,8 +317,7 @@ class ShardStore(TextReading, Importing, Viewing):
                 return cast("FloatArray", view)
             if copy is False:
                 raise ArgumentError(
-                    f"{brief(key)} is not a view: a view takes integers and slices of examples in one shard (of "
-                    f"{self.layout.examples_per_shard} examples) of a local store, in the stored dtype {self.dtype.name}",
+                    f"{brief(key)} is not a view: views are of examples in one shard of a local store, of its dtype",
                     where="copy=False",
                     remedy="Use copy=None to copy where needed.",
                 )
@@ -295,15 +325,7 @@ class ShardStore(TextReading, Importing, Viewing):
 
     def __array__(self, dtype: np.dtype[np.generic] | None = None, *, copy: bool | None = None) -> np.ndarray:
         array = self.as_numpy(copy=copy)
-        if copy is False and dtype is not None and array.dtype != dtype:
-            raise ArgumentError(
-                f"numbers of {array.dtype.name} become {np.dtype(dtype).name} in a copy only",
-                where="copy=False",
-                remedy="Use copy=None to copy where needed.",
-            )
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    # -- views and exports ---------------------------------------------------------------------------------------------
+        return array if dtype is None else array.astype(dtype, copy=copy or False)
 
     def as_zarr(self, *, chunks: ChunkShape = "auto", dtype: ReadDtype = "float32") -> ZarrView:
         """A read-only Zarr store: `activations`, its coordinates `layer` and `token`, and token arrays such as `labels`.
@@ -340,10 +362,7 @@ class ShardStore(TextReading, Importing, Viewing):
         return from_store(self, chunks=chunks)
 
     def to_virtual_dataset(self, *, chunks: ChunkShape = "auto", base: str | None = None) -> xarray.Dataset:
-        """An `xarray.Dataset` of VirtualiZarr's `ManifestArray`s: byte ranges of the shards, nothing read.
-
-        See `saev_store.export.to_virtual_dataset`.
-        """
+        """VirtualiZarr's `ManifestArray`s, byte ranges of shards, in a `xarray.Dataset`. See `saev_store.export.to_virtual_dataset`."""
         from saev_store.export import to_virtual_dataset
 
         return to_virtual_dataset(self, chunks=chunks, base=base)
@@ -377,21 +396,31 @@ class ShardStore(TextReading, Importing, Viewing):
         self, example_idx: int, token_idx: int | None = None, *, source: Source[object] | None = None,
         neighbours: int = 8,
     ) -> Origin:  # fmt: skip
-        """The sample that a vector comes from, and the place in it: a token with its neighbours, or the box of a patch.
-
-        `source` is opened, once, where it is not given. See `saev_store.sources.provenance.origin_of`.
-        """
+        """The sample that a vector comes from, and the place in it; see `saev_store.sources.provenance.origin_of`."""
         from saev_store.sources.provenance import origin_of
 
         if source is None:
             source = self._source = self._source or self.source()
         return origin_of(self, source, example_idx, token_idx, neighbours=neighbours)
 
+    def view(
+        self, *, other: ShardStore | None = None, source: Source[object] | None = None,
+        tokenizer: Callable[[int], str] | None = None, height_px: int = 720,
+    ) -> View:  # fmt: skip
+        """A running page of this store, which a notebook shows in a frame; it ends with the returned object.
+
+        It listens on this machine only, and its address has a random token. Nothing is written. `tokenizer` gives the text of a token
+        id, such as `lambda i: tokenizer.decode([i])`. See `saev_store.view.View`.
+        """
+        from saev_store.view import View
+
+        return View(self, other=other, source=source, tokenizer=tokenizer, height_px=height_px)
+
     def unmapped(self) -> ShardStore:
         """The same store, whose local files are read instead of mapped: a file that is cut while it is read gives an error."""
         if not isinstance(self.transport, LocalTransport) or not self.transport.use_mmap:
             return self
-        return ShardStore(replace(self._opened, transport=self.transport.unmapped()))
+        return ShardStore(self._opened._replace(transport=self.transport.unmapped()))
 
     def close(self) -> None:
         """Release descriptors and maps; arrays handed out stay valid, and using the store again reopens it."""
@@ -411,6 +440,3 @@ class ShardStore(TextReading, Importing, Viewing):
         # Tasks do not compare what they read with its digests, which a damaged file shares with its repair.
         recording = recording_identity(self.transport, self.layout, files=self.recorded_files(), prefer="versions")
         return "saev_store", self.url, recording
-
-    def __reduce__(self) -> tuple[type[ShardStore], tuple[Opened]]:
-        return ShardStore, (self._opened,)

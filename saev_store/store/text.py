@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import SupportsIndex, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.arguments import check_flag
 from saev_store.core.dtypes import ReadDtype, read_dtype
-from saev_store.core.indexing import parse_axis
-from saev_store.core.layout import IntArray
+from saev_store.core.layout import IntArray, check_position
 from saev_store.core.rows import Layers, row_space
-from saev_store.errors import SelectionError, brief
+from saev_store.errors import SelectionError
 from saev_store.store.opening import OpenedStore
-from saev_store.store.reader import FloatArray, Reader
+from saev_store.store.reader import FloatArray
 from saev_store.store.selection import prepared
-from saev_store.store.token_arrays import MASK, TokenArrays, TokenValues
+from saev_store.store.token_arrays import MASK, TokenValues
 
 #: The token arrays with the document of a token, its position in it, and its id.
 DOCUMENT_IDS, POSITIONS, TOKEN_IDS = "document_ids", "positions", "token_ids"
@@ -72,12 +70,9 @@ class TokenContext:
 
 
 class DocumentRuns:
-    """Places of the tokens of each document: runs of neighbouring content tokens, sorted by document.
+    """Places of the tokens of each document: runs of neighbouring content tokens, sorted by document; 24 bytes for each run.
 
-    Takes 24 bytes for each run, so little where documents are longer than some tokens.
-
-    Args:
-        ids: The token array `document_ids`, (n_examples, content tokens); read once.
+    `ids` is the token array `document_ids`, (n_examples, content tokens).
     """
 
     def __init__(self, ids: TokenValues) -> None:
@@ -103,18 +98,7 @@ class DocumentRuns:
 class TextReading(OpenedStore):
     """Documents and contexts of an opened store of texts; a part of `ShardStore`."""
 
-    _reader: Reader
     _runs: DocumentRuns | None = None
-
-    def check_wide(self) -> None:
-        """Refuse documents that promise more vectors in an example than the first file holds, before memory is taken for them.
-
-        Only very many are looked at: a far store is opened without a request for its shards.
-
-        Raises:
-            CorruptShardError: the first shard is missing or short.
-        """
-        self._reader.check_wide()
 
     def document(
         self, document_id: int, *, layer: Layers = "all", dtype: ReadDtype = "float32", masked: bool = False
@@ -122,11 +106,10 @@ class TextReading(OpenedStore):
         """All tokens of one document: their vectors, and what was recorded for them.
 
         They are in the order of `positions`; in storage order where the store has none. Where windows overlap, so that a position was
-        recorded several times, the token that is furthest into its example is taken, which saw most of the text. What
-        stores of texts hold is in docs/texts.md.
+        recorded several times, the token that is furthest into its example is taken, which saw most of the text.
 
         Args:
-            document_id: As in the token array `document_ids`.
+            document_id: As in the token array `document_ids`; negative ids mean no document.
             layer: As in `sel`.
             dtype: Of the vectors that come out, as in `read`.
             masked: Also tokens whose `mask` is false, in stores that record one.
@@ -137,29 +120,23 @@ class TextReading(OpenedStore):
             ArgumentError: `masked` is not a boolean, or there is no such dtype.
         """
         arrays, layout = self.token_arrays, self.layout
-        document_id, masked = _integer(document_id, "document_id"), check_flag(masked, name="masked")
-        # Negative ids mean no document; larger ones than 64 bits hold are none either.
-        numbers = self._document_runs().tokens_of(document_id) if 0 <= document_id < 2**63 else np.empty(0, np.int64)
+        document_id = check_position(document_id, 2**63, "document_id")
+        numbers = self._document_runs().tokens_of(document_id)
+        if not check_flag(masked, name="masked") and MASK in arrays:
+            numbers = numbers[arrays[MASK].reshape(-1)[numbers].astype(np.bool_)]
         if not len(numbers):
             raise SelectionError(
-                f"no token is of document {brief(document_id)}",
+                f"no token is of document {document_id}, or the mask hides all of them",
                 where="document_id",
-                remedy='`numpy.unique(store.token_arrays["document_ids"])` lists the documents; negative ids mean none.',
+                remedy='`numpy.unique(store.token_arrays["document_ids"])` lists the documents.',
             )
-        if not masked and MASK in arrays:
-            numbers = numbers[arrays[MASK].reshape(-1)[numbers].astype(np.bool_)]
-            if not len(numbers):
-                raise SelectionError(
-                    f"the mask hides all tokens of document {document_id}",
-                    where="document_id",
-                    remedy="masked=True gives them.",
-                )
         numbers = self._in_order(numbers)
         example, token = np.divmod(numbers, np.int64(layout.content_tokens_per_example))
         layer_idx, n = row_space(layout, layer=layer, tokens="content").layer_idx, len(numbers)
         out = prepared(None, (len(layer_idx), n, layout.d_model), read_dtype(dtype, layout.dtype))
         for position, acts in zip(layer_idx, out, strict=True):
-            self._reader.read_rows(example, np.full(n, position), token + layout.n_special_tokens, acts)
+            part = self._reader.planner.rows(example, np.full(n, position), token + layout.n_special_tokens)
+            self._reader.execute([part], acts)
         return TextDocument(
             document_id, tuple(layout.layers[position] for position in layer_idx), out,
             {name: values.reshape(-1)[numbers] for name, values in arrays.items()}, example, token,
@@ -171,7 +148,7 @@ class TextReading(OpenedStore):
         Tokens that the `mask` hides are part of the text. No activations are read.
 
         Args:
-            example_idx: Position of the example, as in the batches of loaders; negative ones count from the end.
+            example_idx: Position of the example, as in the batches of loaders.
             token_idx: The content token, from 0.
             before: At most so many ids before it.
             after: At most so many ids after it.
@@ -180,35 +157,22 @@ class TextReading(OpenedStore):
             SelectionError: there is no such token, it is padding, or the store has no `token_ids`, or as a stream no
                 `document_ids`.
         """
-        before, after = _integer(before, "before"), _integer(after, "after")
-        if min(before, after) < 0:
-            raise SelectionError(
-                f"{before} tokens before and {after} after are asked for; the least is 0", where="before"
-            )
+        before, after = check_position(before, 2**63, "before"), check_position(after, 2**63, "after")
         arrays, width = self.token_arrays, self.layout.content_tokens_per_example
-        token_ids = _named(arrays, TOKEN_IDS, "int32").reshape(-1)
-        first, token = (
-            _position(example_idx, len(token_ids) // width, "example_idx") * width,
-            _integer(token_idx, "token_idx"),
-        )
-        if not 0 <= token < width:
-            raise SelectionError(
-                f"token_idx is {brief(token_idx)}; content tokens are integers from 0 to {width - 1}, and nothing is recorded "
-                "for special ones",
-                where="token_idx",
-            )
-        document_id, number, numbers = None, first + token, np.arange(first, first + width)
+        token_ids = self._named(TOKEN_IDS)
+        first = check_position(example_idx, self.layout.n_examples, "example_idx") * width
+        number = first + check_position(token_idx, width, "token_idx")
+        document_id, numbers = None, np.arange(first, first + width)
         if DOCUMENT_IDS in arrays or (self.metadata.text or {}).get("layout") == "stream":
-            runs = self._document_runs()
-            document_id = int(runs.source.reshape(-1)[number])
+            document_id = int(self._named(DOCUMENT_IDS)[number])
             if document_id < 0:
                 raise SelectionError(
                     f"token {token_idx} of example {example_idx} is padding: it is of no document", where="token_idx"
                 )
-            numbers = self._in_order(runs.tokens_of(document_id))
+            numbers = self._in_order(self._document_runs().tokens_of(document_id))
         position, at = None, int(np.searchsorted(numbers, number))
         if POSITIONS in arrays:
-            positions = arrays[POSITIONS].reshape(-1)
+            positions = self._named(POSITIONS)
             position = int(positions[number])
             if document_id is not None:  # in order of positions, each once
                 at = int(np.searchsorted(positions[numbers], position))
@@ -219,7 +183,8 @@ class TextReading(OpenedStore):
         )  # fmt: skip
 
     def _document_runs(self) -> DocumentRuns:
-        ids = _named(self.token_arrays, DOCUMENT_IDS, "int64")
+        self._named(DOCUMENT_IDS)
+        ids = self.token_arrays[DOCUMENT_IDS]
         if self._runs is None or self._runs.source is not ids:  # arrays are read again after the store was closed
             self._runs = DocumentRuns(ids)
         return self._runs
@@ -228,37 +193,17 @@ class TextReading(OpenedStore):
         """Tokens of one document sorted by position, each position once."""
         if POSITIONS not in self.token_arrays:
             return numbers
-        positions = cast("npt.NDArray[np.int32]", self.token_arrays[POSITIONS].reshape(-1)[numbers])
-        if (positions[1:] > positions[:-1]).all():
-            return numbers
-        into = numbers % self.layout.content_tokens_per_example
-        order = np.lexsort((-into, positions))
+        positions = self._named(POSITIONS)[numbers]
+        order = np.lexsort((-(numbers % self.layout.content_tokens_per_example), positions))
         positions = positions[order]
         return numbers[order][np.append(True, positions[1:] != positions[:-1])]
 
-
-def _named(arrays: TokenArrays, name: str, dtype: str) -> npt.NDArray[np.generic]:
-    """A token array that texts need; `SelectionError` if it was not recorded."""
-    if name not in arrays:
-        raise SelectionError(
-            f"the store has no token array {name}; it has {list(arrays)}",
-            where=name,
-            remedy=f'Record it: new_metadata(..., token_arrays={{"{name}": "{dtype}"}}), writer.append(acts, {name}=...).',
-        )
-    return arrays[name]
-
-
-def _position(value: object, n: int, name: str) -> int:
-    """One position along an axis, negative ones counted from its end."""
-    axis = parse_axis(_integer(value, name), n, name)
-    return axis.start if not isinstance(axis, np.ndarray) else int(axis[0])
-
-
-def _integer(value: object, name: str) -> int:
-    """A plain integer; `SelectionError` if it is none."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise SelectionError(f"{name} is {brief(value)}; it must be an integer", where=name)
-    try:
-        return operator.index(cast("SupportsIndex", value))
-    except TypeError:  # an array
-        raise SelectionError(f"{name} is {brief(value)}; it must be an integer", where=name) from None
+    def _named(self, name: str) -> npt.NDArray[np.generic]:
+        """A token array that texts need, flat; `SelectionError` if it was not recorded."""
+        if name not in self.token_arrays:
+            raise SelectionError(
+                f"the store has no token array {name}; it has {list(self.token_arrays)}",
+                where=name,
+                remedy="Record it: new_metadata(..., token_arrays={...}), writer.append(acts, ...).",
+            )
+        return self.token_arrays[name].reshape(-1)

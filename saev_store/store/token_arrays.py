@@ -8,17 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from saev_store.core.arguments import is_list
 from saev_store.core.layout import Layout
-from saev_store.core.rows import labels_that_stay, no_labels
-from saev_store.core.token_arrays import TokenArray
+from saev_store.core.rows import TokenMask
+from saev_store.core.token_arrays import LABELS, TokenArray
 from saev_store.documents import parse_token_array_size, rewriting
-from saev_store.errors import (
-    DocumentError,
-    NotFoundError,
-    SelectionError,
-    TokenArrayNotFoundError,
-    brief,
-)
+from saev_store.errors import DocumentError, NotFoundError, SelectionError, TokenArrayNotFoundError, brief
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -37,11 +32,6 @@ class TokenArrays(Mapping[str, TokenValues]):
 
     Holds what the document declares. Before protocol 3.0 no document does: there it holds `labels` if there is a
     `labels.bin`, whose size is requested when that matters.
-
-    Args:
-        transport: Where the files are.
-        metadata: The store's document.
-        has_labels: True if there is a `labels.bin` that no document declares; None if that is not known yet.
 
     Attributes:
         is_declared: True if the document declares which arrays there are.
@@ -67,12 +57,10 @@ class TokenArrays(Mapping[str, TokenValues]):
     def described(self) -> tuple[TokenArray, ...]:
         """Name and dtype of each array; nothing of them is read."""
         if self._is_there is None:
-            (array,) = self._arrays.values()
-            self._is_there = find_token_array(self._transport, self._layout, array)
+            self._is_there = find_token_array(self._transport, self._layout, LABELS)
         return tuple(self._arrays.values()) if self._is_there else ()
 
     def __contains__(self, name: object) -> bool:
-        """True if there is such an array; nothing of it is read."""
         return name in self._arrays and bool(self.described())
 
     def __iter__(self) -> Iterator[str]:
@@ -86,11 +74,7 @@ class TokenArrays(Mapping[str, TokenValues]):
         self._read.clear()
 
     def declared(self, name: str) -> TokenArray:
-        """Name and dtype of an array; nothing of it is read.
-
-        Raises:
-            TokenArrayNotFoundError: there is no such array.
-        """
+        """Name and dtype of an array, of which nothing is read; `TokenArrayNotFoundError` if there is none."""
         if name not in self:
             raise TokenArrayNotFoundError(
                 f"the store has no token array {brief(name)}; it has {sorted(self)}", where=self._transport.url
@@ -127,11 +111,7 @@ class TokenArrays(Mapping[str, TokenValues]):
 
 
 def find_token_array(transport: Transport, layout: Layout, array: TokenArray) -> bool:
-    """Return True if the file of a token array is there; its size is compared, nothing is read.
-
-    Raises:
-        DocumentError: the file has another size than the documents imply.
-    """
+    """Return True if the file of a token array is there; `DocumentError` if it has another size than the documents imply."""
     try:
         size = transport.size(array.file_name)
     except NotFoundError:
@@ -141,11 +121,7 @@ def find_token_array(transport: Transport, layout: Layout, array: TokenArray) ->
 
 
 def check_values(array: TokenArray, values: Buffer, *, where: str) -> None:
-    """Check bytes of the file `where` of a token array.
-
-    Raises:
-        DocumentError: those of a bool are neither 0 nor 1.
-    """
+    """Raise `DocumentError` if bytes of the file `where` of a bool are neither 0 nor 1."""
     if not array.is_valid(values):
         raise DocumentError(
             "it holds bytes other than 0 and 1; a bool is one of them",
@@ -155,64 +131,43 @@ def check_values(array: TokenArray, values: Buffer, *, where: str) -> None:
 
 
 def kept_tokens(
-    arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None = None
-) -> npt.NDArray[np.uint8]:
-    """Which content tokens fulfil all conditions: 1 or 0, (n_examples, content tokens).
-
-    Raises:
-        SelectionError: there is no such array, or a value is not one of its dtype.
-    """
-    tests: list[tuple[TokenValues, TokenValues]] = [(arrays[MASK], np.array([True]))] if hides else []
-    stay = labels_that_stay(ignore_labels)
-    if stay is not None:
-        if "labels" not in arrays:
-            raise no_labels()
-        tests.append((arrays["labels"], np.flatnonzero(stay)))
-    for name, wanted in where.items():
-        values = _named(arrays, name)
-        tests.append((values, _choices(name, values.dtype, wanted)))
+    arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None
+) -> TokenMask | None:
+    """Which content tokens fulfil all conditions, (n_examples, content tokens); None if there is no condition."""
+    conditions: list[tuple[str, object, str]] = [(MASK, True, "mask")] if hides else []
+    if ignore_labels is not None and not (is_list(ignore_labels) and not ignore_labels):
+        conditions.append((LABELS.name, ignore_labels, "ignore_labels"))
+    conditions += [(name, wanted, "where") for name, wanted in where.items()]
+    tests: list[tuple[TokenValues, TokenValues, bool]] = []
+    for name, wanted, argument in conditions:
+        if name not in arrays:
+            raise SelectionError(f"the store has no token array {brief(name)}; it has {list(arrays)}", where=argument)
+        values = arrays[name]
+        tests.append((values, _choices(name, values.dtype, wanted, argument), argument == "ignore_labels"))
+    if not tests:
+        return None
     shape = tests[0][0].shape  # that of a file whose size was compared
-    kept = np.ones(shape, dtype=np.uint8)
-    step = max(1, _PIECE // max(shape[1], 1))
+    kept = np.ones(shape, dtype=np.bool_)
+    step = max(1, _PIECE // shape[1])
     for first in range(0, shape[0], step):
         some = slice(first, first + step)
-        for values, choices in tests:
-            kept[some] &= np.isin(values[some], choices)
+        for values, choices, are_ignored in tests:
+            kept[some] &= np.isin(values[some], choices, invert=are_ignored)
     return kept
 
 
-def _choices(name: str, dtype: np.dtype[np.generic], wanted: object) -> npt.NDArray[np.generic]:
-    """The values that a condition names, as a vector; `SelectionError` if they are not numbers of the array's kind."""
+def _choices(name: str, dtype: np.dtype[np.generic], wanted: object, argument: str) -> TokenValues:
+    """The values that a condition names, as a vector of the array's dtype; floats are rounded as those of the array were."""
     try:
-        choices = np.atleast_1d(np.asarray(wanted))
+        given = np.atleast_1d(np.asarray(wanted))
     except ValueError:  # lists of unequal lengths
-        choices = np.array([None])
-    if choices.ndim != 1 or choices.dtype.kind not in "biuf" or (choices.dtype.kind == "f" and dtype.kind != "f"):
-        raise SelectionError(
-            f"{name} is asked to be {brief(wanted)}; it must be a number of {dtype.name}, or a list of them",
-            where="where",
-        )
-    if dtype.kind in "iu" and choices.size:
-        least, most = np.iinfo(dtype.name).min, np.iinfo(dtype.name).max
-        if choices.dtype.kind == "b" or not least <= int(choices.min()) <= int(choices.max()) <= most:
-            raise SelectionError(
-                f"{name} is asked to be {brief(wanted)}; it must be integers from {least} to {most}", where="where"
-            )
-    if choices.dtype == np.uint64 and dtype.kind in "iu":  # else NumPy compares them with int64 as float64
-        choices = choices.astype(np.int64)
-    if choices.dtype.kind == "f":  # 0.1 means the number that the array has for it
+        given = np.array([None])
+    kinds = {"b": "biu", "f": "iuf"}.get(dtype.kind, "iu")
+    if given.ndim == 1 and given.dtype.kind in kinds:
         with np.errstate(over="ignore"):
-            rounded = choices.astype(dtype)
-        choices = rounded[np.isinf(rounded) <= np.isinf(choices)]  # what became infinite is not in the array
-    return choices
-
-
-def _named(arrays: TokenArrays, name: str) -> TokenValues:
-    try:
-        return arrays[name]
-    except TokenArrayNotFoundError:
-        raise SelectionError(
-            f"the store has no token array {brief(name)}; it has {list(arrays)}",
-            where="where",
-            remedy="Choose one of these.",
-        ) from None
+            choices = given.astype(dtype)
+        if dtype.kind == "f" or choices.tolist() == given.tolist():
+            return choices
+    raise SelectionError(
+        f"{name} is asked to be {brief(wanted)}; it must be a number of {dtype.name}, or a list of them", where=argument
+    )

@@ -57,7 +57,6 @@ READS: dict[str, Callable[[ShardStore], object]] = {
     "points": lambda store: store[[3, 5], [0, 1], [2, 3]],
     "rows": lambda store: store.sel(layer=7, examples=slice(3, 6)).rows(slice(None)),
     "row": lambda store: store.sel(examples=[4])[3],
-    "array of rows": lambda store: store.sel(layer=7, examples=slice(3, 6)).as_numpy(),
     "view": lambda store: store.as_numpy(np.s_[3:6]),
     "dask": lambda store: store.as_dask()[3:6].compute(scheduler="synchronous"),
     "statistics": lambda store: store.stats(save=False),

@@ -108,9 +108,8 @@ def stacked_rows(draw: st.DrawFn, *, repeats: bool = True) -> Stacked:
     if tokens != "special" and draw(st.booleans()):
         shape = (layout.n_examples, layout.content_tokens_per_example)
         labels = np.random.default_rng(draw(st.integers(0, 9))).integers(0, 5, shape).astype(np.uint8)
-    sel = {
-        "tokens": tokens, "examples": examples, "labels": labels, "ignore_labels": None if labels is None else IGNORED,
-    }  # fmt: skip
+    kept = None if labels is None else ~np.isin(labels, IGNORED)
+    sel = {"tokens": tokens, "examples": examples, "kept": kept}
     space = row_space(layout, layer=layers, stack_layers=True, **sel)
     every = np.arange(layout.n_examples)
     where = []  # one by one, as somebody would who has no arithmetic

@@ -674,8 +674,8 @@ def test_long_examples_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
         for order in ("shuffled", "stored"):
             n = 0
             for batch in Loader(rows, order=order, batch_size=4096, window_bytes=64 << 20):
-                layers = [1, 0] if rows.ndim == 3 else 0
-                shape = (slice(None), None) if rows.ndim == 3 else slice(None)
+                layers = [1, 0] if len(rows.shape) == 3 else 0
+                shape = (slice(None), None) if len(rows.shape) == 3 else slice(None)
                 expected = made.acts[batch["example_idx"][shape], layers, batch["token_idx"][shape] + 1]
                 assert bits(batch["act"]) == bits(expected)
                 n += len(batch["act"])

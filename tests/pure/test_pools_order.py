@@ -60,10 +60,14 @@ def spaces(draw: st.DrawFn) -> RowSpace:
     )
     chosen = draw(st.sampled_from([None, slice(None, None, -2), [0, 0, layout.n_examples - 1]]))
     ignored = draw(st.sampled_from([None, [1], [0, 1, 2]]))
+    kept = None if ignored is None else ~np.isin(labels, ignored)
     return row_space(
-        layout, tokens=draw(st.sampled_from(["content", "all"])), examples=chosen, ignore_labels=ignored,
-        labels=labels.astype(np.uint8), stack_layers=draw(st.booleans()),
-    )  # fmt: skip
+        layout,
+        tokens=draw(st.sampled_from(["content", "all"])),
+        examples=chosen,
+        kept=kept,
+        stack_layers=draw(st.booleans()),
+    )
 
 
 @given(
@@ -178,7 +182,7 @@ def test_mixing_predicted_is_the_mixing_of_the_order() -> None:
         assert mixing.distinct_examples < mixing.full_shuffle <= 256 and mixing.pool_examples <= 3000
         assert mixing.variance_inflation(0.0) == 1.0
         assert mixing.variance_inflation(1.0) == pytest.approx(1 + 255 / mixing.distinct_examples)
-    nothing = row_space(layout, ignore_labels=[0], labels=np.zeros((3000, 16), np.uint8))
+    nothing = row_space(layout, kept=np.zeros((3000, 16), np.bool_))
     assert predict_mixing(Epoch(nothing, Cut(0, 4, 1, False, 1, 1, True), 0, 0)).distinct_examples == 0
     exact = Cut(len(space), 256, 1, False, 1, 10**6, early_start=False)
     assert predict_mixing(Epoch(space, exact, 0, 0)).distinct_examples == pytest.approx(mixing.full_shuffle)

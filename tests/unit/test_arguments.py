@@ -37,12 +37,12 @@ def test_check_choice_takes_one_of_the_texts() -> None:
             check_choice(value, ("one", "two"), name="here")
 
 
-def test_check_flag_takes_booleans_and_one_other_value() -> None:
+def test_check_flag_takes_booleans_and_none() -> None:
     for value in (True, np.True_, False, np.False_):
         assert check_flag(value, name="here") is check_flag(value, name="here", other=None) is bool(value)
-    assert check_flag("auto", name="here", other="auto") == "auto"
+    assert check_flag(None, name="here", other=None) is None
     all_refused(check_flag, 0, 1, "no", None, 1.0, np.array([True, False]))
-    all_refused(check_flag, 0, "no", "Auto", np.zeros(0), other="auto")
+    all_refused(check_flag, 0, "no", np.zeros(0), other=None)
 
 
 def test_check_count_takes_integers_within_bounds() -> None:

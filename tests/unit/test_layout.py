@@ -165,7 +165,7 @@ def test_the_padded_tensor_is_below_2_to_the_63(n_examples: int, d_model: int, e
         layout = make()
         assert layout.n_shards * layout.shard_nbytes < 2**63
     else:
-        with pytest.raises(ArgumentError, match=r"below 2\^63"):
+        with pytest.raises(ArgumentError):
             make()
 
 
@@ -181,40 +181,35 @@ def test_coordinates_of_every_integer_type_are_exact(dtype: type) -> None:
     assert one.end == one.start + (1 << 22)
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, 2**63])
-def test_each_number_of_a_layout_is_an_integer_of_63_bits(value: object) -> None:
+def test_each_number_of_a_layout_is_an_integer_of_63_bits() -> None:
     good = {
-        "n_examples": 1,
-        "layers": (5,),
-        "content_tokens_per_example": 1,
-        "cls_token": False,
-        "d_model": 1,
-        "examples_per_shard": 1,
-    }
+        "n_examples": 1, "layers": (5,), "content_tokens_per_example": 1, "cls_token": False, "d_model": 1, "examples_per_shard": 1,
+    }  # fmt: skip
     for field in ("n_examples", "content_tokens_per_example", "d_model", "examples_per_shard"):
-        with pytest.raises(ArgumentError, match=rf"{field} is .*; it must be an integer from 1 to 2\^63 - 1") as caught:
-            Layout(**{**good, field: value})
-        assert caught.value.where == field
+        for value in (0, -1, True, 1.0, "1", None, 2**63):
+            with pytest.raises(ArgumentError) as caught:
+                Layout(**{**good, field: value})
+            assert caught.value.where == field
+        assert type(getattr(Layout(**{**good, field: np.int64(1)}), field)) is int
     assert Layout(**{**good, "content_tokens_per_example": 2**61 - 1}).nbytes == 2**63 - 4
 
 
 def test_an_error_of_a_layout_names_its_argument() -> None:
-    with pytest.raises(ArgumentError, match=r"layers is \(1, 1\); it must hold at least one label") as caught:
-        Layout(3, (1, 1), 4, True, 8, 2)
-    assert caught.value.where == "layers"
-    with pytest.raises(ArgumentError, match=r"is 9223372036854775808 bytes; it must be below 2\^63") as caught:
-        Layout(1, (0,), 1, False, 2**61, 1)
-    assert caught.value.where == "layout"
-    with pytest.raises(ArgumentError, match=r"is 29, but one example has 30 vectors") as caught:
+    hooks = ("mlp_out", "mlp_out")
+    for arguments, where in (
+        ((3, (1, 1), 4, True, 8, 2), "layers"), ((3, 5, 4, True, 8, 2), "layers"), ((3, "57", 4, True, 8, 2), "layers"),
+        ((3, ([],), 4, True, 8, 2), "layers"), ((3, (5, 5), 4, True, 8, 3, "float32", hooks), "layers"),
+        ((3, (5,), 4, True, 8, 3, "float32", hooks), "hook_points"), ((3, (5,), 4, True, 8, 3, "int8"), "dtype"),
+        ((1, (0,), 1, False, 2**61, 1), "layout"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError) as caught:
+            Layout(*arguments)
+        assert caught.value.where == where
+    with pytest.raises(ArgumentError) as caught:
         Layout.from_budget(
-            n_examples=1,
-            layers=[1, 2, 3],
-            content_tokens_per_example=9,
-            cls_token=True,
-            d_model=1,
-            max_tokens_per_shard=29,
-        )
-    assert (caught.value.where, caught.value.remedy) == ("max_tokens_per_shard", "Use at least 30.")
+            n_examples=1, layers=[1, 2, 3], content_tokens_per_example=9, cls_token=True, d_model=1, max_tokens_per_shard=29,
+        )  # fmt: skip
+    assert caught.value.where == "max_tokens_per_shard"
     # What no budget could hold is refused by the layout itself.
     for change, where in (
         ({"layers": []}, "layers"),
@@ -255,13 +250,10 @@ def test_what_a_pair_of_a_label_and_a_hook_point_is() -> None:
         assert not is_layer_pair(layer)
 
 
-def test_an_error_of_hook_points_names_the_pairs() -> None:
+def test_a_label_of_several_hook_points_names_none() -> None:
     layout = Layout(7, (2, 5, 5), 4, True, 8, 3, hook_points=("resid_post", "mlp_out", "attn_out"))
-    with pytest.raises(LayerNotFoundError) as caught:
-        layout.layer_index(5)
-    assert caught.value.message == "layer 5 was recorded at 2 hook points: [(5, 'mlp_out'), (5, 'attn_out')]"
-    assert (caught.value.where, caught.value.remedy) == ("layer", "Name one of these pairs: 5:mlp_out or 5:attn_out.")
-    with pytest.raises(ArgumentError, match="and no two equal pairs of layer and hook point$"):
-        Layout(7, (5, 5), 4, True, 8, 3, hook_points=("mlp_out", "mlp_out"))
-    with pytest.raises(ArgumentError, match="and no two equal layers$"):
-        Layout(7, (5, 5), 4, True, 8, 3)
+    assert [layout.layer_index(key) for key in (2, (5, "mlp_out"), (5, "attn_out"))] == [0, 1, 2]
+    for layer in (5, (5, "resid_post"), (2, "mlp_out")):
+        with pytest.raises(LayerNotFoundError) as caught:
+            layout.layer_index(layer)
+        assert caught.value.where == "layer"
