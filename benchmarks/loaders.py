@@ -198,8 +198,8 @@ class Synthetic:
         del path
         return [bytes(end - start) for start, end in zip(starts, ends, strict=True)]
 
-    def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        del path, starts, buffers
+    def prefetch(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> None:
+        del path, starts, ends
 
     def size(self, path: str) -> int:
         raise NotImplementedError

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from saev_store.loaders.columns import NO_LABEL
 from saev_store.loaders.explain import Explanation
-from saev_store.loaders.filters import behind_bos, below_norms, filtered
+from saev_store.loaders.filters import filtered
 from saev_store.loaders.loader import Batch, Loader
 from saev_store.loaders.options import LoaderOptions
 from saev_store.loaders.stage import stage
 from saev_store.order import Mixing
 
-__all__ = [
-    "NO_LABEL",
-    "Batch",
-    "Explanation",
-    "Loader",
-    "LoaderOptions",
-    "Mixing",
-    "behind_bos",
-    "below_norms",
-    "filtered",
-    "stage",
-]
+__all__ = ["Batch", "Explanation", "Loader", "LoaderOptions", "Mixing", "filtered", "stage"]

@@ -13,8 +13,6 @@ from saev_store.core.token_arrays import NONE, shown_names
 from saev_store.errors import ArgumentError, brief
 from saev_store.store.selection import Selection
 
-#: The label of special tokens, which have none.
-NO_LABEL = 255
 _LABELS = "token_labels"
 #: Other keys of a batch or of an example, present and older ones.
 _TAKEN = frozenset({
@@ -53,19 +51,18 @@ class TokenColumns:
     """
 
     def __init__(self, sides: Sequence[Selection], names: Sequence[str], *, labels: bool) -> None:
-        stores = [side.token_arrays for side in sides if side.token_arrays is not None]
         #: Values, and what stands for "none", by key.
         self._columns: dict[str, tuple[Column, np.generic]] = {}
+        if not names and not labels:
+            return
         space = sides[0].space
-        self._has_special = space.tokens.start < space.layout.n_special_tokens
-        known = {name: arrays for arrays in reversed(stores) for name in arrays} if names or labels else {}
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ArgumentError(
-                f"the store has no token array {brief(unknown[0])}; it has {list(known)}",
-                where="token_arrays",
-                remedy="Choose some of these.",
-            )
+        stores = [side.token_arrays for side in sides if side.token_arrays is not None]
+        known = {name: arrays for arrays in reversed(stores) for name in arrays}
+        for name in names:
+            if name not in known:
+                raise ArgumentError(
+                    f"the store has no token array {brief(name)}; it has {list(known)}", where="token_arrays"
+                )
         if space.tokens.start + space.tokens.count <= space.layout.n_special_tokens:
             return
         shown = shown_names(known, _TAKEN)
@@ -83,8 +80,7 @@ class TokenColumns:
             example: Examples of the rows, by position.
             token: Their content tokens; -1 for special ones.
         """
-        found: dict[str, Column] = {}
-        for key, (values, none) in self._columns.items():
-            taken = values[example, np.maximum(token, 0)]
-            found[key] = np.where(token < 0, none, taken) if self._has_special else taken
-        return found
+        return {
+            key: np.where(token < 0, none, values[example, np.maximum(token, 0)])
+            for key, (values, none) in self._columns.items()
+        }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -24,7 +24,6 @@ class Explanation:
         bytes_read: Bytes of an epoch, this rank's.
         first_batch_bytes: Bytes that are read before the first batch of an epoch.
         pool_bytes: Memory of a pool. Two exist while an epoch is read; a third one if batches are kept.
-        n_partitions: Streams of a shuffled order; any number of ranks that divides it gives the same global batches. 1 in storage order.
         mixing: What a batch of a full pool is made of, or None in storage order.
     """
 
@@ -35,28 +34,14 @@ class Explanation:
     bytes_read: int
     first_batch_bytes: int
     pool_bytes: int
-    n_partitions: int
     mixing: Mixing | None
 
     def __str__(self) -> str:
-        lines = [
-            ("rows", f"{self.n_rows:,} in {self.n_batches:,} batches"),
-            (
-                "reads",
-                f"{self.n_reads:,} of about {_size(self.bytes_read / max(self.n_reads, 1))} (engine {self.engine})",
-            ),
-            ("bytes", f"{_size(self.bytes_read)} per epoch, {_size(self.first_batch_bytes)} before the first batch"),
-            ("memory", f"two pools of {_size(self.pool_bytes)}, three if batches are kept"),
-        ]
-        if self.mixing is not None:
-            mixed = self.mixing
-            found = f"{mixed.distinct_examples:,.0f} examples per batch, {mixed.pool_examples:,.0f} in a pool"
-            lines.append(("mixing", f"{found}; a full shuffle gives {mixed.full_shuffle:,.0f} per batch"))
-        width = max(len(name) for name, _ in lines)
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+        found: dict[str, object] = asdict(self)
+        return "\n".join(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}" for name, value in found.items())  # fmt: skip
 
 
-def explain(epoch: Epoch, parts: Mapping[str, Selection], row_nbytes: int) -> Explanation:
+def explain(epoch: Epoch, parts: Sequence[Selection], row_nbytes: int) -> Explanation:
     """Return what a loader of an epoch will do.
 
     Args:
@@ -64,31 +49,21 @@ def explain(epoch: Epoch, parts: Mapping[str, Selection], row_nbytes: int) -> Ex
         parts: What is read.
         row_nbytes: Bytes of a row in memory.
     """
-    cut, blocks = epoch.cut, epoch.blocks
-    stored = sum(part.space.row_nbytes for part in parts.values())
+    cut = epoch.cut
+    stored = sum(part.space.row_nbytes for part in parts)
     of_rank = -(-cut.n_samples // cut.world)
     ranges = [
         part.space.vectors_per_row * max(1, -(-part.space.tokens.count * part.space.row_nbytes // TASK_BYTES))
-        for part in parts.values()
+        for part in parts
     ]
     in_pool = np.diff(cut.pool_starts) * cut.batch_size
     return Explanation(
         n_rows=cut.n_samples,
         n_batches=cut.n_batches,
-        engine=", ".join(dict.fromkeys(part.reader.transport.name for part in parts.values())),
-        n_reads=-(-blocks.n_blocks * sum(ranges) // cut.world),
+        engine=", ".join(dict.fromkeys(part.reader.transport.name for part in parts)),
+        n_reads=-(-epoch.n_blocks * sum(ranges) // cut.world),
         bytes_read=of_rank * stored,
-        first_batch_bytes=min(int(in_pool[0]), of_rank) * stored if len(in_pool) else 0,
-        pool_bytes=int(in_pool.max(initial=0)) * row_nbytes,
-        n_partitions=cut.n_partitions or 1,
+        first_batch_bytes=min(int(in_pool[0]), of_rank) * stored,
+        pool_bytes=int(in_pool.max()) * row_nbytes,
         mixing=None if cut.n_partitions is None else predict_mixing(epoch),
     )
-
-
-def _size(n_bytes: float) -> str:
-    """Return a number of bytes as text."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} TiB"

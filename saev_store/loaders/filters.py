@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_flag, check_number
 from saev_store.core.indexing import Progression
-from saev_store.errors import ArgumentError, SelectionError, brief, kind_of
+from saev_store.errors import ArgumentError, SelectionError, kind_of
 from saev_store.loaders.sample import samples_by_layer
 from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
@@ -21,12 +20,8 @@ from saev_store.store.token_arrays import MASK, TokenArrays
 
 #: Vectors whose norms are computed at once take about this many bytes, float32.
 _PIECE_BYTES = 8 << 20
-#: Tokens that are looked at together.
-_PIECE_TOKENS = 4 << 20
 
 TokenMask = npt.NDArray[np.bool_]
-
-
 R = TypeVar("R", Selection, PairSelection)
 
 
@@ -38,9 +33,10 @@ def filtered(rows: R, *, remove_bos: bool = False, max_norm_multiple: float | No
 
     Args:
         rows: `store.sel(…)`, or `pair(a, b).sel(…)`.
-        remove_bos: Leave out the first token of each context; see `behind_bos`.
-        max_norm_multiple: Leave out tokens whose vectors are longer than so many mean norms; see `below_norms`. The mean norm of each
-            layer is that of a fixed, seeded sample of `rows`. The chosen layers are read once, now.
+        remove_bos: Leave out the first token of each context: of each example, or in a stream (`text["layout"]`) of each document. Tokens that
+            the `mask` hides do not count. If the store has a special token, that is the first, and no content token is left out.
+        max_norm_multiple: Leave out tokens with a vector in one of the chosen layers that is longer than so many mean norms of its layer, or
+            not finite. The mean norm is that of a fixed, seeded sample of `rows`. The chosen layers are read once, now.
 
     Raises:
         SelectionError: special tokens are chosen; or the store does not record where documents begin, which `remove_bos` needs.
@@ -59,15 +55,16 @@ def filtered(rows: R, *, remove_bos: bool = False, max_norm_multiple: float | No
     if isinstance(rows, PairSelection):
         a, b = _filtered(rows.a, remove_bos, multiple), _filtered(rows.b, remove_bos, multiple)
         return rows if a is rows.a and b is rows.b else PairSelection(a.only(b.kept), b.only(a.kept))
-    _check_rows(rows)
+    if not isinstance(rows, Selection):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        raise ArgumentError(f"rows is {kind_of(rows)}", where="rows", remedy="Pass store.sel(…).")
     return _filtered(rows, remove_bos, multiple)
 
 
 def _filtered(rows: Selection, remove_bos: bool, multiple: float | None) -> Selection:
     if remove_bos:
-        rows = _only(rows, behind_bos(rows))
+        rows = _only(rows, _behind_bos(rows))
     if multiple is not None:
-        rows = _only(rows, below_norms(rows, [multiple * norm for norm in mean_norms(rows)]))
+        rows = _only(rows, _below(rows, np.square([multiple * norm for norm in _mean_norms(rows)])))
     return rows
 
 
@@ -77,44 +74,26 @@ def _only(rows: Selection, stays: TokenMask) -> Selection:
     return rows if len(left) == len(rows) else left
 
 
-def behind_bos(rows: Selection) -> TokenMask:
-    """Return which content tokens are not the first of their context: bool (n_examples, content tokens), for `rows.only`.
-
-    The first of a context is the example's special token, if there is one: then no content token is. Otherwise it is the first token that
-    the `mask` does not hide: of each example, or in a stream of documents (`text["layout"]`) of each document in an example.
-
-    Raises:
-        SelectionError: special tokens are chosen, which cannot be left out one by one; or it is a stream that has neither `positions`
-            nor `document_ids`.
-    """
-    _check_rows(rows)
-    space, layout, arrays = rows.space, rows.space.layout, rows.token_arrays
+def _behind_bos(rows: Selection) -> TokenMask:
+    """Return which content tokens are not the first of their context: bool (n_examples, content tokens)."""
+    arrays, stays = rows.token_arrays, np.ones(rows.kept.shape, np.bool_)
     text = (None if rows.metadata is None else rows.metadata.text) or {}
-    stays = np.ones(rows.kept.shape, np.bool_)
-    if layout.n_special_tokens:
-        if space.tokens.start == 0:
+    is_stream = text.get("layout") == "stream"
+    if rows.space.layout.n_special_tokens:
+        if rows.space.tokens.start == 0:
             raise SelectionError(
                 "the special token is the first of each context", where="remove_bos", remedy="Choose tokens='content'."
             )
         return stays
-    if text.get("layout") != "stream":
-        if text.get("bos"):
-            return stays  # a copy without special tokens has no BOS
-        begins = np.zeros_like(stays)
-        begins[:, 0] = True
-    else:
-        begins = _document_starts(arrays)
-    mask = arrays[MASK] if arrays is not None and MASK in arrays else None
-    step, is_found = max(1, _PIECE_TOKENS // layout.content_tokens_per_example), False
-    for first in range(0, layout.n_examples, step):
-        # Contexts are counted from 0, the one that continues from the piece before.
-        context = np.cumsum(begins[first : first + step].reshape(-1))
-        shown = np.arange(context.size) if mask is None else np.flatnonzero(mask[first : first + step])
-        of_shown = context[shown]
-        is_first = np.diff(of_shown, prepend=0 if is_found else -1) != 0
-        stays[first : first + step].reshape(-1)[shown[is_first]] = False
-        last = int(context[-1])
-        is_found = bool(len(of_shown) and of_shown[-1] == last) or (last == 0 and is_found)
+    if text.get("bos") and not is_stream:
+        return stays  # a copy without special tokens has no BOS
+    shown = arrays[MASK] if arrays is not None and MASK in arrays else stays
+    if not is_stream:
+        stays[np.arange(len(stays)), shown.argmax(axis=1)] = False
+        return stays
+    places = np.flatnonzero(shown)
+    context = np.cumsum(_document_starts(arrays).reshape(-1))[places]
+    stays.reshape(-1)[places[np.diff(context, prepend=-1) != 0]] = False
     return stays
 
 
@@ -129,73 +108,29 @@ def _document_starts(arrays: TokenArrays | None) -> TokenMask:
             remedy="Record one of these token arrays, or pass tokens of your own to rows.only.",
         )
     ids = arrays[DOCUMENT_IDS].reshape(-1)
-    return (np.diff(ids, prepend=ids[0] - 1) != 0).reshape(arrays.shape)
+    return np.diff(ids, prepend=ids[0] - 1) != 0
 
 
-def _check_rows(rows: Selection) -> None:
-    if not isinstance(rows, Selection):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"rows is {kind_of(rows)}", where="rows", remedy="Pass store.sel(…).")
-
-
-def mean_norms(rows: Selection) -> list[float]:
-    """Return the mean L2 norm of the vectors of each chosen layer, of a seeded sample of at most 8,192, without those that are not finite.
-
-    Raises:
-        ArgumentError: all of these vectors are zero, or none is finite.
-        CorruptShardError: a shard is missing or short.
-    """
+def _mean_norms(rows: Selection) -> list[float]:
+    """Return the mean L2 norm of the finite vectors of each chosen layer, of a seeded sample of at most 8,192."""
     found = list[float]()
     for key, sample in zip(rows.layer_keys, samples_by_layer(rows), strict=True):
         norms = np.linalg.norm(sample, axis=1)
         norms = norms[np.isfinite(norms)]
         if not norms.any():
             raise ArgumentError(
-                f"the vectors of layer {key} are all zero, or none of them is finite",
-                where="max_norm_multiple",
-                remedy="Leave out this layer, or max_norm_multiple.",
+                f"the vectors of layer {key} are all zero, or none of them is finite", where="max_norm_multiple"
             )
         found.append(float(norms.mean()))
     return found
 
 
-def below_norms(rows: Selection, limits: Sequence[float]) -> TokenMask:
-    """Return which content tokens have no vector, among the chosen layers, whose L2 norm is above a limit, NaN or infinite.
-
-    All vectors of the chosen layers and examples are read, by some threads, a few MiB at a time.
-
-    Args:
-        rows: The layers and examples; of examples that are not chosen all tokens are true.
-        limits: The largest norm of each chosen layer, in their order.
-
-    Returns:
-        bool (n_examples, content tokens), for `rows.only`.
-
-    Raises:
-        ArgumentError: there is not one limit of at least 0 for each chosen layer.
-        CorruptShardError: a shard is missing or short.
-
-    >>> from saev_store import ShardStore
-    >>> from saev_store.loaders import below_norms
-    >>> rows = ShardStore.open(SAMPLE).sel(layer=5, tokens="content")
-    >>> len(rows), len(rows.only(below_norms(rows, [1600.0])))
-    (28, 20)
-    """
-    _check_rows(rows)
-    try:
-        largest = np.asarray(limits, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        largest = np.zeros(0)
-    if largest.shape != (len(rows.space.layer_idx),) or not np.all(largest >= 0):
-        raise ArgumentError(
-            f"limits is {brief(limits)}; it must be a number of at least 0 for each of {len(rows.space.layer_idx)} chosen layers",
-            where="limits",
-        )
-    squared = np.square(largest)
+def _below(rows: Selection, squared: npt.NDArray[np.float64]) -> TokenMask:
+    """Return which content tokens have no vector whose squared norm is above that of its layer; of examples that are not chosen all."""
     layout = rows.space.layout
     tokens = Progression(layout.n_special_tokens, 1, layout.content_tokens_per_example)
     space = replace(rows.space, tokens=tokens, kept=None, stacks_layers=True)
-    every = Selection(rows.reader, space)
-    stays = np.ones(rows.kept.shape, np.bool_)
+    every, stays = Selection(rows.reader, space), np.ones(rows.kept.shape, np.bool_)
     step = max(1, _PIECE_BYTES // (4 * space.vectors_per_row * layout.d_model))
 
     def below(first: int) -> TokenMask:

@@ -1,47 +1,90 @@
-"""Pools that are read in threads, and the wait for them."""
+"""Pools that are read in threads: their memory, and the wait for them."""
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple
+
+import numpy as np
 
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, DeadlineError
-from saev_store.loaders.memory import MOST_POOLS, Bytes, PoolMemory
-from saev_store.loaders.reads import ReadTask, Scratch, Side, plan_reads
+from saev_store.loaders.reads import Bytes, ReadTask
 from saev_store.order import Pool
 
-P = ParamSpec("P")
-T = TypeVar("T")
+#: Makes the memory of a pool, such as pinned memory, from its number of bytes.
+Allocate = Callable[[int], Bytes]
+#: At most so many pools exist at a time: the current one, the next one, and one that kept batches hold back.
+MOST_POOLS = 3
+#: Seconds between two looks for memory that abandoned reads hold, and whether the iteration was closed.
+_LOOK_S, _SLICE_S = 0.02, 0.25
 
-#: Seconds between two looks for memory that abandoned reads hold.
-_LOOK_S = 0.02
-#: Waits are cut into slices, so that time in which the process was stopped does not count.
-_SLICE_S = 0.5
+
+def allocate(nbytes: int) -> Bytes:
+    """Return plain memory. NumPy asks the system for huge pages; pages that are not touched cost nothing."""
+    return np.empty(nbytes, np.uint8)
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A pool before it is read.
+class PoolMemory:
+    """Memory for up to three pools of one size.
 
-    Attributes:
-        pool: The pool.
-        columns: What comes with its rows, by slot.
-        tasks: Its reads.
+    Args:
+        nbytes: Bytes of a pool.
+        make: Makes it.
     """
+
+    def __init__(self, nbytes: int, make: Allocate) -> None:
+        self.nbytes, self._make = nbytes, make
+        self._n_made = 0
+        self._idle: deque[Bytes] = deque()
+
+    @property
+    def n_lent(self) -> int:
+        """Number of pools that something refers to."""
+        return self._n_made - len(self._idle)
+
+    def lend(self, most: int) -> Bytes | None:
+        """Return the memory of a pool; None if `most` pools exist and something refers to each.
+
+        The memory is used again as soon as no array, tensor or memoryview of it is left.
+
+        Raises:
+            ArgumentError: the machine does not have that much memory.
+        """
+        if self._idle:
+            memory = self._idle.popleft()
+        elif self._n_made < most:
+            try:
+                memory = self._make(self.nbytes)
+            except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for pinned memory
+                raise ArgumentError(
+                    f"a pool of {self.nbytes:,} bytes needs more memory than this machine gives",
+                    where="window_bytes",
+                    remedy="Use a smaller window_bytes.",
+                ) from error
+            self._n_made += 1
+        else:
+            return None
+        lent = np.frombuffer(memory.data, np.uint8)
+        # NumPy makes the memoryview below the array the base of each array that is derived from it, so all refer to this one.
+        weakref.finalize(lent.base, self._idle.append, memory).atexit = False
+        return lent
+
+
+class Plan(NamedTuple):
+    """A pool before it is read: what comes with its rows, by slot, and its reads."""
 
     pool: Pool
     columns: dict[str, IntArray]
     tasks: list[ReadTask]
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
+class Reading(NamedTuple):
     """A pool that is being read to its memory."""
 
     plan: Plan
@@ -53,35 +96,20 @@ class PoolReader:
     """The threads of one iteration.
 
     Args:
-        make: Makes a pool and its columns, by the number of the pool.
-        n_pools: Pools of the epoch.
-        sides: What is read.
+        plans: The pools, made ahead.
         memory: The memory of pools.
         n_threads: How many threads.
-        scratch: Memory for what is read, kept for the next iteration.
         timeout_s: Longest wait without any finished read.
     """
 
-    def __init__(
-        self,
-        make: Callable[[int], tuple[Pool, dict[str, IntArray]]],
-        n_pools: int,
-        sides: Sequence[Side],
-        memory: PoolMemory,
-        *,
-        n_threads: int,
-        scratch: Scratch,
-        timeout_s: float,
-    ) -> None:
-        self._make, self._n_pools, self._sides, self._memory = make, n_pools, sides, memory
-        self._scratch, self._timeout_s = scratch, timeout_s
+    def __init__(self, plans: Iterator[Plan], memory: PoolMemory, n_threads: int, timeout_s: float) -> None:
+        self._plans, self._memory, self._timeout_s = plans, memory, timeout_s
+        self._next: Plan | None = None
         self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="saev-store-loader")
         #: The pool that is handed out, and the one that is read in the meantime. A stale iterator holds no memory: `close` forgets them.
         self.current: Reading | None = None
         self.following: Reading | None = None
-        #: Plans of the pools that are begun next.
-        self._plans: dict[int, Future[Plan]] = {}
 
     @property
     def is_closed(self) -> bool:
@@ -89,106 +117,63 @@ class PoolReader:
         return self._stop.is_set()
 
     @property
-    def n_lent(self) -> int:
-        """Number of pools whose memory is referred to."""
-        return self._memory.n_lent
+    def n_held(self) -> int:
+        """Number of earlier pools whose memory is referred to."""
+        return self._memory.n_lent - 1 - (self.following is not None)
 
-    def _plan(self, number: int) -> Plan:
-        pool, columns = self._make(number)
-        return Plan(pool, columns, [task for side in self._sides for task in plan_reads(pool, side)])
-
-    def planned(self, number: int) -> Future[Plan]:
-        """Return the plan of a pool, which a thread makes. It makes that of the next one too, so that no reads wait for plans."""
-        for one in range(number, min(number + 2, self._n_pools)):
-            if one not in self._plans:
-                self._plans[one] = self._submit(self._plan, one)
-        return self._plans[number]
-
-    def begin(self, number: int, most: int) -> Reading | None:
-        """Begin to read a pool if it is planned, and if there is memory in `most` pools. What was begun before is read first."""
-        if number == self._n_pools:
-            return None
+    def begin(self, most: int) -> Reading | None:
+        """Begin to read the next pool, if there is one, and if there is memory in `most` pools. What was begun before is read first."""
         if self.is_closed:
             raise ended()
-        planned = self.planned(number)
-        if not planned.done() or (memory := self._memory.lend(most)) is None:
+        if self._next is None:
+            self._next = next(self._plans, None)
+        if self._next is None or (memory := self._memory.lend(most)) is None:
             return None
-        plan = self._plans.pop(number).result()
-        # The next plans go first: they are ready before this pool is read.
-        if number + 1 < self._n_pools:
-            self.planned(number + 1)
-        reads = [self._submit(task.run, memory, self._stop, self._scratch) for task in plan.tasks]
-        return Reading(plan, memory, reads)
+        plan, self._next = self._next, None
+        try:
+            return Reading(plan, memory, [self._threads.submit(task.run, memory, self._stop) for task in plan.tasks])
+        except RuntimeError:  # another thread has closed this
+            raise ended() from None
 
-    def waited(self, number: int) -> Reading:
-        """Begin to read a pool, after a wait for its plan and for reads that were abandoned.
-
-        Raises:
-            DeadlineError: these have not ended in time.
-            SaevStoreError: of the plan.
-        """
-        left_s = self._timeout_s
-        self._wait([self.planned(number)])
-        while (reading := self.begin(number, MOST_POOLS)) is None:
-            if left_s <= 0:
-                raise DeadlineError("reads of an earlier iteration hold the memory of the pools", where="loader")
-            time.sleep(_LOOK_S)
-            left_s -= _LOOK_S
-        return reading
-
-    def finish(self, reading: Reading) -> None:
-        """Wait until a pool is read.
+    def finish(self) -> Reading:
+        """Return the next pool when it is read.
 
         Raises:
-            DeadlineError: no read has finished for the longest wait.
+            DeadlineError: no read has finished for the longest wait, or reads that were abandoned hold the memory.
             ArgumentError: this was closed in the meantime.
             SaevStoreError: of a read.
         """
-        reads = reading.reads
-        self._wait(reads)
-        try:
-            for read in reads:
+        deadline_s, self.current = time.monotonic() + self._timeout_s, None
+        while (reading := self.following or self.begin(MOST_POOLS)) is None:
+            if time.monotonic() > deadline_s:
+                raise DeadlineError("reads of an earlier iteration hold the memory of the pools", where="loader")
+            time.sleep(_LOOK_S)
+        self.current, self.following = reading, None
+        # Two pools are enough unless batches are kept, if the caller has let go of the pool before by the second batch.
+        self.following = self.begin(MOST_POOLS - (reading.plan.pool.n_batches > 1))
+        left = set(reading.reads)
+        while left:
+            done, left = wait(left, _SLICE_S, return_when="FIRST_EXCEPTION")
+            if self.is_closed:
+                raise ended()
+            for read in done:
                 read.result()
-        except BaseException as error:
-            forget_variables(error)
-            raise
-        finally:
-            # An error refers to this frame, and a read to its error.
-            del reading, reads
-            read = None
+            if done:
+                deadline_s = time.monotonic() + self._timeout_s
+            elif time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    f"no batch, and no finished read, for {self._timeout_s:g} s",
+                    where="loader",
+                    remedy="Check the storage, or allow more batch_timeout_s.",
+                )
+        return reading
 
     def close(self) -> None:
         """End the threads. A read that hangs in the system is abandoned, and its memory is not used again before it returns."""
         self._stop.set()
         self.current = self.following = None
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        try:
-            return self._threads.submit(call, *args, **kwargs)
-        except RuntimeError:
-            if self.is_closed:
-                raise ended() from None
-            raise
-
-    def _wait(self, futures: Sequence[Future[T]]) -> None:
-        """Wait until all calls have ended, or one has failed."""
-        left, left_s = set(futures), self._timeout_s
-        while left:
-            slice_s, began_s = min(_SLICE_S, left_s), time.monotonic()
-            done, pending = wait(left, slice_s, return_when="FIRST_EXCEPTION")
-            if self.is_closed:
-                raise ended()
-            if any(one.exception() for one in done):
-                return
-            left_s = self._timeout_s if done else left_s - min(time.monotonic() - began_s, slice_s)
-            left = pending
-            if left and left_s <= 0:
-                raise DeadlineError(
-                    f"no batch, and no finished read, for {self._timeout_s:g} s",
-                    where="loader",
-                    remedy="Check the storage, or allow more batch_timeout_s.",
-                )
+        self._plans = iter(())
 
 
 def ended() -> ArgumentError:
@@ -198,11 +183,3 @@ def ended() -> ArgumentError:
         where="iter(loader)",
         remedy="Use the latest iterator.",
     )
-
-
-def forget_variables(error: BaseException) -> None:
-    """Clear the variables of the frames that an error has left: they hold the memory of pools for as long as it is kept."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,18 +14,16 @@ from typing import Generic, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.threads import n_cores
+from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_count
-from saev_store.core.layout import IntArray, LayerKey
 from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders.columns import TokenColumns, layer_columns
 from saev_store.loaders.explain import Explanation, explain
-from saev_store.loaders.iteration import PoolReader, Reading, ended
-from saev_store.loaders.memory import MOST_POOLS, Allocate, PoolMemory, allocate
+from saev_store.loaders.iteration import MOST_POOLS, Allocate, Plan, PoolMemory, PoolReader, Reading, allocate, ended
 from saev_store.loaders.options import LoaderOptions, chosen, rank_and_world
-from saev_store.loaders.reads import Scratch, Side
+from saev_store.loaders.reads import Side, plan_reads
 from saev_store.loaders.state import Place, check_state, state_of
-from saev_store.order import Cut, Epoch, Pool
+from saev_store.order import Cut, Epoch
 from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
 
@@ -64,7 +63,6 @@ class BaseLoader(ABC, Generic[B]):
             part.reader.check_large(part.space.n_rows // 64)
         self._parts, self._first = parts, next(iter(parts.values()))
         self._memory: PoolMemory | None = None
-        self._scratch: Scratch = Scratch()
         self._reader: PoolReader | None = None
         #: The next batch, and the one that the next iteration begins with.
         self._epoch, self._batch, self._resume_at = 0, 0, 0
@@ -83,13 +81,12 @@ class BaseLoader(ABC, Generic[B]):
         ranks = rank_and_world(options.rank, options.world)
         if ranks == self._ranks:
             return self._cut
-        batch_nbytes = options.batch_size * self._row_nbytes
-        most = options.window_bytes // 2
         is_stored = options.order == "stored"
+        most = min(options.window_bytes // 2, _STORED_POOL_BYTES) if is_stored else options.window_bytes // 2
         cut = Cut(
-            self.n_rows, options.batch_size, ranks[1], options.drop_last,
+            len(self._first), options.batch_size, ranks[1], options.drop_last,
             n_partitions=options.partitions_for(ranks[1]),
-            pool_batches=max(1, (min(most, _STORED_POOL_BYTES) if is_stored else most) // batch_nbytes),
+            pool_batches=max(1, most // (options.batch_size * self._row_nbytes)),
             early_start=options.early_start or is_stored,
         )  # fmt: skip
         self._cut = self._adopted(cut, self._loaded)
@@ -101,11 +98,10 @@ class BaseLoader(ABC, Generic[B]):
         if place is None:
             return cut
         found = replace(cut, **place.order)  # pyright: ignore[reportArgumentType]  # checked
-        needed = 2 * found.pool_batches * cut.batch_size * self._row_nbytes
         if min(found.pool_batches, cut.n_batches) > cut.pool_batches:
+            needed = 2 * found.pool_batches * cut.batch_size * self._row_nbytes
             raise ArgumentError(
-                f"the pools of the state take {needed:,} bytes on each of {cut.world} rank(s), but window_bytes is "
-                f"{self.options.window_bytes:,}",
+                f"the pools of the state need more than window_bytes={self.options.window_bytes:,}",
                 where="load_state_dict",
                 remedy=f"Make the loader with window_bytes={needed}.",
             )
@@ -116,13 +112,8 @@ class BaseLoader(ABC, Generic[B]):
         return self._cut_now().n_batches
 
     @property
-    def n_rows(self) -> int:
-        """Rows of the selection, over all ranks."""
-        return len(self._first)
-
-    @property
     def n_samples(self) -> int:
-        """Rows of an epoch over all ranks; fewer than `n_rows` with `drop_last`."""
+        """Rows of an epoch over all ranks; fewer than those of the selection with `drop_last`."""
         return self._cut_now().n_samples
 
     @property
@@ -135,11 +126,6 @@ class BaseLoader(ABC, Generic[B]):
     def world(self) -> int:
         """Number of processes that share the work, as it is now; within an epoch, as it was when that began."""
         return self._cut_now().world
-
-    @property
-    def layer_keys(self) -> tuple[LayerKey, ...]:
-        """Chosen layers (of a pair those of `a`): labels, or with hook points pairs (label, hook point)."""
-        return self._first.layer_keys
 
     @property
     def d_model(self) -> int:
@@ -182,15 +168,12 @@ class BaseLoader(ABC, Generic[B]):
         if self._memory is None or self._memory.nbytes != end:
             self._memory = PoolMemory(end, self._make_memory)
         is_local = all(part.reader.transport.is_local for part in self._parts.values())
-        epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
+        plan = partial(self._plan, Epoch(self._first.space, cut, self.options.seed, self._epoch), self.rank, sides)
         reader = self._reader = PoolReader(
-            partial(self._pool, epoch, self.rank),
-            len(cut.pool_starts) - 1,
-            sides,
+            ahead(plan, range(cut.pool_of(first), len(cut.pool_starts) - 1), 2),
             self._memory,
-            n_threads=self.options.n_threads or (min(max(n_cores(), 4), 16) if is_local else _N_THREADS_REMOTE),
-            scratch=self._scratch,
-            timeout_s=self.options.batch_timeout_s,
+            self.options.n_threads or (min(max(n_cores(), 4), 16) if is_local else _N_THREADS_REMOTE),
+            self.options.batch_timeout_s,
         )
         numbers = iter(range(first, cut.n_batches))
         # Nothing is kept here of what is yielded.
@@ -211,51 +194,43 @@ class BaseLoader(ABC, Generic[B]):
 
     def _batches(self, reader: PoolReader, sides: Sequence[Side], cut: Cut, first: int) -> Iterator[Batch]:
         """Yield the batches from number `first` on, each from a pool that is read while the one before is used."""
-        if first >= cut.n_batches:
-            return
-        number, n_pools = cut.pool_of(first), len(cut.pool_starts) - 1
         try:
-            while number < n_pools:
-                reader.current = reading = reader.following or reader.waited(number)
-                plan, reader.following = reading.plan, None
+            while first < cut.n_batches:
+                plan = reader.finish().plan
                 end = plan.pool.first_batch + plan.pool.n_batches
-                # Two pools are enough unless batches are kept, if the caller has let go of the pool before by the second batch.
-                most = MOST_POOLS - (end - first > 1)
-                reader.following = reader.begin(number + 1, most)
-                reader.finish(reading)
-                reading = None
                 for batch in range(first, end):
-                    if reader.is_closed:
-                        raise ended()
                     is_first = batch == first
-                    if reader.following is None:
-                        reader.following = reader.begin(number + 1, most if is_first else MOST_POOLS)
+                    if reader.following is None and not is_first:
+                        reader.following = reader.begin(MOST_POOLS)
                     # While kept batches hold earlier pools back, batches are copies. So a pool is free when the next one is needed.
                     # The caller's variable still refers to the batch before, which may be of another pool.
-                    held = reader.n_lent - 1 - (reader.following is not None)
-                    yield self._batch_of(sides, reader.current, batch, copies=held > is_first)
-                reader.current = None
-                first, number = end, number + 1
+                    yield self._batch_of(sides, reader.current, batch, copies=reader.n_held > is_first)
+                first = end
+        except BaseException as error:
+            # The frames that an error has left hold the memory of pools for as long as it is kept.
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
-            reading = None  # an error refers to this frame
             reader.close()
 
-    def _pool(self, epoch: Epoch, rank: int, number: int) -> tuple[Pool, dict[str, IntArray]]:
-        """Return a pool, and where its rows come from, by slot."""
+    def _plan(self, epoch: Epoch, rank: int, sides: Sequence[Side], number: int) -> Plan:
+        """Return a pool, where its rows come from, and its reads."""
         pool, space = epoch.pool(number, rank), self._first.space
-        block, cell = pool.by_slot(pool.number, pool.cell)
-        ordinal, layer = np.divmod(block, np.int64(space.rows_per_token))
-        found = {
-            "example_idx": space.example(ordinal),
-            "token_idx": space.tokens.start - space.layout.n_special_tokens + cell,
+        columns = {
+            "example_idx": pool.by_slot(space.example(pool.ordinal).repeat(pool.counts)),
+            "token_idx": pool.by_slot(pool.cell + (space.tokens.start - space.layout.n_special_tokens)),
         }
-        return pool, found if space.rows_per_token == 1 else {**found, **layer_columns(space, layer)}
+        if space.rows_per_token > 1:
+            columns |= layer_columns(space, pool.by_slot(pool.layer.repeat(pool.counts)))
+        return Plan(pool, columns, [task for side in sides for task in plan_reads(pool, side)])
 
-    def _batch_of(self, sides: Sequence[Side], reading: Reading, number: int, *, copies: bool) -> Batch:
+    def _batch_of(self, sides: Sequence[Side], reading: Reading | None, number: int, *, copies: bool) -> Batch:
         """Return a batch of a pool."""
-        pool, columns = reading.plan.pool, reading.plan.columns
+        if reading is None:
+            raise ended()
+        (pool, columns, _), memory, _ = reading
         rows = slice(*pool.bounds[number - pool.first_batch :][:2].tolist())
-        found: Batch = {side.name: side.vectors(reading.memory, pool.n_slots)[rows] for side in sides}
+        found: Batch = {side.name: side.vectors(memory, len(pool.slot))[rows] for side in sides}
         found.update({name: column[rows] for name, column in columns.items()})
         if copies:
             found = {name: value.copy() for name, value in found.items()}
@@ -285,7 +260,6 @@ class BaseLoader(ABC, Generic[B]):
         """End the current iteration and its threads, and give back all memory. The loader can be used again."""
         self.end_iteration()
         self._memory = None
-        self._scratch = Scratch()
 
     def __enter__(self) -> Self:
         return self
@@ -295,25 +269,10 @@ class BaseLoader(ABC, Generic[B]):
     ) -> None:
         self.close()
 
-    # -- looking into it -----------------------------------------------------------------------------------------------
-
     def explain(self) -> Explanation:
         """Return what will be read and how much memory that takes; nothing is read for it. `print` it."""
-        cut = self._cut_now()
-        return explain(Epoch(self._first.space, cut, self.options.seed, self._epoch), self._parts, self._row_nbytes)
-
-    def examples_of(self, batch: int) -> IntArray:
-        """Return the examples of the rows of a batch of this rank in the epoch that comes next, by position: int64 (n,). Nothing is read.
-
-        Raises:
-            ArgumentError: there is no such batch.
-        """
-        cut = self._cut_now()
-        check_count(batch, name="batch", least=0, most=cut.n_batches - 1)
-        epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
-        pool, columns = self._pool(epoch, self.rank, cut.pool_of(batch))
-        at = batch - pool.first_batch
-        return columns["example_idx"][pool.bounds[at] : pool.bounds[at + 1]]
+        epoch = Epoch(self._first.space, self._cut_now(), self.options.seed, self._epoch)
+        return explain(epoch, list(self._parts.values()), self._row_nbytes)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -326,12 +285,7 @@ class BaseLoader(ABC, Generic[B]):
 
     def state_at(self, epoch: int, batch: int) -> dict[str, object]:
         """Return a state of this loader in front of another batch."""
-        cut = self._cut_now()
-        state = {**state_of(self._parts, cut, self.options.seed), "epoch": epoch, "batch": batch}
-        if cut.n_partitions is not None:
-            order = ("n_partitions", "pool_batches", "early_start")
-            state |= {name: getattr(cut, name) for name in order}
-        return state
+        return {**state_of(self._parts, self._cut_now(), self.options.seed), "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue where `state_dict` was called: the next iteration begins with the batch that came after it.
@@ -383,7 +337,7 @@ class Loader(BaseLoader[Batch]):
 
     Iterate it once for each epoch. A batch is a dict of arrays: `act` (n, d_model), or (n, layers, d_model) with stacked layers, of the
     dtype of the rows; `example_idx` and `token_idx` int64 (n,), -1 for the special token; with several layers that are not stacked
-    `layer` int64 (n,), and in stores with hook points `layer_key_idx`, the position in `layer_keys`; and the token arrays asked for.
+    `layer` int64 (n,), and in stores with hook points `layer_key_idx`, the position in `rows.layer_keys`; and the token arrays asked for.
     A pair of stores gives `act_a` and `act_b`. A batch keeps its values while it, or a view of it, is referred to.
 
     An epoch ends when its last batch is handed out; the next iteration is the next epoch. An iteration that is left earlier does not

@@ -112,8 +112,8 @@ def chosen(kind: type[T], options: object, changed: Mapping[str, object]) -> T:
 def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
     """Return the rank of this process and the number of processes, as they are now.
 
-    They are those of torch.distributed if it is initialised, otherwise RANK and WORLD_SIZE if the environment has both (as torchrun sets
-    them), otherwise it is one process.
+    They are those of torch.distributed if it is initialised, which is not imported for it; otherwise RANK and WORLD_SIZE if the environment
+    has both (as torchrun sets them); otherwise it is one process.
 
     Raises:
         ArgumentError: one is given without the other, or `rank` is not below `world`.
@@ -121,29 +121,19 @@ def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
     >>> rank_and_world(1, 4)
     (1, 4)
     """
-    if rank is None and world is None:
-        return _found_ranks() or (0, 1)
-    if rank is None or world is None or rank >= world:
+    where, found = "rank", (rank, world)
+    if found == (None, None):
+        module = sys.modules.get("torch.distributed")
+        if module is not None and module.is_available() and module.is_initialized():
+            return module.get_rank(), module.get_world_size()
+        texts = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        if not all(texts):
+            return 0, 1
+        where, found = "RANK", tuple(int(text) if text.isdecimal() else None for text in texts)
+    if found[0] is None or found[1] is None or found[0] >= found[1]:
         raise ArgumentError(
-            f"rank is {rank} and world is {world}; both are needed, and ranks count from 0 to world - 1",
-            where="world" if rank is None else "rank",
+            f"rank is {found[0]} and world is {found[1]}; both are needed, and ranks count from 0 to world - 1",
+            where=where,
             remedy="Give both rank and world, or neither.",
         )
-    return rank, world
-
-
-def _found_ranks() -> tuple[int, int] | None:
-    """Return rank and world from torch.distributed, which is not imported for it, otherwise from RANK and WORLD_SIZE."""
-    module = sys.modules.get("torch.distributed")
-    if module is not None and module.is_available() and module.is_initialized():
-        return module.get_rank(), module.get_world_size()
-    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not rank or not world:
-        return None
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise ArgumentError(
-            f"the environment has RANK={rank!r} and WORLD_SIZE={world!r}; ranks count from 0 to WORLD_SIZE - 1",
-            where="RANK",
-            remedy="Correct the variables, or give rank and world.",
-        )
-    return int(rank), int(world)
+    return found[0], found[1]

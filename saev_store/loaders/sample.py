@@ -1,14 +1,12 @@
-"""A fixed sample of rows, and the factor by which vectors are scaled."""
+"""A fixed sample of rows."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.errors import ArgumentError
 from saev_store.order import Permutation
 from saev_store.store.selection import Selection
 
@@ -18,13 +16,6 @@ _N_ROWS = 8192
 #: They are taken from this many places, in runs, so that few requests bring them.
 _N_RUNS = 64
 _SEED = 0x5A4E
-#: Smallest and largest factor: with others all numbers would become 0 or infinite.
-_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-
-
-def is_factor(value: object) -> bool:
-    """Return True if vectors can be multiplied by a number: a float32 holds it, and it is positive."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST <= value <= _MOST
 
 
 def sampled_rows(rows: Selection) -> Floats:
@@ -41,17 +32,3 @@ def samples_by_layer(rows: Selection) -> list[Floats]:
     space = rows.space
     parts = [replace(space, layer_idx=(layer,), stacks_layers=False) for layer in space.layer_idx]
     return [sampled_rows(Selection(rows.reader, part)) for part in parts]
-
-
-def norm_scale(rows: Selection) -> float:
-    """Return `sqrt(d_model)` over the mean norm of the vectors of a fixed sample of the rows: the same in every process.
-
-    Raises:
-        ArgumentError: the sample's mean norm is zero, not finite, or so small that vectors would become infinite.
-    """
-    sample = sampled_rows(rows)
-    mean = float(np.linalg.norm(sample, axis=-1).mean()) if len(sample) else 0.0
-    factor = math.sqrt(rows.shape[-1]) / mean if mean > 0 else 0.0
-    if not is_factor(factor):
-        raise ArgumentError(f"the mean norm of {len(sample)} sampled rows is {mean}", where="scale_norm")
-    return factor

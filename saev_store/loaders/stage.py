@@ -13,21 +13,13 @@ from xxhash import xxh3_128
 from saev_store.core.arguments import check_number
 from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Layers, Tokens, are_several
-from saev_store.errors import (
-    ArgumentError,
-    CorruptShardError,
-    DeadlineError,
-    NotFoundError,
-    WriterConflictError,
-    brief,
-)
-from saev_store.names import DIGESTS_NAME
+from saev_store.errors import ArgumentError, DeadlineError, NotFoundError, WriterConflictError, brief
 from saev_store.store.identity import recording_identity
 from saev_store.store.store import ShardStore
-from saev_store.transport import Transport, open_transport
+from saev_store.transport import open_transport
 
 _POLL_S = 0.5
-#: Document beside the copy: the recording that is copied and, when the copy is complete, its address and versions of its files.
+#: Document beside the copy: the recording that is copied and, when the copy is complete, its name.
 _STAGED = "staged.json"
 _MAX_BYTES = 1 << 16
 
@@ -41,11 +33,11 @@ def stage(
     storage_options: Mapping[str, object] | None = None,
     timeout_s: float = 24 * 3600.0,
 ) -> str:
-    """Return the path of a checked copy of a store that holds only the layers and tokens asked for, in a folder of this machine.
+    """Return the path of a copy of a store that holds only the layers and tokens asked for, in a folder of this machine.
 
     All processes of a machine may call it with the same arguments: one copies, the others wait for it. An interrupted copy is
-    continued. A finished copy is used again, unless the source has a new recording: then it is deleted, and made again. If files of the
-    copy have changed, it is compared with its digests first. A loader's state continues on the copy.
+    continued. A finished copy is used again, unless the source has a new recording: then it is deleted, and made again. A loader's state
+    continues on the copy.
 
     Args:
         url: The store.
@@ -59,8 +51,8 @@ def stage(
     Raises:
         ArgumentError: `to` is empty, or not a folder of this machine.
         DeadlineError: another process did not finish its copy in time.
-        LayerNotFoundError, NotFoundError, CorruptShardError, TransportError: see `saev_store.writer.copy_store`; also of a copy that was
-            damaged since.
+        LayerNotFoundError, NotFoundError, TransportError: see `saev_store.writer.copy_store`.
+        CorruptShardError: the same, or a file of the copy is missing or short.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -70,12 +62,11 @@ def stage(
     """
     from saev_store.writer import copy_store
 
-    timeout_s = check_number(timeout_s, name="timeout_s", zero_ok=True)
-    root = open_transport(_folder_of(to))
-    if root.local_path is None:
-        raise ArgumentError(
-            f"to is {brief(to)}; it must be a folder of this machine", where="to", remedy="Use copy_store for buckets."
-        )
+    deadline_s = time.monotonic() + check_number(timeout_s, name="timeout_s", zero_ok=True)
+    is_path = isinstance(to, (str, os.PathLike))  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+    folder = os.path.expandvars(os.fsdecode(to)) if is_path else ""
+    if not folder or "$" in folder or (root := open_transport(folder)).local_path is None:
+        raise ArgumentError(f"to is {brief(to)}; it must be a folder of this machine", where="to")
     with ShardStore.open(url, storage_options) as store:
         wanted = None
         if not isinstance(layers, str):
@@ -85,77 +76,32 @@ def stage(
         recording = recording_identity(store.transport, store.layout, files=store.recorded_files())
         name = f"staged-{xxh3_128(json.dumps([store.url, wanted, tokens]).encode()).hexdigest()}"
     place = root.at(name)
-    deadline_s = time.monotonic() + timeout_s
+
+    def staged() -> str:
+        """Return the copy, which is made if there is none."""
+        try:
+            found = cast("dict[str, object]", json.loads(place.read(_STAGED, max_bytes=_MAX_BYTES)))
+        except (NotFoundError, ValueError):
+            found = dict[str, object]()
+        if found.get("recording") != recording:
+            place.delete(_STAGED)  # first: what is deleted in part is not a copy
+            root.delete(name)
+            place.put(_STAGED, json.dumps({"recording": recording}).encode())
+        elif "copy" in found:
+            with ShardStore.open(os.path.join(place.url, str(found["copy"]))) as near:
+                near.validate(progress=False).raise_if_bad()
+                return near.url
+        made = copy_store(url, place.url, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False)
+        place.put(_STAGED, json.dumps({"recording": recording, "copy": os.path.basename(made)}).encode())
+        return str(made)
+
     while True:
         try:
             with root.lock(f"{name}.lock"):
-                found: dict[str, object] = _read(place)
-                if found.get("recording") != recording:
-                    place.delete(_STAGED)  # first: what is deleted in part is not a copy
-                    root.delete(name)
-                    found = {"recording": recording}
-                    place.put(_STAGED, json.dumps(found).encode())
-                if "copy" in found:
-                    return _checked(place, found)
-                made = copy_store(
-                    url, place.url, layers=wanted, tokens=tokens, storage_options=storage_options, progress=False
-                )
-                _write(place, {**found, "copy": os.path.basename(made)})
-                return str(made)
+                return staged()
         except WriterConflictError:
             if time.monotonic() > deadline_s:
                 raise DeadlineError(
                     f"another process has been copying the store for {timeout_s:g} s", where=place.url
                 ) from None
         time.sleep(_POLL_S)
-
-
-def _checked(place: Transport, found: dict[str, object]) -> str:
-    """Return the path of a finished copy, after a look at its files; they are read if they have changed.
-
-    Raises:
-        CorruptShardError: a file is missing, short or differs from its digests.
-    """
-    with ShardStore.open(os.path.join(place.url, str(found["copy"]))) as near:
-        has_changed = _versions(near) != found.get("versions")
-        near.validate(deep=has_changed, progress=False).raise_if_bad()
-        if has_changed and not any(entry.name == DIGESTS_NAME for entry in near.transport.list()):
-            raise CorruptShardError(
-                "files of the copy have changed, and its digests are gone", where=near.url, remedy="Delete the copy."
-            )
-        _write(place, found)
-        return near.url
-
-
-def _versions(store: ShardStore) -> str:
-    """Return text that changes when a file of a copy is written."""
-    return recording_identity(store.transport, store.layout, files=store.recorded_files(), prefer="versions")
-
-
-def _read(place: Transport) -> dict[str, object]:
-    """Return what is known of a copy; nothing if there is none yet."""
-    try:
-        return cast("dict[str, object]", json.loads(place.read(_STAGED, max_bytes=_MAX_BYTES)))
-    except (NotFoundError, ValueError):
-        return {}
-
-
-def _write(place: Transport, found: dict[str, object]) -> None:
-    """Note that a copy is finished, and how its files are now."""
-    with ShardStore.open(os.path.join(place.url, str(found["copy"]))) as near:
-        now = {**found, "versions": _versions(near)}
-    if now != found:
-        place.put(_STAGED, json.dumps(now).encode())
-
-
-def _folder_of(given: str | os.PathLike[str]) -> str:
-    """Return a folder, with the environment variables in it filled in.
-
-    Raises:
-        ArgumentError: it is empty, or a variable in it is not set.
-    """
-    is_path = isinstance(given, (str, os.PathLike))  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-    text = os.path.expandvars(os.fsdecode(given)) if is_path else ""
-    if not text or "$" in text:
-        raise ArgumentError(f"to is {brief(given)}; it must be a folder", where="to", remedy="Set its variables.")
-    return text

@@ -11,11 +11,13 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from saev_store.core.indexing import Progression
-from saev_store.errors import ArgumentError, brief, kind_of
+from saev_store.errors import ArgumentError, brief
 from saev_store.order import ORDER_VERSION, Cut
 from saev_store.store.selection import Selection
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+#: What the parts of an identity are called in an error, if they are not options.
+_WORDS = {"left_out": "ignore_labels, where, mask or filters"}
 
 
 def rows_identity(rows: Selection) -> dict[str, object]:
@@ -31,9 +33,7 @@ def rows_identity(rows: Selection) -> dict[str, object]:
     n_special = layout.n_special_tokens
     first, stop = space.tokens.start - n_special, space.tokens.start + space.tokens.count - n_special
     is_regular = isinstance(space.examples, Progression)
-    examples = (
-        repr(space.examples).encode() if is_regular else np.ascontiguousarray(space.examples, dtype="<i8").tobytes()
-    )
+    examples = repr(space.examples).encode() if is_regular else np.asarray(space.examples, dtype="<i8").tobytes()
     return {
         **found,
         "n_examples": layout.n_examples,
@@ -58,14 +58,6 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-#: What the parts of an identity are called in an error, if they are not options.
-_WORDS = {
-    "data": "data (a digest of it)",
-    "examples": "examples (a digest of them)",
-    "left_out": "ignore_labels, where, mask and filters (a digest of them)",
-}
-
-
 class Place(NamedTuple):
     """Content of a checked state: the epoch and the number of its next batch, and the fields of `Cut` that its order depends on."""
 
@@ -75,20 +67,26 @@ class Place(NamedTuple):
 
 
 def state_of(parts: Mapping[str, Selection], cut: Cut, seed: int) -> dict[str, object]:
-    """Return what has to be equal for a state to make sense."""
-    rows = {name: rows_identity(part) for name, part in parts.items()}
+    """Return what a loader's states have besides the place."""
     found: dict[str, object] = {
         "version": STATE_VERSION,
         "order": "stored" if cut.n_partitions is None else "shuffled",
-        "rows": rows,
         "n_rows": cut.n_rows,
         "global_batch_size": cut.global_batch_size,
         "drop_last": cut.drop_last,
     }
-    return found if cut.n_partitions is None else {**found, "seed": seed, "order_version": ORDER_VERSION}
+    if cut.n_partitions is not None:
+        found.update(seed=seed, order_version=ORDER_VERSION, **_order_of(cut))
+    identities = {side: rows_identity(rows) for side, rows in parts.items()}
+    found["rows"] = {f"{side}.{name}": value for side, of in identities.items() for name, value in of.items()}
+    return found
 
 
-def check_state(state: object, mine: Mapping[str, object], cut: Cut) -> Place:
+def _order_of(cut: Cut) -> dict[str, object]:
+    return {"n_partitions": cut.n_partitions, "pool_batches": cut.pool_batches, "early_start": cut.early_start}
+
+
+def check_state(state: Mapping[str, object], mine: Mapping[str, object], cut: Cut) -> Place:
     """Return the content of a state, after a comparison.
 
     Args:
@@ -99,44 +97,40 @@ def check_state(state: object, mine: Mapping[str, object], cut: Cut) -> Place:
     Raises:
         ArgumentError: the state is of another loader, or no loader wrote it. The message names what differs.
     """
-    if not isinstance(state, Mapping):
-        raise ArgumentError(f"the state is {kind_of(state)}; it must be what state_dict() returned", where="state")
-    given = cast("Mapping[str, object]", state)
-    for name, value in mine.items():
-        if name != "rows":
-            _compare(name, given.get(name), value)
-    rows, mine_rows = _mapping(given.get("rows")), cast("Mapping[str, Mapping[str, object]]", mine["rows"])
-    if set(rows) != set(mine_rows):
-        _compare("rows of", sorted(map(str, rows)), sorted(mine_rows))
-    for side, parts in mine_rows.items():
-        found = _mapping(rows[side])
-        which = "" if side == "act" else f" of {side.removeprefix('act_')}"
-        for name, value in parts.items():
-            _compare(_WORDS.get(name, name) + which, found.get(name), value)
-    epoch, batch = _whole(given, "epoch", 0), _whole(given, "batch", 0, cut.n_batches)
-    if batch == cut.n_batches > 0:
-        epoch, batch = epoch + 1, 0
-    if cut.n_partitions is None:
-        return Place(epoch, batch, {})
-    early = given.get("early_start")
-    if not isinstance(early, bool):
-        _compare("early_start", early, cut.early_start)
-    n_partitions = _whole(given, "n_partitions", 1, cut.global_batch_size)
-    order = {"n_partitions": n_partitions, "pool_batches": _whole(given, "pool_batches", 1), "early_start": early}
+    given, order = _mapping(state), {} if cut.n_partitions is None else _order_of(cut)
+    rows, mine_rows = _mapping(given.get("rows")), _mapping(mine["rows"])
+    for name in [name for name in mine if name not in order and name != "rows"]:
+        compare(name, given.get(name), mine[name])
+    for name, value in mine_rows.items():
+        compare(name, rows.get(name), value)
+    epoch, batch = _whole(given, "epoch", 0), _whole(given, "batch", 0, max(cut.n_batches - 1, 0))
+    if order:
+        early = given.get("early_start")
+        if not isinstance(early, bool):
+            compare("early_start", early, cut.early_start)
+        n_partitions = _whole(given, "n_partitions", 1, cut.global_batch_size)
+        order = {"n_partitions": n_partitions, "pool_batches": _whole(given, "pool_batches", 1), "early_start": early}
     return Place(epoch, batch, order)
 
 
-def _mapping(value: object) -> Mapping[str, object]:
+def _mapping(value: object) -> dict[str, object]:
     """Return a part of a state; an empty one if it is something else."""
-    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+    return dict(cast("Mapping[str, object]", value)) if isinstance(value, Mapping) else {}
 
 
-def _compare(name: str, found: object, mine: object) -> None:
+def compare(name: str, found: object, mine: object) -> None:
+    """Refuse a state in which something is not that of the loader.
+
+    Raises:
+        ArgumentError: it is not.
+    """
     # An array is never equal or different as a whole, and True is not 1.
     if type(found) is type(mine) and found == mine:
         return
+    side, _, part = name.rpartition(".")
+    part = _WORDS.get(part, part) + (f" of {side.removeprefix('act_')}" if "_" in side else "")
     raise ArgumentError(
-        f"the state was saved with {name} = {brief(found)}, but this loader has {brief(mine)}",
+        f"the state was saved with {part} = {brief(found)}, but this loader has {brief(mine)}",
         where="load_state_dict",
         remedy="Make the loader with the same rows and options.",
     )

@@ -7,17 +7,6 @@ from __future__ import annotations
 
 from saev_store.order.mixing import Mixing, predict_mixing
 from saev_store.order.permutation import Permutation, derive, permutation
-from saev_store.order.pools import ORDER_VERSION, BlockOrder, Cut, Epoch, Pool
+from saev_store.order.pools import ORDER_VERSION, Cut, Epoch, Pool
 
-__all__ = [
-    "ORDER_VERSION",
-    "BlockOrder",
-    "Cut",
-    "Epoch",
-    "Mixing",
-    "Permutation",
-    "Pool",
-    "derive",
-    "permutation",
-    "predict_mixing",
-]
+__all__ = ["ORDER_VERSION", "Cut", "Epoch", "Mixing", "Permutation", "Pool", "derive", "permutation", "predict_mixing"]

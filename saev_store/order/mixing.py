@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from saev_store.order.pools import Epoch
 
 
-@dataclass(frozen=True, slots=True)
-class Mixing:
+class Mixing(NamedTuple):
     """Composition of a batch of a full pool.
 
     Attributes:
-        batch_size: Rows of the batch, of one rank.
         pool_examples: Examples that have rows in the pool.
-        distinct_examples: Expected number of different examples in the batch.
+        distinct_examples: Expected number of different examples in a batch of one rank.
         full_shuffle: The same for a permutation of all rows.
     """
 
-    batch_size: int
     pool_examples: float
     distinct_examples: float
     full_shuffle: float
-
-    def variance_inflation(self, correlation: float) -> float:
-        """Return how much larger the variance of a batch mean is than with independent rows.
-
-        Args:
-            correlation: Between two rows of one example, from 0 to 1.
-        """
-        return 1 + (self.batch_size - 1) * correlation / max(self.distinct_examples, 1.0)
 
 
 def predict_mixing(epoch: Epoch) -> Mixing:
@@ -45,19 +34,17 @@ def predict_mixing(epoch: Epoch) -> Mixing:
     >>> round(mixing.distinct_examples), round(mixing.full_shuffle)
     (3480, 16280)
     """
-    cut, blocks = epoch.cut, epoch.blocks
-    n_examples, n_layers = blocks.space.n_examples, blocks.n_layers
-    batch, rows = cut.batch_size, cut.n_rows
+    cut, space, rows = epoch.cut, epoch.space, epoch.cut.n_rows
     if not rows:
-        return Mixing(batch, 0.0, 0.0, 0.0)
-    in_pool = min(cut.pool_batches * batch, rows)
-    n_blocks = in_pool / rows * blocks.n_blocks
-    met = n_blocks * _met(rows / blocks.n_blocks, batch / in_pool)
+        return Mixing(0.0, 0.0, 0.0)
+    in_pool = min(cut.pool_batches * cut.batch_size, rows)
+    n_blocks = in_pool / rows * epoch.n_blocks
+    met = n_blocks * _met(rows / epoch.n_blocks, cut.batch_size / in_pool)
     # Blocks of other layers may be of the same example.
-    of_all = min(met / (n_examples * n_layers), 1.0)
-    distinct = n_examples * (1 - (1 - of_all) ** n_layers)
-    full = n_examples * _met(rows / n_examples, batch / rows)
-    return Mixing(batch, min(n_blocks, float(n_examples)), distinct, full)
+    of_all = min(met / epoch.n_blocks, 1.0)
+    distinct = space.n_examples * (1 - (1 - of_all) ** space.rows_per_token)
+    full = space.n_examples * _met(rows / space.n_examples, cut.batch_size / rows)
+    return Mixing(min(n_blocks, float(space.n_examples)), distinct, full)
 
 
 def _met(size: float, share: float) -> float:

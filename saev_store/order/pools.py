@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import RowSpace
@@ -42,8 +41,10 @@ class Cut:
         early_start: Let the pools grow at the start of an epoch.
 
     Attributes:
+        global_batch_size: Rows of a full batch over all ranks.
         n_batches: Batches of an epoch, the same on every rank.
         n_samples: Rows of an epoch over all ranks, each counted once.
+        fills_up: True if streams that are one row short repeat a row, so that all ranks have batches of equal sizes.
         pool_starts: First batch of each pool, and the number of batches: int64 (pools + 1,).
 
     Raises:
@@ -61,14 +62,17 @@ class Cut:
     n_partitions: int | None
     pool_batches: int
     early_start: bool
+    global_batch_size: int = field(init=False)
     n_batches: int = field(init=False)
     n_samples: int = field(init=False)
+    fills_up: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        whole, parts = self.global_batch_size, self.n_partitions
+        whole, parts = self.batch_size * self.world, self.n_partitions
         n_batches = self.n_rows // whole if self.drop_last else -(-self.n_rows // whole)
         n_samples = n_batches * whole if self.drop_last else self.n_rows
-        self.__dict__.update(n_batches=n_batches, n_samples=n_samples)
+        fills_up = self.world > 1 and not self.drop_last
+        self.__dict__.update(global_batch_size=whole, n_batches=n_batches, n_samples=n_samples, fills_up=fills_up)
         if parts is None:
             return
         if parts < 1 or whole % parts or parts % self.world:
@@ -78,115 +82,40 @@ class Cut:
                 where="n_partitions",
                 remedy="Choose another n_partitions, batch_size or number of ranks.",
             )
-        if self.fills_up and 0 < self.n_rows < parts:
+        if fills_up and 0 < self.n_rows < parts:
             raise ArgumentError(
                 f"{self.n_rows} rows cannot be shared by {parts} partitions on {self.world} ranks without drop_last",
                 where="n_partitions",
             )
 
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of a full batch over all ranks."""
-        return self.batch_size * self.world
-
-    @property
-    def fills_up(self) -> bool:
-        """True if streams that are one row short repeat a row, so that all ranks have batches of equal sizes."""
-        return self.world > 1 and not self.drop_last
-
     @cached_property
     def pool_starts(self) -> IntArray:
         full = max(1, min(self.pool_batches, self.n_batches))
-        growing, size, start = [0], -(-full // _FIRST_FRACTION), 0
+        growing, size, start = list[int](), -(-full // _FIRST_FRACTION), 0
         while self.early_start and size < full and start + size < self.n_batches:
-            start += size
             growing.append(start)
+            start += size
             size = min(2 * size, full)
         rest = np.arange(start, max(self.n_batches, 1), full, dtype=np.int64)
-        return np.concatenate((growing[:-1], rest, [self.n_batches])).astype(np.int64)
+        return np.concatenate((growing, rest, [self.n_batches])).astype(np.int64)
 
     def pool_of(self, batch: int) -> int:
         """Return the number of the pool that holds a batch."""
         return int(np.searchsorted(self.pool_starts, batch, side="right")) - 1
 
 
-class BlockOrder:
-    """The blocks of a row space in the order of an epoch. A block is one layer, or all stacked layers, of one example.
-
-    Blocks are numbered by chosen example, then by layer. Blocks of which no row is left have no rows.
-
-    Args:
-        space: The chosen rows.
-        key: Seeds the permutation of the blocks; None for storage order.
-    """
-
-    def __init__(self, space: RowSpace, key: int | None) -> None:
-        self.space, self.n_layers = space, space.rows_per_token
-        self.n_blocks = space.n_examples * self.n_layers
-        self._permutation = None if key is None or not self.n_blocks else Permutation(self.n_blocks, key)
-        self._ends: IntArray | None = None
-        if space.ends is not None:
-            of_layer = np.diff(space.ends, prepend=0) // self.n_layers
-            self._ends = np.zeros(self.n_blocks + 1, dtype=np.int64)
-            for start in range(0, self.n_blocks, _N_AT_ONCE):
-                stop = min(start + _N_AT_ONCE, self.n_blocks)
-                self._ends[start + 1 : stop + 1] = of_layer[self.numbers(start, stop) // self.n_layers]
-            np.cumsum(self._ends, out=self._ends)
-
-    def numbers(self, start: int, stop: int) -> IntArray:
-        """Return the blocks at positions `start` to `stop`."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        return positions if self._permutation is None else self._permutation.at(positions)
-
-    def rows_before(self, position: int) -> int:
-        """Return the number of rows in all blocks before a position."""
-        return position * self.space.tokens.count if self._ends is None else int(self._ends[position])
-
-    def position_of(self, row: int) -> int:
-        """Return the position of the block that holds a row of the epoch."""
-        if self._ends is None:
-            return row // self.space.tokens.count
-        return int(np.searchsorted(self._ends, row, side="right")) - 1
-
-    def pieces(self, lo: int, hi: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Return what the rows `lo` to `hi` of the epoch are made of, row after row; `hi` is more than `lo`.
-
-        Returns:
-            Numbers of the blocks (pieces,), rows of each piece (pieces,), and the token of each row within its block (rows,).
-        """
-        first, last = self.position_of(lo), self.position_of(hi - 1) + 1
-        number, n_tokens = self.numbers(first, last), self.space.tokens.count
-        skip, n_rows = lo - self.rows_before(first), hi - lo
-        if self._ends is None:
-            stream = np.arange(skip, skip + n_rows, dtype=np.int64)
-            counts = np.full(len(number), n_tokens, dtype=np.int64)
-            cell = stream % n_tokens
-        else:
-            counts = np.diff(self._ends[first : last + 1])
-            cell = np.nonzero(self._stays(number))[1][skip : skip + n_rows]
-        counts[0] -= skip
-        counts[-1] -= self.rows_before(last) - hi
-        return number, counts, cell
-
-    def _stays(self, number: IntArray) -> npt.NDArray[np.bool_]:
-        """Return which tokens of some blocks are kept: bool (blocks, tokens)."""
-        space = self.space
-        stays = np.ones((len(number), space.tokens.count), dtype=np.bool_)
-        if space.kept is not None:
-            stays[:, space.n_special :] = space.kept[space.example(number // self.n_layers)]
-        return stays
-
-
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """A run of batches of one rank: the blocks that are read for it, and the slot of each row in its memory.
+    """A run of batches of one rank: the pieces of blocks that are read for it, and the slot of each row in its memory.
 
-    Batch `i` of the pool is the slots `bounds[i]` to `bounds[i + 1]`.
+    A block is one layer, or all stacked layers, of one example. Blocks are numbered by chosen example, then by layer. Batch `i` of the
+    pool is the slots `bounds[i]` to `bounds[i + 1]`.
 
     Attributes:
         first_batch: Number of its first batch in the epoch.
         bounds: int64 (batches + 1,).
-        number: Blocks, one for each piece: int64 (pieces,).
+        ordinal: Chosen example of each piece: int64 (pieces,).
+        layer: Layer of each piece, counted among the chosen ones, 0 with stacked layers: int64 (pieces,).
         counts: Rows of each piece: int64 (pieces,).
         cell: Token of each row within its block, piece after piece: int64 (rows,).
         slot: Slot of each row, piece after piece: int64 (rows,). A row that fills up occurs again, with another slot.
@@ -195,7 +124,8 @@ class Pool:
 
     first_batch: int
     bounds: IntArray
-    number: IntArray
+    ordinal: IntArray
+    layer: IntArray
     counts: IntArray
     cell: IntArray
     slot: IntArray
@@ -206,17 +136,11 @@ class Pool:
         """Number of batches."""
         return len(self.bounds) - 1
 
-    @property
-    def n_slots(self) -> int:
-        """Rows in memory, those that fill up included."""
-        return int(self.bounds[-1])
-
-    def by_slot(self, of_piece: IntArray, of_row: IntArray) -> tuple[IntArray, IntArray]:
-        """Return a value of each piece and one of each row, both in the order of the slots: fresh int64 (slots,)."""
-        first, second = np.empty(self.n_slots, np.int64), np.empty(self.n_slots, np.int64)
-        first[self.slot] = np.repeat(of_piece, self.counts)
-        second[self.slot] = of_row
-        return first, second
+    def by_slot(self, of_row: IntArray) -> IntArray:
+        """Return a value of each row in the order of the slots, fresh."""
+        found = np.empty(len(self.slot), np.int64)
+        found[self.slot] = of_row
+        return found
 
 
 class Epoch:
@@ -233,36 +157,70 @@ class Epoch:
     >>> rows = row_space(Layout(7, (2, 5), 4, True, 8, 3), layer=5, tokens="content")
     >>> cut = Cut(len(rows), 8, 1, False, n_partitions=1, pool_batches=2, early_start=False)
     >>> pool = Epoch(rows, cut, seed=17, epoch=0).pool(1, rank=0)
-    >>> pool.first_batch, pool.bounds.tolist(), pool.number.tolist()
+    >>> pool.first_batch, pool.bounds.tolist(), pool.ordinal.tolist()
     (2, [0, 8, 12], [2, 0, 5])
     """
 
     def __init__(self, space: RowSpace, cut: Cut, seed: int, epoch: int) -> None:
-        self.cut = cut
-        self._key = (seed, epoch, ORDER_VERSION)
-        self.blocks = BlockOrder(space, None if cut.n_partitions is None else derive(*self._key, _BLOCKS))
+        self.space, self.cut, self._key = space, cut, (seed, epoch, ORDER_VERSION)
+        self.n_blocks = space.n_examples * space.rows_per_token
+        is_shuffled = cut.n_partitions is not None and self.n_blocks
+        self._permutation = Permutation(self.n_blocks, derive(*self._key, _BLOCKS)) if is_shuffled else None
+        #: Rows before each block in the order of the epoch, if some blocks have fewer than others.
+        self._ends: IntArray | None = None
+        if space.ends is not None:
+            of_layer = np.diff(space.ends, prepend=0) // space.rows_per_token
+            self._ends = np.zeros(self.n_blocks + 1, dtype=np.int64)
+            for start in range(0, self.n_blocks, _N_AT_ONCE):
+                stop = min(start + _N_AT_ONCE, self.n_blocks)
+                self._ends[start + 1 : stop + 1] = of_layer[self._numbers(start, stop) // space.rows_per_token]
+            np.cumsum(self._ends, out=self._ends)
 
     def pool(self, number: int, rank: int) -> Pool:
         """Return a pool of a rank, by its number."""
         cut = self.cut
         b0, b1 = int(cut.pool_starts[number]), int(cut.pool_starts[number + 1])
-        bounds = np.arange(b1 - b0 + 1, dtype=np.int64) * cut.batch_size
         runs = list(self._stored_runs(b0, b1, rank) if cut.n_partitions is None else self._streams(number, rank))
-        n_slots = sum(len(slots) for _, _, slots in runs)
-        bounds[-1] = n_slots
-        found: list[tuple[IntArray, IntArray, IntArray]] = []
+        found = [(np.zeros(0, np.int64),) * 4]
         for lo, hi, slots in runs:
             if hi > lo:
-                found.append(self.blocks.pieces(lo, hi))
+                found.append((*self._pieces(lo, hi), slots[: hi - lo]))
             if (n_fill := len(slots) - (hi - lo)) > 0:
-                block, _, cell = self.blocks.pieces(hi - 1, hi)
-                found.append((block, np.array([n_fill]), cell.repeat(n_fill)))
-        slot = np.concatenate([np.zeros(0, np.int64), *(slots for _, _, slots in runs)])
-        block, counts, cell = (
-            np.concatenate([np.zeros(0, np.int64), *(one[part] for one in found)]) for part in range(3)
-        )
-        is_whole = counts > 0
-        return Pool(b0, bounds, block[is_whole], counts[is_whole], cell, slot, cut.n_partitions is None)
+                block, _, cell = self._pieces(hi - 1, hi)
+                found.append((block, np.array([n_fill]), cell.repeat(n_fill), slots[hi - lo :]))
+        block, counts, cell, slot = map(np.concatenate, zip(*found, strict=True))
+        bounds = np.append(np.arange(b1 - b0, dtype=np.int64) * cut.batch_size, len(slot))
+        ordinal, layer = np.divmod(block[counts > 0], np.int64(self.space.rows_per_token))
+        return Pool(b0, bounds, ordinal, layer, counts[counts > 0], cell, slot, cut.n_partitions is None)
+
+    def _numbers(self, start: int, stop: int) -> IntArray:
+        """Return the blocks at positions `start` to `stop`."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return positions if self._permutation is None else self._permutation.at(positions)
+
+    def _pieces(self, lo: int, hi: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Return what the rows `lo` to `hi` of the epoch are made of, row after row; `hi` is more than `lo`.
+
+        Returns:
+            Numbers of the blocks (pieces,), rows of each piece (pieces,), and the token of each row within its block (rows,).
+        """
+        ends, n_tokens = self._ends, self.space.tokens.count
+        if ends is None:
+            first, last = lo // n_tokens, (hi - 1) // n_tokens + 1
+            ends = np.arange(first, last + 1) * n_tokens
+        else:
+            first, last = (int(np.searchsorted(ends, row, side="right")) - 1 for row in (lo, hi - 1))
+            ends, last = ends[first : last + 2], last + 1
+        number = self._numbers(first, last)
+        if self._ends is None:
+            cell = np.tile(np.arange(n_tokens, dtype=np.int64), len(number))
+        else:
+            stays = np.ones((len(number), n_tokens), dtype=np.bool_)
+            if self.space.kept is not None:
+                example = self.space.example(number // self.space.rows_per_token)
+                stays[:, self.space.n_special :] = self.space.kept[example]
+            cell = np.nonzero(stays)[1]
+        return number, np.diff(np.clip(ends, lo, hi)), cell[lo - ends[0] : hi - ends[0]]
 
     def _stored_runs(self, b0: int, b1: int, rank: int) -> Iterator[tuple[int, int, IntArray]]:
         """Yield the rows `lo` to `hi` of each batch and their slots; more slots than rows repeat row `hi - 1`."""
@@ -282,20 +240,20 @@ class Epoch:
         """Yield the rows `lo` to `hi` of each stream of a rank and their slots; more slots than rows repeat row `hi - 1`."""
         cut, parts = self.cut, self.cut.n_partitions or 1
         b0, b1 = int(cut.pool_starts[number]), int(cut.pool_starts[number + 1])
-        each, share, last = parts // cut.world, cut.global_batch_size // parts, cut.n_batches - 1
-        longest = -(-cut.n_rows // parts)
+        each, share = parts // cut.world, cut.global_batch_size // parts
+        batches = np.arange(b1 - b0, dtype=np.int64)[:, None] * cut.batch_size
+        to_last = (cut.n_batches - 1 - b0) * share
         place = 0  # of the stream in the epoch's last batch, which may not be full
         for stream in range(each):
             part = rank * each + stream
             first, end = part * cut.n_rows // parts, (part + 1) * cut.n_rows // parts
             lo, hi = (min(first + batch * share, end) for batch in (b0, b1))
-            n = hi - lo
-            wanted = min(longest - b0 * share, (b1 - b0) * share) if cut.fills_up else n
-            batch, within = np.divmod(np.arange(max(n, wanted), dtype=np.int64), np.int64(share))
-            slots = batch * cut.batch_size + stream * share + within
-            in_last = batch == last - b0
-            slots[in_last] = (last - b0) * cut.batch_size + place + within[in_last]
-            place += int(in_last.sum())
+            n = n_slots = hi - lo
+            if cut.fills_up:
+                n_slots = max(n, min(-(-cut.n_rows // parts) - b0 * share, (b1 - b0) * share))
+            slots = (batches + np.arange(stream * share, (stream + 1) * share)).reshape(-1)[:n_slots]
+            slots[to_last:] += place - stream * share
+            place += max(n_slots - to_last, 0)
             # The row that comes at place j of the stream is row `order[j]` of the pool.
             by_row = slots.copy()
             by_row[permutation(n, derive(*self._key, _ROWS, part, number))] = slots[:n]

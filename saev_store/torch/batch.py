@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast, overload
+from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ Value = torch.Tensor | float | np.generic
 
 #: What keys were called in version 1 of the protocol.
 _OLD_KEYS = {"image_i": "example_idx", "patch_i": "token_idx"}
-
 #: What is an integer of Python in an example.
 _INTEGERS = frozenset({"example_idx", "layer", "layer_key_idx", "token_idx", "token_labels"})
 
@@ -46,36 +45,10 @@ def tensors(batch: Mapping[str, np.ndarray]) -> ExampleBatch:
     >>> tensors({"act_a": np.zeros((3, 8), np.float32)})["act_a"].shape
     torch.Size([3, 8])
     """
-    found = ExampleBatch()
-    for name, array in batch.items():
-        found[name] = tensor_of(array)
-    labels = found.get("token_labels")
-    if isinstance(labels, torch.Tensor):
+    found = ExampleBatch({name: tensor_of(array) for name, array in batch.items()})
+    if isinstance(labels := found.get("token_labels"), torch.Tensor):
         found["token_labels"] = labels.to(torch.int64)
     return found
-
-
-class Examples(Sequence[ExampleBatch]):
-    """A whole batch that looks like a list of examples, so that any `collate_fn` can work with it."""
-
-    def __init__(self, batch: ExampleBatch) -> None:
-        self.batch = batch
-
-    def __len__(self) -> int:
-        act = self.batch["act"]
-        return len(act) if isinstance(act, torch.Tensor) else 0
-
-    @overload
-    def __getitem__(self, index: int) -> ExampleBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ExampleBatch]: ...
-    def __getitem__(self, index: int | slice) -> ExampleBatch | Sequence[ExampleBatch]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return example_of(self.batch, index)
-
-    def __iter__(self) -> Iterator[ExampleBatch]:
-        return (example_of(self.batch, number) for number in range(len(self)))
 
 
 def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
@@ -86,12 +59,8 @@ def example_of(batch: ExampleBatch, number: int) -> ExampleBatch:
     """
     found = ExampleBatch()
     for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            one = value[number]
-            found[name] = (
-                one if name == "act" else one.item() if name in _INTEGERS else cast("np.generic", one.numpy()[()])
-            )
-    label = found.pop("token_labels", None)
-    if label is not None:  # also of special tokens, or PyTorch's own `collate_fn` loses those of a batch
-        found["token_label"] = label
+        one = cast("torch.Tensor", value)[number]
+        found[name] = one if name == "act" else one.item() if name in _INTEGERS else cast("np.generic", one.numpy()[()])
+    if "token_labels" in found:
+        found["token_label"] = found.pop("token_labels")
     return found

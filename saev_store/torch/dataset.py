@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    default_collate,  # pyright: ignore[reportUnknownVariableType]  # of any lists
-    get_worker_info,
-)
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from saev_store.core.layout import LayerKey
 from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.loaders.columns import TokenColumns, layer_columns
 from saev_store.loaders.options import chosen
 from saev_store.store.pair import PairSelection
-from saev_store.torch.batch import ExampleBatch, Examples, example_of, tensors
+from saev_store.torch.batch import ExampleBatch, example_of, tensors
 from saev_store.torch.rows import RowOptions, Source, choose_rows
 
 if TYPE_CHECKING:
@@ -32,8 +26,7 @@ class StoreDataset(Dataset[ExampleBatch]):
 
     An example is a dict: `act` (d_model,), or (layers, d_model) with stacked layers, `example_idx`, `token_idx` (-1 for the special
     token), with several layers `layer`, with hook points `layer_key_idx`, the token arrays asked for, and `token_label` if the store has
-    labels (255 for special tokens). With `DataLoader(dataset, batch_size=…, collate_fn=StoreDataset.collate)` each batch is gathered at
-    once, which is much faster than example by example. It can be pickled and inherited by workers.
+    labels (255 for special tokens). A `DataLoader` reads the rows of a batch at once; it can be pickled and inherited by workers.
 
     Args:
         source: A store or its address, or `store.sel(…)`.
@@ -59,13 +52,7 @@ class StoreDataset(Dataset[ExampleBatch]):
         self._columns = TokenColumns([rows], token_arrays, labels=True)
 
     def __reduce__(self) -> tuple[object, ...]:
-        source, token_arrays, changed = self._made
-        return _dataset, (source, token_arrays, changed)
-
-    @property
-    def layer_keys(self) -> tuple[LayerKey, ...]:
-        """Chosen layers: labels, or with hook points pairs (label, hook point)."""
-        return self.rows.layer_keys
+        return _dataset, self._made
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,9 +61,10 @@ class StoreDataset(Dataset[ExampleBatch]):
         """Return one example; like every dataset of PyTorch it ends with an IndexError, and takes no negative numbers."""
         return example_of(self.batch([i]), 0)
 
-    def __getitems__(self, indices: list[int]) -> Examples:
-        """Return many examples, gathered at once; `DataLoader` calls it for each batch."""
-        return Examples(self.batch(indices))
+    def __getitems__(self, indices: Sequence[int]) -> list[ExampleBatch]:
+        """Return many examples, read at once; `DataLoader` calls it for each batch."""
+        batch = self.batch(indices)
+        return [example_of(batch, number) for number in range(len(indices))]
 
     def batch(self, indices: npt.ArrayLike) -> ExampleBatch:
         """Return many examples as one batch: `act` (n, d_model), or (n, layers, d_model), and so on, in the order asked for.
@@ -84,10 +72,7 @@ class StoreDataset(Dataset[ExampleBatch]):
         Raises:
             SelectionError: an index is out of range, or not an integer, such as those of a mask.
         """
-        try:
-            given = np.asarray(indices).reshape(-1)
-        except ValueError:  # lists of different lengths
-            given = np.empty(1, np.object_)
+        given = np.asarray(indices).reshape(-1)
         if len(given) and given.dtype.kind not in "iu":
             raise SelectionError(f"indices are {brief(indices)}; they must be integers", where="index")
         # Before it is cut to 64 bits with a sign.
@@ -103,11 +88,6 @@ class StoreDataset(Dataset[ExampleBatch]):
             found.update(layer_columns(space, place[layer_idx]))
         found.update(self._columns.at(example, token))
         return tensors(found)
-
-    @staticmethod
-    def collate(examples: Examples | list[ExampleBatch]) -> ExampleBatch:
-        """Return a gathered batch as it is: a `collate_fn`."""
-        return examples.batch if isinstance(examples, Examples) else cast("ExampleBatch", default_collate(examples))
 
 
 def _dataset(source: Source, token_arrays: Sequence[str], changed: Mapping[str, object]) -> StoreDataset:
@@ -127,17 +107,12 @@ class BatchDataset(IterableDataset[ExampleBatch]):
         #: Shared with workers. How often this process chose where to begin, and where: epoch and batch. Then what a worker has
         #: reached: the number of that choice, and the epoch of the batch that comes next.
         self._shared = torch.tensor([0, 0, 0, -1, 0], dtype=torch.int64)
-        #: The number of the choice that the loader follows here.
-        self._choice = 0
-        #: Whether a state was loaded in this worker.
-        self._is_placed = False
-        self._begin()
+        #: The number of the choice that the loader follows here; whether a state was loaded in this worker.
+        self._choice, self._is_placed = 0, False
+        self.__setstate__({})
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         self.__dict__.update(state)
-        self._begin()
-
-    def _begin(self) -> None:
         self._shared.share_memory_()  # pyright: ignore[reportUnknownMemberType]  # not annotated
         self.loader.datasets.add(self)
 
@@ -158,10 +133,7 @@ class BatchDataset(IterableDataset[ExampleBatch]):
         if self._is_placed:
             self._is_placed = False
         elif choice != self._choice:  # a worker that is kept
-            if batch:
-                self.loader.load_state_dict(self.loader.state_at(epoch, batch))
-            else:
-                self.loader.set_epoch(epoch)
+            self.loader.load_state_dict(self.loader.state_at(epoch, batch))
         elif reached_choice == choice and reached_epoch > self.loader.epoch:
             self.loader.set_epoch(reached_epoch)
         self._choice = choice

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from typing import cast
 
 import torch
 
 from saev_store.errors import ArgumentError
-from saev_store.loaders.memory import Bytes, allocate
+from saev_store.loaders.iteration import allocate
+from saev_store.loaders.reads import Bytes
 from saev_store.torch.batch import ExampleBatch
 
 
 class Copies:
-    """Copies batches to a device without streams, at once.
+    """Copies of batches to a device; on CUDA devices on a stream of its own.
 
     Args:
         device: Any device.
@@ -22,42 +24,28 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
-        """Begin to copy. Returns the batch on the device, and a function that returns True when the copy is done."""
-        return _moved(batch, self.device), lambda: True
-
-    def ready(self, batch: ExampleBatch) -> None:
-        """Let everything that is begun on the device from now on see the complete copy."""
-
-    def wait(self) -> None:
-        """Wait until all copies are done."""
-
-
-class CudaCopies(Copies):
-    """Copies on a side stream.
-
-    Args:
-        device: A CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]  # "cuda" has none
-        super().__init__(torch.device("cuda", index))
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._events: dict[int, torch.cuda.Event] = {}
 
     def start(self, batch: ExampleBatch) -> tuple[ExampleBatch, Callable[[], bool]]:
-        """Begin to copy on the side stream. The vectors lie in pinned memory, the small columns do not."""
-        with torch.cuda.stream(self._stream):
-            moved = _moved(batch, self.device)
-            event = torch.cuda.Event()
+        """Begin to copy. Returns the batch on the device, and a function that returns True when the copy is done."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            moved = ExampleBatch(
+                {
+                    name: value.to(self.device, non_blocking=value.is_pinned()) if isinstance(value, torch.Tensor) else value
+                    for name, value in batch.items()
+                }
+            )  # fmt: skip
+            if self._stream is None:
+                return moved, lambda: True
+            event = self._events[id(moved)] = torch.cuda.Event()
             event.record(self._stream)
-        self._events[id(moved)] = event
         return moved, event.query
 
     def ready(self, batch: ExampleBatch) -> None:
         """Let the current stream wait for the copy, and keep the memory until that stream is done with it."""
+        if self._stream is None:
+            return
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self._events.pop(id(batch)))
         for value in batch.values():
@@ -65,17 +53,9 @@ class CudaCopies(Copies):
                 value.record_stream(current)
 
     def wait(self) -> None:
-        """Wait for the side stream."""
-        self._stream.synchronize()
-
-
-def _moved(batch: ExampleBatch, device: torch.device) -> ExampleBatch:
-    return ExampleBatch(
-        {
-            name: value.to(device, non_blocking=value.is_pinned()) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-        }
-    )
+        """Wait until all copies are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def copies_to(device: str) -> Copies | None:
@@ -85,21 +65,11 @@ def copies_to(device: str) -> Copies | None:
         ArgumentError: there is no such device here.
     """
     try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise ArgumentError(f"{device!r} is not a device: {error}", where="device") from error
-    if wanted.type == "cpu":
-        return None
-    if wanted.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ArgumentError(f"{device!r} was asked for, but PyTorch sees no GPU", where="device")
-        return CudaCopies(wanted)
-    try:
-        torch.empty(1, device=wanted)
+        there = torch.empty(1, device=device).device
     except (RuntimeError, TypeError, AssertionError, ImportError) as error:  # NotImplementedError is one
         reason = str(error).partition("\n")[0]
         raise ArgumentError(f"{device!r} was asked for, but cannot be used here: {reason}", where="device") from error
-    return Copies(wanted)
+    return None if there.type == "cpu" else Copies(there)
 
 
 def memory_for(device: str) -> Callable[[int], Bytes]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from typing import cast
 
 from torch.utils.data import get_worker_info
 
 from saev_store.core.arguments import check_count
-from saev_store.errors import ArgumentError, brief
 from saev_store.loaders.iteration import PoolReader
 from saev_store.loaders.loader import BaseLoader, Batch
 from saev_store.loaders.options import chosen
+from saev_store.loaders.state import compare
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.dataset import BatchDataset
 from saev_store.torch.device import Copies, copies_to, memory_for, moved
@@ -26,7 +26,7 @@ class StoreLoader(BaseLoader[ExampleBatch]):
 
     A batch is an `ExampleBatch`: `act` (n, d_model), or (n, layers, d_model) with stacked layers; `example_idx` and `token_idx` int64 (n,),
     -1 for the special token; with several layers that are not stacked `layer` int64 (n,), and with hook points `layer_key_idx`, the
-    position in `layer_keys`; `token_labels` int64 (n,) if the store has labels (255 for special tokens); and the token arrays asked for.
+    position in `rows.layer_keys`; `token_labels` int64 (n,) if the store has labels (255 for special tokens); and the token arrays asked for.
     A pair of stores gives `act_a` and `act_b`. On the CPU a batch is a view of memory that is used again when no reference to it is left.
 
     Args:
@@ -57,7 +57,7 @@ class StoreLoader(BaseLoader[ExampleBatch]):
         super().__init__(source, rows, options, memory_for(options.device))
         self._normalizer = None
         if options.does is not None:
-            factor = None if isinstance(options.scale_norm, bool) else float(options.scale_norm)
+            factor = None if isinstance(options.scale_norm, bool) else options.scale_norm
             self._normalizer = Normalizer(options.does, self._parts, factor, ROUNDED.get(options.dtype))
         #: Datasets that follow `set_epoch` and `load_state_dict`.
         self.datasets: weakref.WeakSet[BatchDataset] = weakref.WeakSet()
@@ -71,13 +71,15 @@ class StoreLoader(BaseLoader[ExampleBatch]):
     @property
     def scale(self) -> float | dict[str, float] | None:
         """Factor of `"scale_norm"`, of a pair one for each; None without it."""
-        found = {} if self._normalizer is None else self._normalizer.scales
-        return found.get("act", found or None)
+        if self._normalizer is None or self._normalizer.kind != "scale_norm":
+            return None
+        found = {name: float(how.scale[0]) for name, how in self._normalizer.found.items()}
+        return found.get("act", found)
 
     @property
     def normalization(self) -> dict[str, Normalization] | None:
-        """Mean and scale that `normalize` applies to the vectors, by their name in a batch; None without it. A sample is read when it is first asked for."""
-        return None if self._normalizer is None else self._normalizer.found or None
+        """Mean and scale that are applied to the vectors, by their name in a batch; None without it. A sample is read when it is first asked for."""
+        return None if self._normalizer is None else self._normalizer.found
 
     # -- iterating -----------------------------------------------------------------------------------------------------
 
@@ -126,16 +128,16 @@ class StoreLoader(BaseLoader[ExampleBatch]):
         elif self._is_new and not self.is_bound and epoch > self.epoch:
             self.set_epoch(epoch)
 
-    def share(self, n: int | Sequence[str], *, max_ahead: int = 4, timeout_s: float = 300.0) -> SharedLoader:
+    def share(self, n: int, *, max_ahead: int = 4, timeout_s: float = 300.0) -> SharedLoader:
         """Share this loader with several training loops in threads of this process: each batch is read once, and is the same memory for all.
 
         Args:
-            n: How many loops, or their names for errors.
+            n: How many loops.
             max_ahead: Batches that the fastest may be in front of the slowest.
-            timeout_s: Seconds for which loops wait for one that takes no batch, before it is dropped.
+            timeout_s: Seconds for which loops wait for one that takes no batch, before they continue without it.
 
         Raises:
-            ArgumentError: an argument is out of range, or the names are not different.
+            ArgumentError: an argument is out of range.
 
         >>> from concurrent.futures import ThreadPoolExecutor
         >>> from saev_store.torch import StoreLoader
@@ -154,11 +156,13 @@ class StoreLoader(BaseLoader[ExampleBatch]):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
+    def _normalize(self) -> str | float | None:
+        """Return what states and options call the normalization."""
+        return None if self._normalizer is None else self._normalizer.factor or self._normalizer.kind
+
     def state_at(self, epoch: int, batch: int) -> dict[str, object]:
         """Return a state of this loader in front of another batch: JSON, below 2 kB."""
-        state = super().state_at(epoch, batch)
-        if self._normalizer is not None:
-            state.update(self._normalizer.state())
+        state = {**super().state_at(epoch, batch), "normalize": self._normalize()}
         return state if self._framework_epoch is None else {**state, "framework_epoch": self._framework_epoch}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -168,23 +172,10 @@ class StoreLoader(BaseLoader[ExampleBatch]):
             ArgumentError: the state is of other rows, another batch size, seed, `normalize` or version; the message names what differs.
         """
         given = dict(state) if isinstance(cast("object", state), Mapping) else {}
-        mine = None if self._normalizer is None else self._normalizer.kind
-        found = given.get("normalize")
-        if given and not (found is mine or (isinstance(found, str) and found == mine)):
-            raise ArgumentError(
-                f"the state was saved with normalize = {brief(found)}, but this loader has {mine!r}",
-                where="load_state_dict",
-                remedy="Make the loader with the same normalize.",
-            )
-        last = (
-            check_count(given["framework_epoch"], name="framework_epoch", least=0)
-            if "framework_epoch" in given
-            else None
-        )
-        scales = {} if self._normalizer is None else self._normalizer.scales_of(given)
+        compare("normalize", given.get("normalize"), self._normalize())
+        last = given.get("framework_epoch")
+        last = None if last is None else check_count(last, name="framework_epoch", least=0)
         super().load_state_dict(state)
-        if self._normalizer is not None and scales:
-            self._normalizer.scales = scales
         self._is_new, self._was_left, self._framework_epoch = True, False, last
         self._move_datasets()
 

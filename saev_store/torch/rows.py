@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import cast, get_args
+from typing import get_args
 
-from saev_store.core.arguments import check_choice, check_flag
+from saev_store.core.arguments import check_choice, check_flag, check_number
 from saev_store.core.rows import Layers, Tokens
-from saev_store.errors import ArgumentError, brief, kind_of
+from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders import LoaderOptions, filtered, stage
-from saev_store.loaders.sample import is_factor
 from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
 from saev_store.store.store import ShardStore
@@ -80,16 +79,12 @@ class StoreOptions(RowOptions, LoaderOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flag(self.use_tmpdir, name="use_tmpdir")
-        if not isinstance(self.scale_norm, bool) and not is_factor(self.scale_norm):
-            raise ArgumentError(f"scale_norm is {brief(self.scale_norm)}", where="scale_norm")
+        if not isinstance(self.scale_norm, bool):
+            check_number(self.scale_norm, name="scale_norm")
         if self.normalize is not None:
             check_choice(self.normalize, get_args(Normalize), name="normalize")
             if self.scale_norm:
-                raise ArgumentError(
-                    f"scale_norm is {self.scale_norm} and normalize is {self.normalize!r}",
-                    where="normalize",
-                    remedy="Choose one of them.",
-                )
+                raise ArgumentError("scale_norm and normalize are both given", where="normalize")
 
     @property
     def does(self) -> Normalize | None:
@@ -110,30 +105,19 @@ def choose_rows(
     if isinstance(source, (Selection, PairSelection)):
         given = [field.name for field in fields(RowOptions) if getattr(options, field.name) != field.default]
         if given:
-            raise ArgumentError(
-                f"{', '.join(given)} cannot be given with rows that are chosen already",
-                where=given[0],
-                remedy="Give the store instead of rows, or choose rows by store.sel(…).",
-            )
+            raise ArgumentError(f"{given[0]} cannot be given with rows that are chosen already", where=given[0])
         return None, source
-    store = source if isinstance(source, ShardStore) else _opened(source, options)
+    store = source
+    if not isinstance(store, ShardStore):
+        if not isinstance(source, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ArgumentError(f"the source is {kind_of(source)}; it must be a store or its address", where="source")
+        store = ShardStore.open(os.fspath(source), options.storage_options, damaged_ok=options.damaged_ok)
     rows = store.sel(
         layer=options.layer, tokens=options.tokens, examples=options.examples,
         ignore_labels=options.ignore_labels or None, where=options.where, masked=options.masked,
         dtype=read_dtype(normalize, options.dtype), stack_layers=options.stack_layers,
     )  # fmt: skip
-    rows = filtered(rows, remove_bos=options.remove_bos, max_norm_multiple=options.max_norm_multiple)
-    return store, rows
-
-
-def _opened(source: object, options: RowOptions) -> ShardStore:
-    """Return the store of an address."""
-    if not isinstance(source, (str, os.PathLike)):
-        raise ArgumentError(
-            f"the source is {kind_of(source)}", where="source", remedy="Pass a store, its address, or store.sel(…)."
-        )
-    address = os.fspath(cast("str | os.PathLike[str]", source))
-    return ShardStore.open(address, options.storage_options, damaged_ok=options.damaged_ok)
+    return store, filtered(rows, remove_bos=options.remove_bos, max_norm_multiple=options.max_norm_multiple)
 
 
 def near_copy(source: Source, options: StoreOptions) -> tuple[Source, StoreOptions]:

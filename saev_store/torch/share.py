@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from saev_store.core.arguments import check_count, check_number
-from saev_store.errors import ArgumentError, DeadlineError, SaevStoreError
+from saev_store.errors import ArgumentError, DeadlineError
 from saev_store.torch.batch import ExampleBatch
 
 if TYPE_CHECKING:
     from saev_store.torch.loader import StoreLoader
 
-_logger = logging.getLogger("saev_store.torch")
-#: Waits are cut into slices, so that time in which the process was stopped does not count.
+#: Seconds between two looks at how long others have taken no batch.
 _SLICE_S = 0.25
 
 
@@ -29,18 +26,16 @@ class Consumer:
     """One of the loops that share a loader: iterate it once for each epoch, as a loader, in a thread of its own.
 
     Batches have the order, the values and the state of the loader. Their tensors are the same memory for all consumers: they must not be
-    written to. Use it as a context manager, so that the others know when its loop has failed.
-
-    Attributes:
-        name: What errors call it.
+    written to. Use it as a context manager, so that the others do not wait for it when its loop has ended or failed.
     """
 
-    def __init__(self, shared: SharedLoader, name: str, number: int) -> None:
-        self.name = name
+    def __init__(self, shared: SharedLoader, number: int) -> None:
         self._shared = shared
-        #: The batch that comes next, counted through all epochs; the thread that asked last.
-        self.number, self.thread = number, cast("threading.Thread | None", None)
-        self.is_between_epochs, self.is_placed = True, False
+        #: The batch that comes next, counted through all epochs.
+        self.number = number
+        #: Whether it has asked for a batch, and when it took one last.
+        self.has_asked, self.moved_s = False, 0.0
+        self.error: DeadlineError | None = None
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -57,13 +52,12 @@ class Consumer:
         Raises (from the iterator):
             CorruptShardError, TransportError, DeadlineError: a shard could not be read; every consumer gets the error. The next iteration
                 tries the same batch again.
+            DeadlineError: the others have continued without this consumer.
             ArgumentError: sharing has ended.
-            SaevStoreError: this consumer was dropped before; the message has the reason.
         """
         end = (self.epoch + 1) * self._shared.n_batches
         while self.number < end:
             yield self._shared.take(self)
-        self.is_between_epochs = True
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the loader in front of this consumer's next batch."""
@@ -75,10 +69,7 @@ class Consumer:
         Raises:
             ArgumentError: the state is of another loader, or of another order than the state of another consumer; or reading has begun.
         """
-        if _is_same(state, self.state_dict()):
-            self.is_placed = True
-        else:
-            self._shared.move(self, state)
+        self._shared.move(self, state)
 
     def close(self) -> None:
         """Take no more batches: the others do not wait for this consumer any more."""
@@ -90,52 +81,45 @@ class Consumer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._shared.leave(self, error)
+        self.close()
 
 
 class SharedLoader:
     """A loader whose batches go to several consumers; made by `loader.share`. A context manager, and a sequence of consumers.
 
     Each batch is read once, by the consumer that first needs it, and is kept until all have taken it. No consumer is more than `max_ahead`
-    batches in front of the slowest. Reading begins when every consumer has asked for its first batch.
-
-    A consumer is dropped when its thread has ended within an epoch, when its `with` block was left by an error, or when it kept others
-    waiting for `timeout_s`. The others continue without it. Its error is logged, raised if that consumer asks again, and raised when the
-    `with` block of this object ends.
+    batches in front of the slowest. Reading begins when every consumer has asked for its first batch. A consumer that takes no batch
+    for `timeout_s` while others wait for it is left behind: they continue, and it gets an error if it asks again.
 
     Args:
         loader: Nothing else iterates it.
-        names: Names of the consumers, or how many there are.
+        n: How many consumers.
         max_ahead: Batches that are kept for consumers that are behind.
         timeout_s: Seconds for which the others wait for a consumer.
 
     Raises:
-        ArgumentError: the names are not different texts, there are none, or a number is out of range.
+        ArgumentError: a number is out of range.
 
     Attributes:
         consumers: One for each loop.
-        dropped: Name of a dropped consumer to the error.
         loader: What is shared.
     """
 
-    def __init__(
-        self, loader: StoreLoader, names: int | Sequence[str], *, max_ahead: int = 4, timeout_s: float = 300.0
-    ) -> None:
+    def __init__(self, loader: StoreLoader, n: int, *, max_ahead: int, timeout_s: float) -> None:
         self.loader = loader
         self._max_ahead = check_count(max_ahead, name="max_ahead")
         self._timeout_s = check_number(timeout_s, name="timeout_s")
         self.n_batches = len(loader)
         epoch, batch = loader.place
         self._end = epoch * self.n_batches + batch
-        self.consumers = tuple(Consumer(self, name, self._end) for name in _names(names))
-        self.dropped: dict[str, SaevStoreError] = {}
+        self.consumers = tuple(Consumer(self, self._end) for _ in range(check_count(n, name="n")))
         #: Guards all that follows; notified when a batch comes, a consumer moves or leaves, or sharing ends.
         self._changed = threading.Condition(threading.RLock())
         self._live = list(self.consumers)
         #: Batches by their numbers, and the event on a GPU after which each is there.
         self._window: dict[int, tuple[ExampleBatch, torch.cuda.Event | None]] = {}
         self._batches: Iterator[ExampleBatch] | None = None
-        self._has_begun = self._is_reading = self._is_closed = False
+        self._has_begun = self._is_placed = self._is_reading = self._is_closed = False
 
     def __len__(self) -> int:
         """Number of consumers."""
@@ -151,65 +135,66 @@ class SharedLoader:
 
     def take(self, consumer: Consumer) -> ExampleBatch:
         """Return the consumer's next batch; read it if this consumer is the first that needs it."""
-        consumer.is_between_epochs = False
-        left_s, seen = self._timeout_s, cast("object", None)
         with self._changed:
-            consumer.thread = threading.current_thread()
+            if not any(other.has_asked for other in self.consumers):
+                for other in self.consumers:
+                    other.moved_s = time.monotonic()
+            consumer.has_asked = True
             while True:
-                self._check(consumer)
-                waited_for = [other for other in self._live if other.thread is None]
+                if consumer.error is not None:
+                    raise consumer.error
+                if self._is_closed or consumer not in self._live:
+                    raise ArgumentError("sharing has ended", where="share", remedy="Share the loader again.")
+                waited_for = [other for other in self._live if not other.has_asked]
                 if not waited_for and not self._has_begun:
                     self._start()
-                if not waited_for and consumer.number < self._end:
+                if self._has_begun and consumer.number < self._end:
                     return self._hand_out(consumer)
-                if not waited_for and not self._is_reading:
-                    if len(self._window) < self._max_ahead:
-                        self._read()
-                        continue
+                if self._has_begun and len(self._window) >= self._max_ahead:
                     waited_for = [other for other in self._live if other.number == min(self._window)]
-                self._drop_dead(waited_for)
-                now = [(other.name, other.number) for other in waited_for]
-                left_s, seen = (left_s, seen) if now and now == seen else (self._timeout_s, now)
-                if left_s <= 0:
-                    self._drop_slow(waited_for)
+                if not waited_for and not self._is_reading:
+                    self._read()
                     continue
-                began_s = time.monotonic()
-                self._changed.wait(min(_SLICE_S, left_s))
-                left_s -= min(time.monotonic() - began_s, _SLICE_S)
+                for other in waited_for:
+                    if time.monotonic() - other.moved_s > self._timeout_s:
+                        text = f"this consumer kept others waiting for {self._timeout_s:g} s"
+                        remedy = "Allow more timeout_s, or close() a consumer that takes no more batches."
+                        other.error = DeadlineError(text, where="share", remedy=remedy)
+                        self.leave(other)
+                self._changed.wait(min(_SLICE_S, self._timeout_s))
 
     def move(self, consumer: Consumer, state: Mapping[str, object]) -> None:
-        """Let a consumer continue from a state, which is another one than its own."""
+        """Let a consumer continue from a state."""
         with self._changed:
+            # A provider that pauses loads its own state.
+            if json.dumps(state, default=repr) == json.dumps(consumer.state_dict()):
+                self._is_placed = True
+                return
             if self._has_begun:
                 raise ArgumentError(
-                    f"the state of consumer {consumer.name!r} is of another batch than its next one, and reading has begun",
+                    "the state is of another batch than the consumer's next one, and reading has begun",
                     where="load_state_dict",
                     remedy="Load the states of all consumers before they take batches.",
                 )
             order, before = self.loader.state_at(0, 0), self.loader.state_dict()
             self.loader.load_state_dict(state)
-            if any(other.is_placed for other in self.consumers) and self.loader.state_at(0, 0) != order:
+            if self._is_placed and self.loader.state_at(0, 0) != order:
                 self.loader.load_state_dict(before)
                 raise ArgumentError(
-                    f"the state of consumer {consumer.name!r} has another order or scale than the state of another consumer",
-                    where="load_state_dict",
-                    remedy="Load states of consumers of one loader.",
+                    "the state has another order than the state of another consumer", where="load_state_dict"
                 )
             epoch, batch = self.loader.place
-            consumer.number, consumer.is_placed = epoch * self.n_batches + batch, True
+            consumer.number, self._is_placed = epoch * self.n_batches + batch, True
 
-    def leave(self, consumer: Consumer, error: BaseException | None = None) -> None:
-        """Do not wait for a consumer any more; it is dropped if there is an error."""
+    def leave(self, consumer: Consumer) -> None:
+        """Do not wait for a consumer any more."""
         with self._changed:
-            if consumer not in self._live:
-                return
-            if error is None:
-                self._remove(consumer)
-            else:
-                text = f"consumer {consumer.name!r} failed at {self._where(consumer)}: {type(error).__name__}: {error}"
-                dropped = SaevStoreError(text, where="share")
-                dropped.__cause__ = error
-                self._drop(consumer, dropped)
+            if consumer in self._live:
+                self._live.remove(consumer)
+                self._forget()
+                if not self._live:
+                    self.close()
+                self._changed.notify_all()
 
     # -- with the condition held ---------------------------------------------------------------------------------------
 
@@ -237,7 +222,6 @@ class SharedLoader:
             finally:
                 self._changed.acquire()
             self._window[self._end] = batch, event
-            del batch
             self._end += 1
             if self._end % self.n_batches == 0:
                 self._batches = None  # the loader's next iteration is the next epoch
@@ -252,11 +236,15 @@ class SharedLoader:
 
     def _hand_out(self, consumer: Consumer) -> ExampleBatch:
         """Return a batch of the window."""
-        self._check(consumer)
         batch, event = self._window[consumer.number]
-        if event is not None:
-            _see(batch, event)
+        for value in batch.values():
+            # The current stream of this thread waits for the batch, whose memory is kept until that stream is done with it.
+            if event is not None and isinstance(value, torch.Tensor) and value.is_cuda:
+                stream = torch.cuda.current_stream(value.device)
+                stream.wait_event(event)
+                value.record_stream(stream)
         consumer.number += 1
+        consumer.moved_s = time.monotonic()
         self._forget()
         return ExampleBatch(batch)
 
@@ -266,52 +254,6 @@ class SharedLoader:
         for number in [number for number in self._window if number < least]:
             del self._window[number]
             self._changed.notify_all()
-
-    def _check(self, consumer: Consumer) -> None:
-        """Raise what keeps a consumer from taking a batch."""
-        if consumer.name in self.dropped:
-            raise self.dropped[consumer.name]
-        if self._is_closed or consumer not in self._live:
-            what = "sharing has ended" if self._is_closed else f"consumer {consumer.name!r} was closed"
-            raise ArgumentError(what, where="share", remedy="Share the loader again.")
-
-    def _drop_dead(self, waited_for: Sequence[Consumer]) -> None:
-        """Drop consumers whose threads have ended; those that ended between two epochs have just left."""
-        for other in waited_for:
-            if other.thread is None or other.thread.is_alive():
-                continue
-            if other.is_between_epochs:
-                self._remove(other)
-            else:
-                text = f"the thread of consumer {other.name!r} has ended at {self._where(other)}"
-                remedy = "Look for its error; close() a consumer that takes no more batches."
-                self._drop(other, SaevStoreError(text, where="share", remedy=remedy))
-
-    def _drop_slow(self, waited_for: Sequence[Consumer]) -> None:
-        for other in waited_for:
-            text = f"consumer {other.name!r} kept others waiting for {self._timeout_s:g} s at {self._where(other)}"
-            remedy = "Allow more timeout_s, or close() a consumer that takes no more batches."
-            self._drop(other, DeadlineError(text, where="share", remedy=remedy))
-
-    def _drop(self, consumer: Consumer, error: SaevStoreError) -> None:
-        """Continue without a consumer."""
-        if consumer in self._live:
-            self.dropped[consumer.name] = error
-            _logger.error("%s", error)
-            self._remove(consumer)
-
-    def _remove(self, consumer: Consumer) -> None:
-        """Keep no batches for a consumer."""
-        self._live.remove(consumer)
-        self._forget()
-        if not self._live:
-            self.close()
-        self._changed.notify_all()
-
-    def _where(self, consumer: Consumer) -> str:
-        """Name the latest batch that a consumer took."""
-        epoch, batch = divmod(consumer.number - 1, self.n_batches)
-        return "its start" if consumer.thread is None else f"batch {batch} of epoch {epoch}"
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -330,9 +272,6 @@ class SharedLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        if error is None:
-            for dropped in self.dropped.values():
-                raise dropped
 
 
 def _event(batch: ExampleBatch) -> torch.cuda.Event | None:
@@ -343,38 +282,3 @@ def _event(batch: ExampleBatch) -> torch.cuda.Event | None:
             event.record(torch.cuda.current_stream(value.device))
             return event
     return None
-
-
-def _see(batch: ExampleBatch, event: torch.cuda.Event) -> None:
-    """Let the current stream of this thread wait for the batch, and keep the memory until that stream is done with it."""
-    for value in batch.values():
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            stream = torch.cuda.current_stream(value.device)
-            stream.wait_event(event)
-            value.record_stream(stream)
-
-
-def _names(names: int | Sequence[str]) -> list[str]:
-    """Return the names of consumers.
-
-    Raises:
-        ArgumentError: they are not different texts, or there are none.
-    """
-    if isinstance(names, int) and not isinstance(names, bool):
-        return [str(number) for number in range(check_count(names, name="n"))]
-    given: list[str] = []
-    with suppress(TypeError):  # callers may not check types
-        given = [] if isinstance(names, (str, bytes)) else list(cast("Sequence[str]", names))
-    if not given or not all(isinstance(cast("object", name), str) for name in given) or len(set(given)) != len(given):
-        raise ArgumentError(
-            f"consumers are {names!r}; they must be a number, or a list of different names", where="share"
-        )
-    return given
-
-
-def _is_same(state: object, mine: Mapping[str, object]) -> bool:
-    """Return True if a state equals another one; one that is not JSON, such as of arrays, does not."""
-    try:
-        return json.dumps(state, sort_keys=True) == json.dumps(mine, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
-        return False

@@ -225,10 +225,8 @@ class Transport(ABC):
         del path, nbytes
         return None
 
-    def cached_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer] | None:
-        """As `get_ranges`, as views of a map whose bytes are in memory; None if this would wait for a disk, or copy."""
-        del path, starts, ends
-        return None
+    def prefetch(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> None:  # noqa: B027  # only maps need it
+        """Let the system bring ranges of a mapped file into memory that are not there yet; nothing where files are not mapped."""
 
     def check_mapped(self, path: str, nbytes: int) -> None:  # noqa: B027  # only maps need it
         """Compare the file behind a map with `nbytes`, before bytes are copied out of it; nothing where files are not mapped.

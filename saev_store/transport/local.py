@@ -39,6 +39,8 @@ from saev_store.transport.files import OpenFile, behind, check_regular, forget, 
 
 #: Parts of a large read that several threads copy from the page cache.
 _PART_BYTES = 4 << 20
+#: The system may read no more than this for one advice.
+_ADVICE_BYTES = 128 << 10
 #: Maps kept by one transport; the system allows about 65,000 in a process. Views keep theirs alive.
 _MAX_MAPS = 8192
 #: Maps cost nothing: ranges are views, gaps are never touched.
@@ -132,17 +134,16 @@ class LocalTransport(Transport):
         self.readinto(path, starts=starts, buffers=parts)
         return [part.toreadonly() for part in parts]
 
-    def cached_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer] | None:
-        """As `get_ranges`, if the system knows that the bytes are in its page cache."""
+    def prefetch(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> None:
         if not self.use_mmap or not hasattr(os, "RWF_NOWAIT"):
-            return None
+            return
         with self._opened(path, 0) as file:
-            try:
-                for place in (*starts, *(end - 1 for end in ends)):
-                    os.preadv(file.fd, [bytearray(1)], place, os.RWF_NOWAIT)
-            except OSError:  # it would wait, or the file system does not know
-                return None
-        return self.get_ranges(path, starts=starts, ends=ends)
+            for start, end in zip(starts, ends, strict=True):
+                try:
+                    os.preadv(file.fd, [bytearray(1)], end - 1, os.RWF_NOWAIT)
+                except OSError:  # it would wait, or the file system does not know
+                    for at in range(start, end, _ADVICE_BYTES):
+                        os.posix_fadvise(file.fd, at, min(_ADVICE_BYTES, end - at), os.POSIX_FADV_WILLNEED)
 
     def map_prefix(self, path: str, nbytes: int) -> memoryview | None:
         """A read-only view of the first bytes of a file; None without maps, and if the system refuses one more."""

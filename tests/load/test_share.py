@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from row_stores import row_store
 
-from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError, SaevStoreError
+from saev_store.errors import ArgumentError, CorruptShardError, DeadlineError
 from saev_store.torch import Consumer, SharedLoader, StoreLoader
 
 N_BATCHES = 42  # 48 examples of 7 tokens in batches of 8
@@ -62,28 +62,28 @@ def test_share_gives_each_loop_every_batch_in_order(store: Path, expected: list[
 
 
 def test_share_is_the_same_memory_and_bounded(store: Path) -> None:
-    pointers: dict[str, list[int]] = {}
-    places: dict[str, int] = {}
+    pointers: dict[Consumer, list[int]] = {}
+    places: dict[Consumer, int] = {}
 
     def work(consumer: Consumer) -> int:
         apart = 0
         with consumer:
             for batch in consumer:
-                pointers.setdefault(consumer.name, []).append(batch["act"].data_ptr())
-                places[consumer.name] = consumer.number
+                pointers.setdefault(consumer, []).append(batch["act"].data_ptr())
+                places[consumer] = consumer.number
                 apart = max(apart, consumer.number - min(places.values()))
         return apart
 
-    with make(store).share(["a", "b"], max_ahead=2) as shared:
+    with make(store).share(2, max_ahead=2) as shared:
         assert max(in_threads(shared, work)) <= 3
-    assert pointers["a"] == pointers["b"]
+    assert pointers[shared[0]] == pointers[shared[1]]
 
 
 def test_share_continues_each_loop_where_it_was(store: Path, expected: list[torch.Tensor]) -> None:
     def some(consumer: Consumer) -> dict[str, object]:
         with consumer:
             batches = iter(consumer)
-            for _ in range(3 + 2 * int(consumer.name)):
+            for _ in range(3 + 2 * shared.consumers.index(consumer)):
                 next(batches)
             return consumer.state_dict()
 
@@ -122,67 +122,34 @@ def test_share_refuses_states_that_do_not_fit(store: Path) -> None:
 
 
 def test_share_continues_without_loops_that_fail(store: Path, expected: list[torch.Tensor]) -> None:
-    """One fails, one ends, one hangs, one never begins, one is closed."""
-    go, slow = threading.Event(), threading.Event()
+    """One fails, one hangs, one ends without a word, one never begins, one is closed."""
+    go = threading.Event()
 
-    def work(consumer: Consumer) -> object:
-        if consumer.name == "never":
-            return slow.wait(60)
-        if consumer.name == "closed":
+    def other(consumer: Consumer, what: str) -> object:
+        if what == "never":
+            return go.wait(60)
+        if what == "closed":
             return consumer.close()
-        if consumer.name == "ends":
-            return next(iter(consumer)) and None
-        with consumer:
-            for number, batch in enumerate(consumer):
-                if consumer.name == "fails" and number == 1:
-                    raise ZeroDivisionError
-                if consumer.name == "hangs" and number == 1:
-                    go.wait(60)
-                del batch
-            if consumer.name == "good":
-                go.set()
-                slow.set()
-        return "done"
+        batches = iter(consumer)
+        next(batches)
+        if what == "fails":
+            with consumer:
+                raise ZeroDivisionError
+        return go.wait(60) if what == "hangs" else None
 
-    for name, kind in (
-        ("fails", SaevStoreError),
-        ("hangs", DeadlineError),
-        ("never", DeadlineError),
-        ("ends", SaevStoreError),
-        ("closed", None),
-    ):
+    for what in ("fails", "hangs", "never", "ends", "closed"):
         go.clear()
-        slow.clear()
-        shared = make(store).share(["good", name], timeout_s=0.5 if kind is DeadlineError else 60.0)
-        found: list[object] = []
-
-        def run(consumer: Consumer, found: list[object] = found) -> None:
-            found.append(_result(work, consumer))
-
-        # No pool: its threads would outlive the loop that ends.
-        threads = [threading.Thread(target=run, args=(consumer,)) for consumer in shared]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert "done" in found, (name, found)
-        assert set(shared.dropped) == (set() if kind is None else {name})
-        if kind is not None:
-            assert isinstance(shared.dropped[name], kind)
-            with pytest.raises(kind):
+        is_late = what in ("hangs", "never", "ends")
+        with make(store).share(2, timeout_s=0.5 if is_late else 60.0) as shared, ThreadPoolExecutor(1) as pool:
+            left = pool.submit(other, shared[1], what)
+            found = [batch["act"].clone() for batch in shared[0]]
+            go.set()
+            assert same(found, expected[:N_BATCHES])
+            assert isinstance(left.exception(60), ZeroDivisionError if what == "fails" else type(None))
+            with pytest.raises(DeadlineError if is_late else ArgumentError):
                 next(iter(shared[1]))
-            with pytest.raises(kind), shared:
-                pass
-        for consumer in shared:
-            with pytest.raises(SaevStoreError):
-                next(iter(consumer))
-
-
-def _result(work: Callable[[Consumer], object], consumer: Consumer) -> object:
-    try:
-        return work(consumer)
-    except Exception as error:
-        return error
+        with pytest.raises(ArgumentError):
+            next(iter(shared[0]))
 
 
 def test_share_raises_a_read_error_in_each_loop_and_tries_again(tmp_path: Path) -> None:
@@ -217,15 +184,6 @@ def test_share_works_in_inference_mode_and_without_batches(store: Path) -> None:
 
 
 def test_share_with_arguments_out_of_range_is_refused(store: Path) -> None:
-    for names, options in (
-        (0, {}),
-        ([], {}),
-        (["a", "a"], {}),
-        ("ab", {}),
-        ([1], {}),
-        (None, {}),
-        (1, {"max_ahead": 0}),
-        (1, {"timeout_s": 0}),
-    ):
+    for options in ({"n": 0}, {"n": "ab"}, {"n": 1, "max_ahead": 0}, {"n": 1, "timeout_s": 0}):
         with pytest.raises(ArgumentError):
-            make(store).share(names, **options)
+            make(store).share(**options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,18 +55,11 @@ def test_stage_continues_replaces_and_checks_its_copy(tmp_path: Path) -> None:
         (tmp_path / "away").rename(shard)
         copy = Path(stage(made.path, near, layers=layers))
         np.testing.assert_array_equal(rows(copy, layer=5), rows(made.path, layer=5))
-        os.utime(copy / "acts000001.bin")  # another version, the same content
-        assert stage(made.path, near, layers=layers) == str(copy)
         content = (copy / "acts000001.bin").read_bytes()
-        for damaged in (content[:100], bytes([content[0] ^ 1]) + content[1:]):
-            (copy / "acts000001.bin").write_bytes(damaged)
-            with pytest.raises(CorruptShardError):
-                stage(made.path, near, layers=layers)
-        (copy / "acts000001.bin").write_bytes(content)
-        (copy / "digests.json").rename(tmp_path / "digests")
+        (copy / "acts000001.bin").write_bytes(content[:100])
         with pytest.raises(CorruptShardError):
             stage(made.path, near, layers=layers)
-        (tmp_path / "digests").rename(copy / "digests.json")
+        (copy / "acts000001.bin").write_bytes(content)
         (copy.parent / "staged.json").write_text("{")  # nothing is known of the copy
         assert stage(made.path, near, layers=layers) == str(copy)
     # Another recording of the same metadata, at another place and then at the same one.

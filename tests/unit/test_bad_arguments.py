@@ -12,7 +12,7 @@ from api import MemoryTransport
 
 from saev_store import SaevStoreError, ShardStore, new_metadata, pair
 from saev_store.errors import ArgumentError
-from saev_store.loaders import Loader, behind_bos, below_norms, stage
+from saev_store.loaders import Loader, filtered, stage
 from saev_store.record import Images, Texts
 from saev_store.sources import MapStyle, open_source, reopen
 from saev_store.sources.caches import import_cache
@@ -117,9 +117,7 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "state": lambda junk: Loader(rows, batch_size=2, order="stored").load_state_dict(junk),
         "rows of a state": lambda junk: loaded(Loader(rows, batch_size=2, order="stored"), rows=junk),
         "batch of a state": lambda junk: loaded(Loader(rows, batch_size=2, order="stored"), batch=junk),
-        "limits of norms": lambda junk: below_norms(store.sel(layer=2), junk),
-        "rows of a filter": behind_bos,
-        "rows of limits": lambda junk: below_norms(junk, [1.0]),
+        "rows of a filter": filtered,
         "chunks of Zarr": lambda junk: store.as_zarr(chunks=junk),
         "layers of a layout": lambda junk: replace(store.layout, layers=junk),
         "hook points of a layout": lambda junk: replace(store.layout, hook_points=junk),

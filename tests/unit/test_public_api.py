@@ -33,10 +33,10 @@ PUBLIC = {
         SaevParser to_virtual_dataset
     """,
     "saev_store.loaders": """
-        Batch Explanation Loader LoaderOptions Mixing NO_LABEL behind_bos below_norms filtered stage
+        Batch Explanation Loader LoaderOptions Mixing filtered stage
     """,
     "saev_store.order": """
-        BlockOrder Cut Epoch Mixing ORDER_VERSION Permutation Pool derive permutation predict_mixing
+        Cut Epoch Mixing ORDER_VERSION Permutation Pool derive permutation predict_mixing
     """,
     "saev_store.record": """
         Adapter DemoResult ExampleSource HookPoint Images Masks Part Photographs RecordedPart Recorder
