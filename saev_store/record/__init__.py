@@ -1,12 +1,5 @@
 """Recording: writes activations of a transformer into a store, each hook point of each block under its own label.
 
-```python
-from saev_store.record import Images, Texts, record
-
-store = record(vision_model, Images(images, batch_size=32), "/scratch/shards", layers=(3, 7, 11))
-store = record(language_model, Texts("corpus.jsonl", tokenizer, context=1024), "/scratch/shards", layers=(3, 6, 9))
-```
-
 Needs the extra `record` (torch and transformers), which is imported by calls only.
 """
 

@@ -120,11 +120,8 @@ def _blocks(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
         and len({type(block) for block in module}) == 1
     ]
     if len(found) != 1:
-        raise ArgumentError(
-            f"{type(model).__name__} has {len(found)} lists of {depth} modules; exactly one must be the blocks",
-            where="model",
-            remedy=_REMEDY,
-        )
+        message = f"{type(model).__name__} has {len(found)} lists of {depth} modules; exactly one must be the blocks"
+        raise ArgumentError(message, where="model", remedy=_REMEDY)
     return found[0]
 
 
@@ -136,9 +133,6 @@ def _size(model: torch.nn.Module, name: str) -> int:
     """A number of a model's configuration."""
     value = getattr(_config(model), name, None)
     if not isinstance(value, int) or value < 1:
-        raise ArgumentError(
-            f"{type(model).__name__} has no positive integer config.{name} (it is {value!r})",
-            where="model",
-            remedy=_REMEDY,
-        )
+        message = f"{type(model).__name__} has no positive integer config.{name} (it is {value!r})"
+        raise ArgumentError(message, where="model", remedy=_REMEDY)
     return value

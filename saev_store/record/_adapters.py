@@ -54,7 +54,6 @@ class Adapter(ABC):
                 remedy="Pass list(…) of the modules in the order of depth. A module that runs several times cannot be recorded.",
             )
         check_count(self.d_model, name="d_model")
-        check_count(self.batch_axis, name="batch_axis", least=0, most=1)
 
     def hooked(self, depth: int, hook_point: str) -> tuple[torch.nn.Module, Literal["input", "output"]]:
         """The module of a hook point of a block, and which of its sides is recorded; `ArgumentError` if there is none."""
@@ -117,7 +116,6 @@ class VisionAdapter(Adapter):
         super().__post_init__()
         for side in self.patch_px:
             check_count(side, name="patch_px")
-        check_count(self.n_channels, name="n_channels")
         check_count(self.n_special, name="n_special", least=int(self.cls_first))  # it counts the CLS token, too
 
     @property

@@ -107,7 +107,10 @@ def estimate_recording(
             if times[-1][0] >= _N_MEASURED:
                 break
     (n_first, begun_s), (n_last, ended_s) = times[len(times) > 2], times[-1]  # the first batch takes longer
-    folder = transport.local_path
+    free_nbytes = None
+    if transport.local_path is not None:
+        folder = Path(transport.local_path).absolute()
+        free_nbytes = shutil.disk_usage(next(filter(Path.exists, (folder, *folder.parents)))).free
     return RecordingEstimate(
         name=metadata.hash,
         n_examples=layout.n_examples,
@@ -116,13 +119,5 @@ def estimate_recording(
         n_left=n_left,
         needed_nbytes=nbytes * n_left // layout.n_examples,
         seconds=(ended_s - begun_s) / (n_last - n_first) * n_left,
-        free_nbytes=None if folder is None else _free_nbytes(Path(folder)),
+        free_nbytes=free_nbytes,
     )
-
-
-def _free_nbytes(folder: Path) -> int:
-    """Free bytes of the disk that a folder is on, or will be."""
-    folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

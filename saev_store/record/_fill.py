@@ -108,9 +108,6 @@ def _as_stored(acts: torch.Tensor, stored: str, *, rounds: bool) -> torch.Tensor
     name = str(acts.dtype).removeprefix("torch.")
     if not rounds and (name == "float64" or (name in ITEMSIZES and stored not in {name, "float32"})):
         keep = "" if name == "float64" else f'Pass dtype="{name}" to keep them. '
-        raise ArgumentError(
-            f"the store would be {stored}, but these vectors are {name}, and would be rounded",
-            where="dtype",
-            remedy=f'{keep}dtype="{stored}" rounds them.',
-        )
+        message = f"the store would be {stored}, but these vectors are {name}, and would be rounded"
+        raise ArgumentError(message, where="dtype", remedy=f'{keep}dtype="{stored}" rounds them.')
     return acts.float() if name == "float64" else acts

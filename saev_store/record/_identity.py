@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import xxhash
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 #: Packages that compute.
 _PACKAGES = ("torch", "transformers", "tokenizers")
+#: Folders of the hub's cache and of a trainer, whose names are ambiguous without the folders above.
+_IN_CACHE = re.compile(r"models--(.+)/snapshots/[^/]+")
+_OF_TRAINER = re.compile(r"[^/]+/checkpoint-[0-9]+")
 #: Hooks of these packages only look on, or place weights.
 _LOOKING_ON = {"transformers", "saev_store", "accelerate"}
 #: Keys of a configuration that no vector depends on, or that are recorded elsewhere.
@@ -60,7 +65,7 @@ def describe_recording(recorder: Recorder, source: Mapping[str, object]) -> dict
             "device": parameter_of(model).device.type,
         },
         "source": dict(source),
-        "packages": _versions(),
+        "packages": {name: version(name) for name in _PACKAGES if find_spec(name)},
     }
 
 
@@ -95,11 +100,8 @@ def weights_digest(model: torch.nn.Module) -> str:
     digest = xxhash.xxh3_128()
     for name, value in sorted({**attributes, **dict(model.named_buffers()), **state}.items()):
         if not _is_plain(value):
-            raise ArgumentError(
-                f"{name} is {kind_of(value)}, which has no plain numbers; the weights are part of a recording's identity",
-                where="model",
-                remedy="Record the model before it was packed, or append what it gives: ShardStore.create.",
-            )
+            remedy = "Record the model before it was packed, or append what it gives: ShardStore.create."
+            raise ArgumentError(f"{name} is {kind_of(value)}, which has no plain numbers", where="model", remedy=remedy)
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(cast("npt.NDArray[np.uint8]", flat.view(torch.uint8).numpy()).data)
@@ -131,9 +133,12 @@ def _modules(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Module]]:
     return cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
 
 
-def _versions() -> dict[str, str]:
-    found = dict[str, str]()
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+def name_of(given: str) -> str:
+    """The name of a folder that is there, however its path is written; anything else, such as a name on the hub, as it is given."""
+    if not given or not os.path.isdir(given):
+        return given
+    parts = os.path.abspath(given).replace(os.sep, "/").split("/")
+    if found := _IN_CACHE.fullmatch("/".join(parts[-3:])):
+        return found[1].replace("--", "/")
+    last_two = "/".join(parts[-2:])
+    return last_two if _OF_TRAINER.fullmatch(last_two) else parts[-1] or given

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from saev_store.record._adapters import Adapter
     from saev_store.record._processing import Processor
 
-    Labels: TypeAlias = npt.NDArray[np.uint8]
-
 Address: TypeAlias = str | os.PathLike[str]
 _REMEDY = (
     "Pass the model's image processor as processor=…, or normalised pixels; of pairs (image, label) pass image_key=0."
@@ -37,10 +35,7 @@ _REMEDY = (
 
 
 class Images(ExampleSource):
-    """Images of a source, in batches that are cut at multiples of `batch_size` regardless of the start.
-
-    A resumed recording therefore runs the same forward passes as an uninterrupted one, and loads no image of a batch that it
-    does not run. Only the images of a batch are in memory.
+    """Images of a source, in batches that are cut at multiples of `batch_size`. Only the images of a batch are in memory.
 
     Args:
         images: The address of a folder of images or of an Energon data set; an open source of images, see
@@ -77,7 +72,7 @@ class Images(ExampleSource):
         *,
         processor: Processor | None = None,
         cls_token: bool | None = None,
-        labels: Labels | None = None,
+        labels: npt.NDArray[np.uint8] | None = None,
         masks: Address | DataSet | None = None,
         image_key: ImageKey | None = None,
         data: Mapping[str, object] | None = None,
@@ -133,8 +128,8 @@ class Images(ExampleSource):
                 found["image_key"] = self.image_key
             if (digest := self.source.describe().get("digest")) is not None:
                 found["images"] = {"digest": digest}
-        if self._masks is not None:
-            found["masks"] = self._masks.identity()
+        if self._masks is not None and (masks := self._masks.identity()):
+            found["masks"] = masks
         return found
 
     def batches(self, start: int, end: int) -> Iterator[Batch]:

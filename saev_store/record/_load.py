@@ -104,8 +104,7 @@ def _model(name: str, dtype: Dtype, attention: str | None) -> torch.nn.Module:
     for key in sorted(cast("list[str]", found["missing_keys"])):
         # transformers has filled them with random numbers; no hook point sees a pooler, and zeros have the same digest each time.
         if not {"pooler", "head"}.intersection(key.split(".")):
-            remedy = "Check that config.json belongs to these weights."
-            raise DocumentError(f"its files have no weights for {key}", where=name, remedy=remedy)
+            raise DocumentError(f"its files have no weights for {key}, which config.json has", where=name)
         model.get_parameter(key).data.zero_()
     return model
 
@@ -120,13 +119,9 @@ def _loading(name: str) -> Generator[None]:
     except MemoryError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        raise NotFoundError(
-            f"it could not be loaded: {error}",
-            where=name,
-            remedy="Check the name, or pass a folder that has the files. Only safetensors are read: convert pytorch_model.bin.",
-        ) from error
+        remedy = (
+            "Check the name, or pass a folder that has the files. Only safetensors are read: convert pytorch_model.bin."
+        )
+        raise NotFoundError(f"it could not be loaded: {error}", where=name, remedy=remedy) from error
     except Exception as error:  # many kinds, for damaged files
-        remedy = "Download or copy the model again."
-        raise DocumentError(
-            f"its files are damaged, or do not belong together: {error}", where=name, remedy=remedy
-        ) from error
+        raise DocumentError(f"its files are damaged, or do not belong together: {error}", where=name) from error

@@ -74,15 +74,8 @@ class Masks:
     ) -> npt.NDArray[np.uint8]:
         """The label of each whole patch of a sample, row by row: its most frequent value, of equally frequent ones the smallest.
 
-        Args:
-            sample_idx: Position of the sample in the source.
-            input_px: (height, width) of the model's input.
-            patch_px: (height, width) of a patch.
-            original_px: (height, width) of the original image, if known.
-            framing: How the input was made of it, if known.
-
-        Raises:
-            ArgumentError: the mask has another size, or a label that uint8 cannot hold.
+        The sizes are those of the model's input, of a patch and of the original image; `framing` is how the input was made of it.
+        `ArgumentError` for a mask of another size, or a label that uint8 cannot hold.
         """
         mask = self._mask(sample_idx)
         framed = mask if mask.shape == input_px else None

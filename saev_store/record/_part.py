@@ -66,7 +66,7 @@ def finalize(url: str | os.PathLike[str], *, storage_options: Mapping[str, objec
         storage_options: Options of its file system.
 
     Raises:
-        IncompleteStoreError: examples are missing; the message names them. The same recording, by any number of ranks, adds them.
+        IncompleteStoreError: examples are missing; the message names them.
         NotFoundError: nothing was begun there.
         CorruptShardError: the file of a shard is not what was recorded.
     """
@@ -76,8 +76,6 @@ def finalize(url: str | os.PathLike[str], *, storage_options: Mapping[str, objec
         root = open_transport(folder, storage_options)
         raw = read(root, f"{WORK_FOLDER}/{name}/{METADATA_NAME}", max_bytes=METADATA_MAX_NBYTES)
         if raw is None:
-            raise NotFoundError(
-                "no recording was begun there", where=transport.url, remedy="Name the folder of the store itself."
-            )
+            raise NotFoundError("no recording was begun there", where=transport.url)
         publish(Work(root, parse_metadata(raw, where=transport.url), name=name))
     return ShardStore.open(transport)

@@ -66,7 +66,7 @@ class KeptExamples:
                 raise ResumeError(
                     f"{array.name} of example {recorded.first + i} are not what the source gives now",
                     where=self._store.url,
-                    remedy="Continue with the source that it was begun with, or throw the store away with `discard_unfinished`.",
+                    remedy="Continue with the source that it was begun with.",
                 )
 
     def _read(self, example: int) -> bytes:

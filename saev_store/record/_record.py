@@ -8,13 +8,12 @@ from saev_store.core.arguments import check_choice
 from saev_store.core.dtypes import ITEMSIZES, StoredDtype
 from saev_store.core.layout import RESID_POST
 from saev_store.documents import new_metadata
-from saev_store.errors import ArgumentError, WriterConflictError, brief
+from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapt import adapt
 from saev_store.record._adapters import dtype_of
 from saev_store.record._examples import ExampleSource
 from saev_store.record._fill import fill_missing
-from saev_store.record._identity import describe_recording
-from saev_store.record._names import name_of
+from saev_store.record._identity import describe_recording, name_of
 from saev_store.record._part import RecordedPart, missing_examples, part_examples
 from saev_store.record._recheck import KeptExamples, Recheck
 from saev_store.record._recorder import Recorder
@@ -154,7 +153,6 @@ def record(
         MissingDependencyError: torch is not installed.
     """
     check_choice(recheck, get_args(Recheck), name="recheck")
-    check_choice(on_overflow, ("raise", "saturate"), name="on_overflow")
     of_ranks = None if part is None else check_part(part)
     recorder, metadata = plan(
         model, source, layers, hook_points=hook_points, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard, dataset=dataset,
@@ -163,16 +161,12 @@ def record(
     transport = open_transport(root, storage_options)
     work = Work(transport, metadata)
     there = KeptExamples(work.store, metadata.layout, recheck, saturate=on_overflow == "saturate", work=work)
-    try:
-        with create_store(
-            transport, metadata, resume=resume, exist_ok=exist_ok, part=of_ranks, on_nonfinite=on_nonfinite,
-            on_overflow=on_overflow, progress=progress,
-        ) as writer:  # fmt: skip
-            rounds = dtype is not None or protocol not in {None, "3.0"}
-            fill_missing(writer, recorder, source, part_examples(work, of_ranks), there, rounds=rounds)
-    except WriterConflictError as error:
-        error.remedy = "Each process records a part of its own: part=(rank, n). Stop the others."
-        raise
+    rounds = dtype is not None or protocol not in {None, "3.0"}
+    with create_store(
+        transport, metadata, resume=resume, exist_ok=exist_ok, part=of_ranks, on_nonfinite=on_nonfinite, on_overflow=on_overflow,
+        progress=progress,
+    ) as writer:  # fmt: skip
+        fill_missing(writer, recorder, source, part_examples(work, of_ranks), there, rounds=rounds)
     missing = missing_examples(work)
     if of_ranks is not None and missing:
         return RecordedPart(work.url, of_ranks, tuple(missing))
@@ -208,9 +202,6 @@ def plan(
     # The special token of a text is one of the tokens that the model is given, so it is not the recorder's matter.
     cls_token = geometry.cls_token and adapter.has_cls
     recorder = Recorder(adapter, layers, hook_points=hook_points, cls_token=cls_token)
-    data = source.describe()
-    if "recording" in data:
-        raise ArgumentError("data has a key 'recording', which names the recording itself", where="data")
     family, ckpt = family or adapter.family, ckpt or adapter.ckpt
     for name, value in (("family", family), ("ckpt", ckpt)):
         if not value:
@@ -233,7 +224,7 @@ def plan(
         d_model=adapter.d_model,
         n_examples=geometry.n_examples,
         max_tokens_per_shard=max_tokens_per_shard,
-        data={**data, "recording": describe_recording(recorder, source.identity())},
+        data={**source.describe(), "recording": describe_recording(recorder, source.identity())},
         dataset=dataset,
         dtype=dtype,
         text=geometry.text,

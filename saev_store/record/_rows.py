@@ -26,11 +26,7 @@ class Rows:
 
 
 def cut_documents(document_starts: IntArray, context: int) -> Rows:
-    """Rows of at most `context` tokens, each of one document.
-
-    >>> cut_documents(np.array([0, 5, 5, 7]), 3).starts.tolist()
-    [0, 3, 5, 7]
-    """
+    """Rows of at most `context` tokens, each of one document."""
     lengths = np.diff(document_starts)
     n_rows = -(-lengths // context)
     # The rows of a document begin at its start, and `context` after each other.

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from saev_store.errors import ArgumentError, brief
-from saev_store.record._names import name_of
+from saev_store.record._identity import name_of
 from saev_store.sources import MapStyle, Source, TextFile, recorded_from
 from saev_store.sources.texts import text_of
 

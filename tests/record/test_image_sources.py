@@ -395,7 +395,6 @@ def test_sources_without_images_and_wrong_arguments_are_refused(model: object, t
         (lambda: Images(pixels, 0), ArgumentError, "batch_size"),
         (lambda: Images(pixels, True), ArgumentError, "batch_size"),
         (lambda: Images(pixels, 2.0), ArgumentError, "batch_size"),
-        (lambda: Images(pixels, data={"recording": 1}), ArgumentError, "data"),
         (lambda: Images(pixels, cls_token="no"), ArgumentError, "cls_token"),
         (lambda: Images(pixels.astype(np.uint8)), ArgumentError, "images"),
         (lambda: Images(torch.zeros((2, 3, 16, 16), dtype=torch.int64)), ArgumentError, "images"),

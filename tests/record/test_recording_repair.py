@@ -167,6 +167,7 @@ def test_repair_of_a_store_of_9b30f8f_compares_weights_configuration_and_source(
     old["model"] |= {"modules": "0" * 64, "hooks": {"h.0": ["forward_hook f 12ab"]}}
     old |= {"call": {"keywords": True, "batch_axis": 0}, "packages": {"torch": "2.1"}}
     old["computation"] |= {"autocast": {}}
+    old["source"] |= {"images": {"digest": {"scope": "full", "value": "0"}}, "masks": {"digest": {"scope": "full"}}}
     with ShardStore.create(tmp_path, store.metadata.replace(data=data), progress=False) as writer:
         writer.append(store.read(slice(None), dtype="stored").copy(), **dict(store.token_arrays))
     path = tmp_path / writer.metadata.hash

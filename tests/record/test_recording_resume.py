@@ -573,7 +573,6 @@ def test_record_refuses_wrong_arguments_before_anything_is_written(tmp_path: Pat
         ({"ckpt": None}, ArgumentError, "ckpt"),
         ({"hook_points": ("attn",)}, ArgumentError, "hook_points"),
         ({"recheck": "off"}, ArgumentError, "recheck"),
-        ({"on_overflow": "warn"}, ArgumentError, "on_overflow"),
         ({"on_nonfinite": "ignore"}, ArgumentError, "on_nonfinite"),
         ({"max_tokens_per_shard": 3}, ArgumentError, "metadata"),
         ({"protocol": "2.0"}, ArgumentError, "protocol"),
