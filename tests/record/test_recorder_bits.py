@@ -224,7 +224,7 @@ def check_images(store: object, model: torch.nn.Module, name: str, images: np.nd
 
 @pytest.mark.parametrize("name", [name for name in [*VISION, *LANGUAGE_CLASSES] if name.endswith("Model") and "LMHead" not in name])  # fmt: skip
 def test_record_of_every_family_in_every_dtype_stores_the_models_bits(tmp_path: Path, name: str) -> None:
-    for dtype in ("float32", "bfloat16", "float16"):
+    for dtype in ("float32", "bfloat16"):
         is_vision = name in VISION
         model = (tiny_vision(name) if is_vision else tiny_language(name)).to(getattr(torch, dtype))
         points = [point for point in POINTS if point in adapt(model).points]
@@ -395,41 +395,6 @@ def test_adapt_refuses_models_whose_blocks_or_vectors_cannot_be_found() -> None:
         assert refused.value.where == "model"
 
 
-class Foreign(torch.nn.Module):
-    """A model of no library: an embedding, and blocks in a dict of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = torch.nn.Embedding(VOCABULARY, D_MODEL)
-        self.steps = torch.nn.ModuleDict(
-            {name: torch.nn.Sequential(torch.nn.Linear(D_MODEL, D_MODEL), torch.nn.Tanh()) for name in "ab"}
-        )
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids)
-        for step in self.steps.values():
-            hidden = hidden + step(hidden)
-        return hidden
-
-
-def test_adapter_of_a_list_of_blocks_gives_their_vectors() -> None:
-    model = Foreign()
-    points = {"mlp_pre": HookPoint("0"), "mlp_out": HookPoint("1"), "in": HookPoint("", "input")}
-    adapter = TextAdapter(model=model, blocks=[model.steps["a"], model.steps["b"]], d_model=D_MODEL, points=points)
-    ids, _ = padded_ids()
-    with Recorder(adapter, layers=(1, 0), hook_points=("mlp_out", "in", "mlp_pre")) as recorder:
-        acts = recorder(ids)
-    with torch.no_grad():
-        streams = [model.embedding(ids)]
-        streams.append(streams[0] + model.steps["a"](streams[0]))
-        for first, depth in ((0, 1), (3, 0)):
-            step = model.steps["ab"[depth]]
-            assert torch.equal(acts[:, first], step(streams[depth]))
-            assert torch.equal(acts[:, first + 1], streams[depth])
-            assert torch.equal(acts[:, first + 2], step[0](streams[depth]))
-
-
 class Encoder(torch.nn.Module):
     """Encoder layers of torch over a causal mask, with either order of axes."""
 
@@ -481,8 +446,8 @@ def test_adapter_of_layers_of_torch_gives_the_same_bits_whichever_layers_are_rec
 
 
 def test_adapters_that_break_a_rule_are_refused() -> None:
-    model = Foreign()
-    step = model.steps["a"]
+    model = Encoder(batch_first=True)
+    step = model.encoder.layers[0]
     good = {"model": model, "blocks": [step], "d_model": D_MODEL}
     cases = [
         ({"blocks": []}, "blocks"), ({"blocks": [step, step]}, "blocks"), ({"blocks": [torch.nn.Linear(2, 2)]}, "blocks"),
@@ -501,7 +466,7 @@ def test_adapters_that_break_a_rule_are_refused() -> None:
         assert refused.value.where == where, changes
     with pytest.raises(ArgumentError):
         HookPoint("mlp", "middle")
-    for points in ({"a": HookPoint("nowhere")}, {"a": HookPoint("0.weight")}):
+    for points in ({"a": HookPoint("nowhere")}, {"a": HookPoint("linear1.weight")}):
         with pytest.raises(ArgumentError):
             Recorder(TextAdapter(**good, points=points), (0,), hook_points=("a",))
 

@@ -16,13 +16,9 @@ from saev_store.errors import (
     DocumentError,
     NotFoundError,
     SaevStoreError,
-    SelectionError,
     TransportError,
 )
 from saev_store.record import Texts, record
-from saev_store.sources import open_source
-from saev_store.sources.llmbatch import write_batch_file
-from saev_store.sources.mmididx import IndexedDatasetBuilder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -172,36 +168,6 @@ def test_texts_in_any_form_and_tokenizers_of_both_libraries_give_the_same_tokens
     whole.write_text(" ".join(TEXTS))
     joined = {0: [token for tokens in IDS.values() for token in tokens]}
     assert tokens_of(recorded(model, Texts(whole, tokenizer, context=4), tmp_path / "whole")) == joined
-
-
-def test_token_files_are_recorded_sample_by_sample_and_traced(tmp_path: Path, model: object) -> None:
-    with IndexedDatasetBuilder(tmp_path / "tokens", dtype=np.uint16) as builder:
-        for document in DOCUMENTS:
-            builder.add_document(document)
-    source = open_source(tmp_path / "tokens.idx")
-    for layout in ("window", "stream"):
-        options = {"context": CONTEXT, "layout": layout, "batch_size": 3}
-        store = recorded(model, Texts(source, **options), tmp_path / "store")
-        assert store[:].tobytes() == recorded(model, Texts(DOCUMENTS, **options), tmp_path / "plain")[:].tobytes()
-        assert tokens_of(store) == {key: ids for key, ids in enumerate(DOCUMENTS) if ids}
-        for example in range(len(store)):
-            for token in range(store.layout.content_tokens_per_example):
-                key, at = (int(store.token_arrays[name][example, token]) for name in ("document_ids", "positions"))
-                if key < 0:
-                    with pytest.raises(SelectionError):
-                        store.origin(example, token)
-                    continue
-                origin = store.origin(example, token, neighbours=2)
-                assert (origin.sample_idx, origin.place.position) == (key, at)
-                assert origin.sample.tolist() == DOCUMENTS[key]
-                assert origin.place.before == tuple(DOCUMENTS[key][max(0, at - 2) : at])
-                assert origin.place.after == tuple(DOCUMENTS[key][at + 1 : at + 3])
-    records = np.random.default_rng(5).integers(3, VOCABULARY, (12, 7)).astype(np.uint32)
-    write_batch_file(tmp_path / "x.batch", records, batch_size=4)
-    source = open_source(tmp_path / "x.batch")
-    store = recorded(model, Texts(source, context=7, batch_size=5), tmp_path / "batches")
-    assert store.token_arrays["token_ids"][:].tolist() == [source[i].tolist() for i in range(12)]
-    assert store.token_arrays["mask"][:].all()
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
