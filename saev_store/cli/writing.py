@@ -47,29 +47,15 @@ def copy(
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(
-            help="Round the numbers to this dtype, as a new store, and report what that changed [default: the source's]."
-        ),
+        typer.Option(help="Round the numbers to this dtype, as a new store [default: the source's]."),
     ] = None,
     on_overflow: Annotated[
-        Literal["raise", "warn", "saturate"],
+        Literal["raise", "saturate"],
         typer.Option(help="With --dtype: what to do with numbers that would become infinite."),
     ] = "raise",
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy, or refuse to.")
     ] = True,
-    max_mb_per_s: Annotated[
-        float | None,
-        typer.Option(
-            metavar="MB", help="Limit of MB (10^6 bytes) per second, reads and writes together [default: none]."
-        ),
-    ] = None,
-    max_requests_per_s: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N", help="Limit of requests per second, to source and destination together [default: none]."
-        ),
-    ] = None,
     scheduler: Scheduler = None,
     as_json: AsJson = False,
     option: Options = None,
@@ -90,15 +76,13 @@ def copy(
         storage_options=storage_options(option),
         dst_storage_options=storage_options(dst_option, where="--dst-option"),
         resume=resume,
-        max_mb_per_s=max_mb_per_s,
-        max_requests_per_s=max_requests_per_s,
         client=scheduler,
         progress=progress,
     )
     if as_json:
-        emit_json({"url": url} if url.rounding is None else {"url": url, "conversion": url.rounding.to_dict()})
+        emit_json({"url": url})
     else:
-        emit(url if url.rounding is None else f"{url}\n{url.rounding}")
+        emit(url)
 
 
 def import_(

@@ -1,23 +1,20 @@
 """Writing stores that survive a crash: append, resume, publish, copy, repair, clean up."""
 
 from saev_store.writer.cleaning import Cleaned, Leftover, clean, discard_unfinished, old_claim
-from saev_store.writer.copying import Copied, copy_store
+from saev_store.writer.copying import copy_store
 from saev_store.writer.create import create_store
 from saev_store.writer.digests import Digests, FileDigests, load_digests
 from saev_store.writer.publish import finalize_store, writing_requests
 from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
-from saev_store.writer.rounding import RoundingReport
 from saev_store.writer.shard_writer import ShardWriter
 
 __all__ = [
     "Cleaned",
-    "Copied",
     "Digests",
     "FileDigests",
     "Leftover",
     "RepairWriter",
     "RepairedFile",
-    "RoundingReport",
     "ShardWriter",
     "clean",
     "copy_store",

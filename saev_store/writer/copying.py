@@ -9,13 +9,12 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace as replaced
-from typing import TYPE_CHECKING, Self, get_args
-from uuid import uuid4
+from typing import TYPE_CHECKING, Literal
 
 from saev_store._runtime.cluster import map_shards
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import n_cores
-from saev_store.core.arguments import check_choice, check_flag, check_number
+from saev_store.core.arguments import check_choice, check_flag
 from saev_store.core.dtypes import ITEMSIZES, StoredDtype
 from saev_store.core.layout import LayerKey
 from saev_store.core.rows import Tokens, row_space
@@ -31,14 +30,11 @@ from saev_store.errors import (
 from saev_store.names import DIGESTS_NAME, METADATA_NAME
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
-from saev_store.transport.durable import TEMP_PREFIX
-from saev_store.writer.copies import Copy, Rate, identity_now
+from saev_store.writer.copies import Copy, identity_now
 from saev_store.writer.copy_metadata import in_dtype, in_protocol, part_of
-from saev_store.writer.create import differing
+from saev_store.writer.create import kept_shards
 from saev_store.writer.digests import load_digests
-from saev_store.writer.inputs import OverflowPolicy
 from saev_store.writer.publish import publish
-from saev_store.writer.rounding import RoundingReport
 from saev_store.writer.work import create, each, names, read
 
 if TYPE_CHECKING:
@@ -51,26 +47,6 @@ _ORIGIN = "origin.json"
 _MAX_THREADS = 8
 
 
-class Copied(str):
-    """The address of a copy.
-
-    Attributes:
-        rounding: What the copy's dtype has changed; None where no dtype was asked for.
-
-    >>> Copied("/scratch/shards/1a2b3c4d").rounding is None
-    True
-    """
-
-    __slots__ = ("rounding",)
-
-    rounding: RoundingReport | None
-
-    def __new__(cls, url: str, rounding: RoundingReport | None = None) -> Self:
-        copied = super().__new__(cls, url)
-        copied.rounding = rounding
-        return copied
-
-
 def copy_store(
     src: Url,
     dst: Url,
@@ -79,57 +55,45 @@ def copy_store(
     tokens: Tokens = "all",
     protocol: str | None = None,
     dtype: StoredDtype | None = None,
-    on_overflow: OverflowPolicy = "raise",
+    on_overflow: Literal["raise", "saturate"] = "raise",
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
     resume: bool = True,
     replace: bool = False,
-    max_mb_per_s: float | None = None,
-    max_requests_per_s: float | None = None,
     client: Client | str | None = None,
     progress: bool | None = None,
-) -> Copied:
+) -> str:
     """Copy a store below `dst`, and return the address of the complete, checked copy.
 
-    Without `layers`, `tokens` and `dtype` the copy has the same folder name, documents and vectors, byte for byte. Every block is
-    compared with the source's digests.json, if there is one, while it is read; what a service has copied by itself is read, and
-    compared too. The copy always has a digests.json. Zeros that pad the last shard are a hole on this machine, and absent in buckets.
+    Without further arguments the copy has the same folder name, documents and vectors, byte for byte. While it is read, every block
+    is compared with the source's digests.json, if there is one. The copy always has one. Zeros that pad the last shard are a hole on
+    this machine, and absent in buckets.
 
-    With `layers` or `tokens` the copy is a new store that holds only these layers, in the order of the source, and only these
-    tokens, with a hash of its own and a `provenance.json` that names its origin. If the source has a digests.json, the blocks that
-    they are in are compared. The protocol has no store without content, so `tokens="special"` includes the first content token.
+    With `layers`, `tokens` or `dtype` the copy is a new store with a hash of its own, and a `provenance.json` that names its origin.
+    Layers keep the order of the source. `tokens="special"` includes the first content token: no store is without content. A store
+    of another dtype is written as protocol 2.0 if that can hold everything, else as 3.0; numbers are rounded to nearest even.
 
-    With `protocol` the documents are written as those of that protocol version, so the folder has another name. Keys that the
-    version does not know are left out. On one disk the shards are hard links of the source's files, and are not read if it has
-    digests.
+    With `protocol` only the documents change. Keys that the version does not know are left out. On one disk the shards are hard
+    links of the source's files, if it has digests.
 
-    With `dtype` a new store of that dtype is written: as protocol 2.0 if that can hold everything, else as 3.0. Numbers are rounded
-    to nearest even. `rounding` of the result, which is also `conversion` in the copy's `provenance.json`, has what that changed;
-    it is the same however often the copy was interrupted.
-
-    Up to eight shards are copied at once, each with up to 200 MiB of memory, or two examples if those are larger.
-
-    `metadata.json` comes last, so a partial copy never opens. After an interruption the same call continues: whole shards are
-    read again and kept, the others copied.
+    Up to eight shards are copied at once, each with up to 200 MiB of memory, or two examples if those are larger. `metadata.json`
+    comes last, so a partial copy never opens. After an interruption the same call continues: whole shards are read again and kept.
 
     Args:
         src: The store to copy, a path or URL.
         dst: The folder in which the copy's folder `<HASH>` is made; naming that folder itself is fine, too.
         layers: Labels of the layers to keep, or pairs (label, hook point); None is all of them.
-        tokens: `"content"` leaves special tokens out; `"special"` keeps them and the first content token.
-        protocol: "1.0.0", "2.0" or "2.1"; None keeps the source's. Programs that insist on the keys of 2.1 read "2.1" only.
+        tokens: `"all"`, `"content"` or `"special"`.
+        protocol: "1.0.0", "2.0", "2.1" or "3.0"; None keeps the source's. Programs that insist on the keys of 2.1 read "2.1" only.
         dtype: "bfloat16", "float16" or "float32"; None keeps the source's.
-        on_overflow: What to do with finite numbers that become infinite in `dtype`: "raise", "warn" and store infinity, or
-            "saturate" at its largest finite number. A copy is continued with the same policy; after "raise" with any.
+        on_overflow: What to do with finite numbers that become infinite in `dtype`: "raise", or "saturate" at its largest finite number.
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
         resume: Continue an unfinished copy, and accept a finished one; False refuses both.
-        replace: Delete a store of that name that is not this copy, or is damaged, and copy again; False refuses. One without
+        replace: Delete a finished store of that name that is not this copy, or is damaged, and copy again; False refuses. One without
             digests.json, which every copy has, is never deleted.
-        max_mb_per_s: Limit of megabytes (10**6 bytes) per second that are read and written together.
-        max_requests_per_s: Limit of its requests per second, to both places together.
-        client: A `distributed.Client` or the address of a scheduler: its workers copy the shards, one for each task. Without
-            limits; both addresses must mean the same to all workers.
+        client: A `distributed.Client` or the address of a scheduler: its workers copy the shards, one for each task. Both addresses
+            must mean the same to all workers.
         progress: A bar on standard error; None shows it on a terminal.
 
     Raises:
@@ -138,17 +102,16 @@ def copy_store(
         StoreExistsError: another store (unless `replace`), or with `resume=False` this one is there.
         IncompleteStoreError: `resume` is False and there is an unfinished copy; or an unfinished store of something else.
         WriterConflictError: another process is copying to there.
-        ArgumentError: a limit is not positive, or there is a client and a limit; the source's metadata cannot be written in that
-            protocol; there is no such dtype, or it cannot hold a number and `on_overflow` is "raise".
+        ArgumentError: an option breaks its rule; the source's metadata cannot be written in that protocol; the dtype cannot hold a
+            number and `on_overflow` is "raise".
         MissingDependencyError: `client` is an address, and distributed is not installed.
-        TransportError: bytes could not be moved, or did not arrive as they were sent; or files of the source were replaced.
+        TransportError: bytes could not be moved; or files of the source were replaced.
     """
     resume, replace = check_flag(resume, name="resume"), check_flag(replace, name="replace")
     progress = check_flag(progress, name="progress", other=None)
-    check_choice(on_overflow, get_args(OverflowPolicy), name="on_overflow")
+    check_choice(on_overflow, ("raise", "saturate"), name="on_overflow")
     if not isinstance(dst, (str, os.PathLike)) or not os.fspath(dst):
         raise ArgumentError(f"dst is {brief(dst)}; it must be a path or a URL", where="dst")
-    rate = _rate(max_mb_per_s, max_requests_per_s, client)
     with ShardStore.open(src, storage_options) as store:
         store.validate().raise_if_bad()  # the sizes of a remote store have not been looked at by opening it
         metadata, kept, is_whole = _described(store, layers, tokens, protocol, dtype)
@@ -157,47 +120,24 @@ def copy_store(
         head, slash, tail = url.rpartition("/")
         if tail == name:  # the copy itself is named, not the folder above it
             url = head or slash or "."
-        root, rounding = open_transport(url, dst_storage_options), None
-        copy = Copy(store, root, metadata, rate, kept, on_overflow, is_whole)
+        root = open_transport(url, dst_storage_options)
+        copy = Copy(store, root, metadata, kept, on_overflow, is_whole)
         make_copy(copy, resume=resume, replaces=replace, client=client, progress=progress)
-        if copy.rounds:
-            rounding = copy.report()
-        if dtype is not None and rounding is None:
-            rounding = RoundingReport(dtype, dtype, metadata.layout.n_examples * metadata.layout.vectors_per_example)
-    return Copied(f"{url.rstrip('/')}/{name}" if root.local_path is None else root.at(name).url, rounding)
+    return f"{url.rstrip('/')}/{name}" if root.local_path is None else root.at(name).url
 
 
 def make_copy(copy: Copy, *, resume: bool, replaces: bool, client: Client | str | None, progress: bool | None) -> None:
-    """Copy all that is missing, and publish the copy.
-
-    Args:
-        copy: The copy.
-        resume: Continue an unfinished copy, and accept a finished one.
-        replaces: Delete what is there instead, finished or not, and copy again.
-        client: A dask cluster whose workers copy the shards; None is threads of this process.
-        progress: As in `create_store`.
-
-    Raises:
-        SaevStoreError: see `copy_store`.
-    """
+    """Copy all that is missing, and publish the copy; arguments and errors as of `copy_store`."""
     work, was = copy.work, identity_now(copy.store)
     if work.is_published():
         if _is_done(copy, resume=resume, replaces=replaces):
             return
         resume = True
     copy.check_token_arrays()
-    _begin(copy, resume=resume, replaces=replaces)
-    layout, receipts = work.layout, work.receipts(range(work.layout.n_shards))
-    there = {shard_idx: receipt for shard_idx, receipt in enumerate(receipts) if receipt is not None}
-    wrong = differing(
-        {shard_idx: receipt.nbytes for shard_idx, receipt in there.items()},
-        lambda shard_idx: copy.is_kept(shard_idx, there[shard_idx]),
-        is_disk=work.is_disk,
-        progress=progress,
-    )
-    for shard_idx in wrong:
-        work.forget(shard_idx)
-    missing = [shard_idx for shard_idx in range(layout.n_shards) if shard_idx not in there or shard_idx in wrong]
+    _begin(copy, resume=resume)
+    layout = work.layout
+    there = kept_shards(work, range(layout.n_shards), progress=progress)
+    missing = [shard_idx for shard_idx in range(layout.n_shards) if shard_idx not in there]
     total = sum(map(layout.used_nbytes, missing))
     with Progress(total, "copying", shown=progress) as bar, closing(_copied(copy, missing, client)) as done:
         for nbytes in done:
@@ -222,36 +162,26 @@ def _copied(copy: Copy, shards: Sequence[int], client: Client | str | None) -> G
             for future in [pool.submit(copy.copy_shard, shard_idx) for shard_idx in shards]:
                 yield future.result()
         except BaseException:
-            copy.stopped.set()  # the others end at their next block
+            copy.stopped.set()  # the others end at their next blocks
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _begin(copy: Copy, *, resume: bool, replaces: bool) -> None:
-    """Begin the copy, or continue what was begun."""
-    work, origins = copy.work, copy.origins()
-    is_new = work.begin()
-    if not is_new and not resume:
+def _begin(copy: Copy, *, resume: bool) -> None:
+    """Begin the copy, or continue what was begun of the same recording, with the same policy."""
+    work, origin = copy.work, f"{identity_now(copy.store)} {copy.on_overflow}".encode()
+    if not work.begin() and not resume:
         raise IncompleteStoreError(
             "an unfinished copy is there", where=work.url, remedy="Continue it with resume=True."
         )
-    raw = read(work.work, _ORIGIN)
-    there = None if raw is None else raw.decode(errors="replace")
-    is_other = bool(names(work.work, "receipts")) if there is None else there not in origins
-    if is_other and (there is None or not replaces):
+    there = read(work.work, _ORIGIN)
+    if there != origin if there else names(work.work, "receipts"):
         raise IncompleteStoreError(
             "an unfinished store of something else is there: of another recording, or with another on_overflow",
             where=work.url,
             remedy="Finish it, or throw it away with `discard_unfinished`, or copy elsewhere.",
         )
-    for shard_idx in range(work.layout.n_shards) if is_other else ():
-        work.forget(shard_idx)
-    if is_other:
-        copy.root.delete(work.name)  # labels and documents, too
-    if there is None:
-        create(work.work, _ORIGIN, origins[0].encode())
-    else:
-        work.work.put(_ORIGIN, origins[0].encode())
+    create(work.work, _ORIGIN, origin)
 
 
 def _is_done(copy: Copy, *, resume: bool, replaces: bool) -> bool:
@@ -268,8 +198,9 @@ def _is_done(copy: Copy, *, resume: bool, replaces: bool) -> bool:
     if not fault and resume:
         work.remove()
         return True
-    if fault and replaces and _is_source(copy):
-        fault, replaces = "the source itself is there", False
+    here, source = work.store.local_path, copy.store.transport.local_path
+    if work.url == copy.store.url or (here and source and os.path.realpath(here) == os.path.realpath(source)):
+        replaces = False
     if theirs is None or not (fault and replaces):
         raise StoreExistsError(
             fault or "the copy is there already",
@@ -286,41 +217,10 @@ def _is_done(copy: Copy, *, resume: bool, replaces: bool) -> bool:
     return False
 
 
-def _is_source(copy: Copy) -> bool:
-    """Return True if the store there is the source, which may have several addresses: a file of one is in the other."""
-    probe, place = f"{TEMP_PREFIX}{uuid4().hex}", copy.work.store
-    place.put(probe, b"1")
-    try:
-        return read(copy.store.transport, probe) is not None
-    finally:
-        place.delete(probe)
-
-
-def _rate(max_mb_per_s: object, max_requests_per_s: object, client: object) -> Rate | None:
-    """The limit of a copy; None if there is none."""
-    if max_mb_per_s is None and max_requests_per_s is None:
-        return None
-    if client is not None:
-        raise ArgumentError(
-            "there are a client and a limit, which each worker would count by itself",
-            where="client",
-            remedy="Copy without a limit, with fewer workers; or without a client.",
-        )
-    most = float("inf")
-    return Rate(
-        most if max_mb_per_s is None else 1e6 * check_number(max_mb_per_s, name="max_mb_per_s"),
-        most if max_requests_per_s is None else check_number(max_requests_per_s, name="max_requests_per_s"),
-    )
-
-
 def _described(
     store: ShardStore, layers: Sequence[LayerKey] | None, tokens: Tokens, protocol: str | None, dtype: str | None
 ) -> tuple[Metadata, slice, bool]:
-    """The metadata of a copy, the positions of its tokens, and True if it has all vectors, in files as those of the source.
-
-    Raises:
-        ArgumentError, LayerNotFoundError, SelectionError: see `copy_store`.
-    """
+    """The metadata of a copy, the positions of its tokens, and True if it has all vectors, in files as those of the source."""
     if protocol is not None:
         check_choice(protocol, tuple(WRITABLE_VERSIONS), name="protocol")
     if dtype is not None:

@@ -103,26 +103,30 @@ def create_store(
 
 
 def _kept(work: Work, shards: range, *, resume: bool, is_part: bool, progress: bool | None) -> dict[int, Receipt]:
-    """Begin a store, or continue it: its durable shards that are what was written. Receipts of others are deleted, with a warning."""
+    """Begin a store, or continue it: its durable shards that are what was written."""
     is_new = work.begin()
-    found = zip(shards, work.receipts(shards), strict=True)
-    there = {shard_idx: receipt for shard_idx, receipt in found if receipt is not None}
+    there = [receipt for receipt in work.receipts(shards) if receipt is not None]
     if not (is_new or resume or (is_part and not there)):
-        n = sum(map(work.layout.examples_in, there))
         raise IncompleteStoreError(
-            f"there is an unfinished store, with {n} of {work.layout.n_examples} examples",
+            f"there is an unfinished store, with {len(there)} of {work.layout.n_shards} shards",
             where=work.url,
             remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
         )
+    return kept_shards(work, shards, progress=progress)
+
+
+def kept_shards(work: Work, shards: range, *, progress: bool | None) -> dict[int, Receipt]:
+    """Those of some shards that are durable, and what was written. Receipts of others are deleted, with a warning."""
+    found = zip(shards, work.receipts(shards), strict=True)
+    there = {shard_idx: receipt for shard_idx, receipt in found if receipt is not None}
     nbytes = {shard_idx: receipt.nbytes for shard_idx, receipt in there.items()}
     damaged = differing(nbytes, lambda i: is_whole(work, i, there[i]), is_disk=work.is_disk, progress=progress)
     if damaged and not work.is_published():
         for shard_idx in damaged:
             work.forget(shard_idx)
-        names = ", ".join(shard_name(shard_idx) for shard_idx in sorted(damaged)[:5])
+        names = ", ".join(map(shard_name, sorted(damaged)[:5]))
         warnings.warn(
-            f"{work.url}: {len(damaged)} shards ({names}) are not what was written, or what was recorded of their tokens is not; "
-            "their examples have to be appended again.",
+            f"{work.url}: {len(damaged)} shards ({names}) are not what was written; they have to be written again.",
             SaevStoreWarning,
             stacklevel=outside(),
         )

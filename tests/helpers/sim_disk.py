@@ -161,8 +161,8 @@ class Disk:
             self.state.files[full] = file
         return DiskSink(self.state, full, file, used_nbytes)
 
-    def copy_within(self, source: object, source_path: str, path: str) -> bool:
-        return False
+    def list_uploads(self, path: str = "") -> None:
+        return None
 
     @contextlib.contextmanager
     def lock(self, path: str) -> Iterator[None]:

@@ -74,7 +74,7 @@ def append_missing(writer: ShardWriter, this: Case, batch: int = 2, most: int | 
 def copy_whole(store, root, metadata=None, *, resume=True, replace=False, client=None) -> None:
     """Copy to a transport, which may be one of a test."""
     tokens = slice(0, store.layout.tokens_per_example)
-    copy = Copy(store, root, metadata or store.metadata, None, tokens, "raise", True)
+    copy = Copy(store, root, metadata or store.metadata, tokens, "raise", True)
     make_copy(copy, resume=resume, replaces=replace, client=client, progress=False)
 
 

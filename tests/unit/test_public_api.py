@@ -81,7 +81,7 @@ PUBLIC = {
         View
     """,
     "saev_store.writer": """
-        Cleaned Copied Digests FileDigests Leftover RepairWriter RepairedFile RoundingReport ShardWriter
+        Cleaned Digests FileDigests Leftover RepairWriter RepairedFile ShardWriter
         clean copy_store create_store discard_unfinished finalize_store load_digests old_claim open_repair
         writing_requests
     """,
