@@ -126,12 +126,6 @@ def import_(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an unfinished import, or refuse to.")
     ] = True,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify/--no-verify", help="Compare the store with the cache before it is published, or do not."
-        ),
-    ] = True,
     on_nonfinite: Annotated[
         Literal["raise", "warn", "allow"], typer.Option(help="What to do with NaN and infinity.")
     ] = "raise",
@@ -154,7 +148,7 @@ def import_(
         layers=None if layers is None else layer_keys(layers, where="--layers"),
         layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
         context=context, cls_token=cls_token, dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard,
-        resume=resume, verify=verify, storage_options=storage_options(option),
+        resume=resume, storage_options=storage_options(option),
         dst_storage_options=storage_options(dst_option, where="--dst-option"),
         on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
     )  # fmt: skip
@@ -186,7 +180,7 @@ def clean(
         emit_json({
             "url": transport.url,
             "dry_run": dry_run,
-            "leftovers": [asdict(leftover) for leftover in cleaned.leftovers],
+            "leftovers": [asdict(leftover) for leftover in cleaned],
         })  # fmt: skip
         return
     done = "would be removed" if dry_run else "removed"
@@ -194,10 +188,10 @@ def clean(
         (
             leftover.path or ".",
             leftover.kind,
-            "" if leftover.nbytes is None else human_bytes(leftover.nbytes),
+            human_bytes(leftover.nbytes),
             f"kept: {leftover.kept_because}" if leftover.kept_because else done,
         )
-        for leftover in cleaned.leftovers
+        for leftover in cleaned
     ]
     if rows:
         emit_table(("path", "what", "size", "state"), rows)

@@ -51,8 +51,8 @@ def part_examples(work: Work, part: Part | None) -> range:
 def missing_examples(work: Work, part: Part | None = None) -> list[tuple[int, int]]:
     """The half-open ranges of examples of a part whose shards are not durable, neighbours merged; of a published store none."""
     shards = part_shards(work.layout.n_shards, *(part or (0, 1)))
-    receipts = zip(shards, work.receipts(shards), strict=True)
-    found = [work.layout.example_range(shard) for shard, receipt in receipts if receipt is None]
+    receipts = work.receipts(shards)
+    found = [work.layout.example_range(shard) for shard in shards if shard not in receipts]
     return [] if found and work.is_published() else list(merge_ranges(found))
 
 

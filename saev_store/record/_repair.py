@@ -113,11 +113,11 @@ def repair(
         progress=progress,
     ) as writer:  # fmt: skip
         given = source.geometry(recorder.adapter).token_arrays
-        for name in (*writer.lost_arrays, *(name for name in writer.absent_arrays if name in given)):
+        for name in writer.lost_arrays:
             if name not in given:  # before protocol 3.0 no document has whether there are labels
                 raise ResumeError(f"its {name} are lost, and the source of this call has none", where=writer.url)
             writer.restore_array(name, _values(source, name, there.layout.n_examples))
-        fill_missing(writer, recorder, source, range(there.layout.n_examples), kept, without=writer.absent_arrays)
+        fill_missing(writer, recorder, source, range(there.layout.n_examples), kept, without=given)
     return RepairedRecording(ShardStore.open(open_transport(url, storage_options)), tuple(writer.repaired))
 
 

@@ -93,20 +93,18 @@ def _look(root: Transport, name: str) -> StoreEntry | None:
 
 
 def _look_unfinished(root: Transport, name: str, url: str) -> StoreEntry | None:
-    from saev_store.writer import old_claim
-
-    raw, note = b"", "not published yet; create(…, resume=True) continues it"
+    note = "not published yet; create(…, resume=True) continues it"
     try:
         raw = root.read(f"{WORK_FOLDER}/{name}/{METADATA_NAME}", max_bytes=METADATA_MAX_NBYTES)
     except NotFoundError:
-        with contextlib.suppress(SaevStoreError):
-            if (claimed := old_claim(root.at(name))) is None:
-                return None
-            raw = claimed.encode("utf-8", "surrogatepass")
-        note = "begun by an older version, which has to finish it"
+        try:
+            root.size(f"{name}/{WORK_FOLDER}/claim.json")
+        except SaevStoreError:
+            return None
+        return StoreEntry(name, url, "unfinished", None, "begun by an older version, which has to finish it")
     except SaevStoreError as error:
         return StoreEntry(name, url, "unfinished", None, str(error))
     try:
         return StoreEntry(name, url, "unfinished", parse_metadata(raw, where=url), note)
-    except (SaevStoreError, UnicodeEncodeError):
+    except SaevStoreError:
         return StoreEntry(name, url, "unfinished", None, "its metadata cannot be read")

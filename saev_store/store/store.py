@@ -148,7 +148,7 @@ class ShardStore(TextReading):
         hook_points: Sequence[str] | None = None, text: Mapping[str, object] | None = None,
         data: Mapping[str, object] | None = None, dataset: str | os.PathLike[str] | None = None,
         max_tokens_per_shard: int | None = None, max_block_bytes: int = 256 << 20, resume: bool = True,
-        verify: bool = True, client: distributed.Client | str | None = None, storage_options: Mapping[str, object] | None = None,
+        client: distributed.Client | str | None = None, storage_options: Mapping[str, object] | None = None,
         pad: bool | None = None, on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
         on_overflow: Literal["raise", "warn", "saturate"] = "raise", progress: bool | None = None,
     ) -> ShardStore:  # fmt: skip
@@ -175,7 +175,6 @@ class ShardStore(TextReading):
             max_tokens_per_shard: Budget of vectors per shard; None chooses one, as `new_metadata`.
             max_block_bytes: Read at most so much of the array at a time, or one example, or one chunk. Two copies are in memory.
             resume: Continue an unfinished import, or begin one, and accept a finished store; False refuses both.
-            verify: Compare what an earlier call has written with the array, all of which is then read.
             client: A dask cluster whose workers write a dask array, each its own shards.
             storage_options: What fsspec hands to the file system of `root`.
             pad: Write the last shard at full size, its tail zeros.
@@ -198,7 +197,7 @@ class ShardStore(TextReading):
         from saev_store.writer.importing import ImportOptions, import_array
 
         return import_array(
-            array, root, ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress),
+            array, root, ImportOptions(resume, max_block_bytes, pad, on_nonfinite, on_overflow, progress),
             layers=layers, dims=dims, dtype=dtype, token_arrays=token_arrays, data=data, cls_token=cls_token, client=client,
             storage_options=storage_options, family=family, ckpt=ckpt, hook_points=hook_points, text=text, dataset=dataset,
             max_tokens_per_shard=max_tokens_per_shard,

@@ -1,6 +1,6 @@
 """Writing stores that survive a crash: append, resume, publish, copy, repair, clean up."""
 
-from saev_store.writer.cleaning import Cleaned, Leftover, clean, discard_unfinished, old_claim
+from saev_store.writer.cleaning import Leftover, clean, discard_unfinished
 from saev_store.writer.copying import copy_store
 from saev_store.writer.create import create_store
 from saev_store.writer.digests import Digests, FileDigests, load_digests
@@ -9,7 +9,6 @@ from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
 from saev_store.writer.shard_writer import ShardWriter
 
 __all__ = [
-    "Cleaned",
     "Digests",
     "FileDigests",
     "Leftover",
@@ -22,7 +21,6 @@ __all__ = [
     "discard_unfinished",
     "finalize_store",
     "load_digests",
-    "old_claim",
     "open_repair",
     "writing_requests",
 ]

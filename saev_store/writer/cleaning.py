@@ -1,8 +1,7 @@
-"""Leftovers of killed writers: unfinished stores and hidden files. Finds and removes them."""
+"""Leftovers of killed writers: unfinished stores, hidden and temporary files. Finds and removes them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -25,19 +24,8 @@ OLDER_THAN_S = 86_400.0
 #: Files of a store: shards, token arrays, documents.
 _OURS = re.compile(r"[a-z][a-z0-9_]{0,63}\.bin|(metadata|shards|digests|provenance|stats)\.json|\.saev_store.*")
 _STORE = re.compile(r"[0-9a-f]{8}|[0-9a-f]{64}")
-_CLAIM, _MAX_CLAIM_BYTES = f"{WORK_FOLDER}/claim.json", 32 << 20
-
-
-def old_claim(store: Transport) -> str | None:
-    """The metadata in the claim of an older version's writer; None where there is none, "" if it cannot be understood."""
-    try:
-        document = cast("dict[str, object]", json.loads(store.read(_CLAIM, max_bytes=_MAX_CLAIM_BYTES)))
-        metadata = document["metadata"]
-        return metadata if isinstance(metadata, str) else ""
-    except NotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
+#: In the folder of an unfinished store of an older version.
+_CLAIM = f"{WORK_FOLDER}/claim.json"
 
 
 def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
@@ -49,19 +37,18 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         WriterConflictError: a process is writing it.
     """
     work = Work(root_transport, metadata)
-    there = names(work.store)
+    there, begun = work.listed()
     if work.is_published():
         raise StoreExistsError(
             "the store is complete; only unfinished ones are discarded",
             where=work.url,
             remedy="Delete the folder yourself if that is what you want.",
         )
-    is_ours = names(work.work) or old_claim(work.store) is not None
     foreign = [name for name in there if not name.startswith(TEMP_PREFIX)]
-    if foreign and not is_ours:
-        raise refused(work.url, foreign)
-    if is_ours:
+    if begun or read(work.store, _CLAIM) is not None:
         _discard(root_transport, metadata.hash)
+    elif foreign:
+        raise refused(work.url, foreign)
 
 
 def _discard(root: Transport, name: str) -> None:
@@ -104,41 +91,34 @@ class Leftover:
     Attributes:
         path: Relative to the folder that was cleaned.
         kind: `"unfinished store"`, `"hidden files"` (of a published store) or `"temporary file"`.
-        nbytes: Its size; None where that is not known.
+        nbytes: Its size.
         age_s: Seconds since it was last written; None where that is not known.
         kept_because: Why it is not removed; "" if it is.
     """
 
     path: str
     kind: str
-    nbytes: int | None
+    nbytes: int
     age_s: float | None
     kept_because: str = ""
 
 
-@dataclass(frozen=True)
-class Cleaned:
-    """Result of `clean`.
-
-    Attributes:
-        leftovers: In the order of their paths.
-    """
-
-    leftovers: tuple[Leftover, ...]
-
-
 def clean(
     root: str | os.PathLike[str] | Transport, *, dry_run: bool = False, older_than_s: float = OLDER_THAN_S
-) -> Cleaned:
+) -> list[Leftover]:
     """Remove what killed writers, copies and publishers left in a folder of stores, or in one store's folder.
 
-    Removed are unfinished stores of this package, the hidden files of published stores, and temporary files. Never removed: files of a published store, files that this package did not write, and what a
-    live process holds a lock on.
+    Removed are unfinished stores of this package, the hidden files of published stores, and temporary files. Never removed: files
+    of a published store, files that this package did not write, and what a live process holds a lock on. Unfinished multipart
+    uploads are removed by a life-cycle rule of the bucket.
 
     Args:
         root: The folder: a path, any fsspec URL, or a transport.
         dry_run: Remove nothing.
         older_than_s: Keep what was written later than this many seconds ago. In a bucket only this protects live writers.
+
+    Returns:
+        All that was found, in the order of the paths.
 
     Raises:
         NotFoundError: there is no such folder.
@@ -146,11 +126,11 @@ def clean(
 
     >>> import tempfile
     >>> clean(tempfile.mkdtemp(), dry_run=True)
-    Cleaned(leftovers=())
+    []
     """
     dry_run = check_flag(dry_run, name="dry_run")
     older_than_s = check_number(older_than_s, name="older_than_s", zero_ok=True)  # NaN would keep nothing
-    place = cast("Transport", root) if hasattr(root, "open_sink") else open_transport(cast("str", root))
+    place = cast("Transport", root) if hasattr(root, "at") else open_transport(cast("str", root))
     entries = place.list()
     found = list(_left_in(place, "", entries))
     for entry in entries:
@@ -159,7 +139,7 @@ def clean(
     if not any(entry.name == METADATA_NAME for entry in entries):  # else it is a store, with hidden files of its own
         found += [_work_left(place, name) for name in names(place, WORK_FOLDER) if _STORE.fullmatch(name)]
     found.sort(key=lambda left: left.path)
-    return Cleaned(tuple(_cleaned(place, left, older_than_s, dry_run=dry_run) for left in found))
+    return [_cleaned(place, left, older_than_s, dry_run=dry_run) for left in found]
 
 
 def _left_in(root: Transport, folder: str, entries: Sequence[Entry]) -> Iterator[Leftover]:
@@ -172,7 +152,8 @@ def _left_in(root: Transport, folder: str, entries: Sequence[Entry]) -> Iterator
         path = f"{folder}/{WORK_FOLDER}".lstrip("/")
         yield _left(path, "hidden files", _tree(root, path))
     elif WORK_FOLDER in there and folder:
-        because = _foreign(there) if old_claim(root.at(folder)) is not None else "another program may be writing here"
+        is_ours = read(root, f"{folder}/{_CLAIM}") is not None
+        because = _foreign(there) if is_ours else "another program may be writing here"
         yield _left(folder, "unfinished store", _tree(root, folder), because)
 
 

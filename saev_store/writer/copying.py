@@ -136,7 +136,7 @@ def make_copy(copy: Copy, *, resume: bool, replaces: bool, client: Client | str 
     copy.check_token_arrays()
     _begin(copy, resume=resume)
     layout = work.layout
-    there = kept_shards(work, range(layout.n_shards), progress=progress)
+    there = kept_shards(work, work.receipts(range(layout.n_shards)), progress=progress)
     missing = [shard_idx for shard_idx in range(layout.n_shards) if shard_idx not in there]
     total = sum(map(layout.used_nbytes, missing))
     with Progress(total, "copying", shown=progress) as bar, closing(_copied(copy, missing, client)) as done:
@@ -170,7 +170,7 @@ def _copied(copy: Copy, shards: Sequence[int], client: Client | str | None) -> G
 def _begin(copy: Copy, *, resume: bool) -> None:
     """Begin the copy, or continue what was begun of the same recording, with the same policy."""
     work, origin = copy.work, f"{identity_now(copy.store)} {copy.on_overflow}".encode()
-    if not work.begin() and not resume:
+    if not work.begin(*work.listed()) and not resume:
         raise IncompleteStoreError(
             "an unfinished copy is there", where=work.url, remedy="Continue it with resume=True."
         )

@@ -24,6 +24,7 @@ from saev_store.errors import (
     brief,
     outside,
 )
+from saev_store.names import METADATA_NAME
 from saev_store.transport import Transport
 from saev_store.writer.digests import FileDigests, block_ranges, digest
 from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy
@@ -77,22 +78,30 @@ def create_store(
     work = Work(root_transport, metadata, pad=check_flag(pad, name="pad", other=None))
     shards = part_shards(metadata.layout.n_shards, *check_part(part))
     try:
-        if not work.is_published():
-            kept = _kept(work, shards, resume=resume, is_part=part is not None, progress=progress)
-            if not work.is_published():  # else its publisher has deleted what was looked for
-                return ShardWriter(
-                    work,
-                    [shard_idx for shard_idx in shards if shard_idx not in kept],
-                    partial(publish, work) if part is None else bool,
-                    has_tokens=next((bool(receipt.tokens) for receipt in kept.values()), None),
-                    on_nonfinite=on_nonfinite,
-                    on_overflow=on_overflow,
-                    progress=progress,
+        there, begun = work.listed()
+        if METADATA_NAME not in there or not work.is_published():
+            is_new = work.begin(there, begun)
+            receipts = work.receipts(shards) if "receipts" in begun else {}
+            if not (is_new or resume or (part is not None and not receipts)):
+                raise IncompleteStoreError(
+                    f"there is an unfinished store, with {len(receipts)} of {metadata.layout.n_shards} shards",
+                    where=work.url,
+                    remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
                 )
+            kept = kept_shards(work, receipts, progress=progress)
+            return ShardWriter(
+                work,
+                [shard_idx for shard_idx in shards if shard_idx not in kept],
+                partial(publish, work) if part is None else bool,
+                has_tokens=next((bool(receipt.tokens) for receipt in kept.values()), None),
+                on_nonfinite=on_nonfinite,
+                on_overflow=on_overflow,
+                progress=progress,
+            )
     except SaevStoreError:
-        if not work.is_published():
+        if not work.is_published():  # else another process has done that in the meantime
             raise
-    work.remove()  # what a publisher that was killed has left, or what was made above since another one was done
+    work.remove()  # what a publisher that was killed has left, or what was made above
     if not exist_ok:
         raise StoreExistsError(
             "the store is complete", where=work.url, remedy="Open it. With exist_ok=True the call has nothing to do."
@@ -102,23 +111,8 @@ def create_store(
     return writer
 
 
-def _kept(work: Work, shards: range, *, resume: bool, is_part: bool, progress: bool | None) -> dict[int, Receipt]:
-    """Begin a store, or continue it: its durable shards that are what was written."""
-    is_new = work.begin()
-    there = [receipt for receipt in work.receipts(shards) if receipt is not None]
-    if not (is_new or resume or (is_part and not there)):
-        raise IncompleteStoreError(
-            f"there is an unfinished store, with {len(there)} of {work.layout.n_shards} shards",
-            where=work.url,
-            remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
-        )
-    return kept_shards(work, shards, progress=progress)
-
-
-def kept_shards(work: Work, shards: range, *, progress: bool | None) -> dict[int, Receipt]:
-    """Those of some shards that are durable, and what was written. Receipts of others are deleted, with a warning."""
-    found = zip(shards, work.receipts(shards), strict=True)
-    there = {shard_idx: receipt for shard_idx, receipt in found if receipt is not None}
+def kept_shards(work: Work, there: Mapping[int, Receipt], *, progress: bool | None) -> dict[int, Receipt]:
+    """Those of the shards that have receipts which are what was written. Receipts of others are deleted, with a warning."""
     nbytes = {shard_idx: receipt.nbytes for shard_idx, receipt in there.items()}
     damaged = differing(nbytes, lambda i: is_whole(work, i, there[i]), is_disk=work.is_disk, progress=progress)
     if damaged and not work.is_published():
@@ -159,7 +153,9 @@ def differing(
         is_disk: Whether they are on this machine.
         progress: As in `create_store`.
     """
-    with Progress(sum(shards.values()), "verifying", shown=progress if shards else False) as bar:
+    if not shards:
+        return set()
+    with Progress(sum(shards.values()), "verifying", shown=progress) as bar:
         found, wrong = ahead(is_right, list(shards), n_cores() if is_disk else 16), set[int]()
         for (shard_idx, nbytes), is_same in zip(shards.items(), found, strict=True):
             bar.advance(nbytes)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,8 +20,8 @@ from saev_store.core.dtypes import ITEMSIZES, StoredDtype
 from saev_store.core.token_arrays import DTYPES, MEANINGS
 from saev_store.documents import Metadata
 from saev_store.errors import ArgumentError, brief, kind_of
-from saev_store.writer.arrays import as_array
 from saev_store.writer.digests import ALGORITHM
+from saev_store.writer.inputs import as_array
 
 #: The axes of a store. An array may lack layers or tokens: it then has one of them.
 AXES = ("example", "layer", "token", "d_model")
@@ -46,19 +44,13 @@ class Block(NamedTuple):
     token_arrays: Mapping[str, npt.NDArray[np.generic]]
 
 
-class Slices:
+class _Slices:
     """An array of any of these libraries, read in slices along one axis; nothing is imported, and a lazy one is computed here.
 
-    Args:
-        array: The array.
-        where: What it is called in messages.
-
     Attributes:
+        array: The array.
         shape: Its shape in Python's integers.
         dtype: Of its numbers.
-
-    Raises:
-        ArgumentError: it is not such an array, or dask does not know a length.
     """
 
     def __init__(self, array: object, *, where: str) -> None:
@@ -93,13 +85,12 @@ class Slices:
         return as_array(compute(scheduler="threads") if callable(compute) else value, where=self._where)
 
     def read(self, start: int, end: int, axis: int = 0) -> npt.NDArray[np.generic]:
-        """A slice as a NumPy array; what is lazy is computed by threads of this process."""
+        """A slice as a NumPy array."""
         found, expected = self._computed(start, end, axis), list(self.shape)
         expected[axis] = end - start
         if list(found.shape) != expected or found.dtype.name != self.dtype.name:
             raise ArgumentError(
-                f"examples {start} to {end - 1} come as {found.dtype.name} {found.shape}; they must be {self.dtype.name} {expected}, "
-                "as the array has it",
+                f"examples {start} to {end - 1} come as {found.dtype.name} {found.shape}; they must be {self.dtype.name} {expected}",
                 where=self._where,
                 remedy="Pass a dense array.",
             )
@@ -121,9 +112,6 @@ class ArrayExamples:
         dtype: Of its numbers.
         token_dtypes: The dtype of each token array, by name.
         metadata: Of the store.
-
-    Raises:
-        ArgumentError: it is not such an array, or has other axes or another dtype.
     """
 
     metadata: Metadata
@@ -131,7 +119,7 @@ class ArrayExamples:
     def __init__(
         self, array: object, dims: Sequence[str] | None, token_arrays: Mapping[str, object], *, first: int = 0
     ) -> None:
-        self._array, self._first = Slices(array, where="array"), first
+        self._array, self._first = _Slices(array, where="array"), first
         sizes, self.dtype = self._array.shape, self._array.dtype
         self.dims = _dims_of(array, dims, len(sizes))
         by_name = dict(zip(self.dims, sizes, strict=True))
@@ -139,7 +127,7 @@ class ArrayExamples:
         if min(self.shape) < 1:
             raise ArgumentError(f"the array has shape {sizes}; no axis of a store is empty", where="array")
         self._axis = self.dims.index("example")
-        self._tokens = {name: Slices(_in_order(values), where=name) for name, values in token_arrays.items()}
+        self._tokens = {name: _Slices(values, where=name) for name, values in token_arrays.items()}
         self.token_dtypes = {name: _token_dtype(values, name, self.shape[0]) for name, values in self._tokens.items()}
 
     @property
@@ -155,22 +143,20 @@ class ArrayExamples:
         return np.expand_dims(self._array.read(start, end, self._axis).transpose(order), missing)
 
     def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
-        """The examples from `first` to `end`, in blocks of at most so many bytes or of one example; chunks are not cut if they fit."""
+        """The examples from `first` to `end`, in blocks of at most so many bytes or of one example."""
         most = max(1, max_block_bytes // (math.prod(self.shape[1:]) * self.dtype.itemsize))
-        start, stop = first - self._first, end - self._first
-        while start < stop:
-            until = min(start + most, stop)
-            if until < stop:
-                cut = _last_cut(getattr(self._array.array, "chunks", None), self._axis, until)
-                until = cut if cut > start else until
-            rows = {name: values.read(start, until) for name, values in self._tokens.items()}
-            yield Block(start + self._first, self.read(start, until), rows)
-            start = until
+        for start in range(first, end, most):
+            low, high = start - self._first, min(start + most, end) - self._first
+            rows = {name: values.read(low, high) for name, values in self._tokens.items()}
+            yield Block(start, self.read(low, high), rows)
 
-    def part(self, first: int, end: int, prepared: Callable[[object], object]) -> ArrayExamples:
-        """Some examples, to be sent to another process: their token arrays, and the prepared array, which is not read."""
+    def part(self, first: int, end: int) -> ArrayExamples:
+        """Some examples, to be sent to another process: their token arrays, and the tasks of dask that compute them."""
+        import dask
+
         arrays = {name: values.read(first, end) for name, values in self._tokens.items()}
-        found = ArrayExamples(prepared(self._array.sliced(first, end, self._axis)), self.dims, arrays, first=first)
+        (needed,) = cast("Any", dask).optimize(self._array.sliced(first, end, self._axis))
+        found = ArrayExamples(needed, self.dims, arrays, first=first)
         found.metadata = self.metadata
         return found
 
@@ -197,19 +183,14 @@ def _digest(read: Callable[[int, int], npt.NDArray[np.generic]], n: int, *, is_s
 
 
 def stored_dtype(found: np.dtype[np.generic], asked: StoredDtype | None) -> StoredDtype:
-    """The dtype of the store: that of the array, or the one asked for.
-
-    Raises:
-        ArgumentError: no store holds it; float64 is taken only if another dtype is asked for.
-    """
+    """The dtype of the store: that of the array, or the one asked for; float64 is taken only with another one."""
     if asked is not None and (not isinstance(asked, str) or asked not in ITEMSIZES):
         raise ArgumentError(f"dtype is {brief(asked)}; it must be one of {', '.join(ITEMSIZES)}", where="dtype")
     if found.name not in ITEMSIZES and (found.name != "float64" or asked is None):
         raise ArgumentError(
             f"the array is {found.name}; a store holds {', '.join(ITEMSIZES)}",
             where="array",
-            remedy='Pass dtype="float32" to round float64. Bits of bfloat16 are taken as .view(ml_dtypes.bfloat16), or '
-            ".view(torch.bfloat16).",
+            remedy='Pass dtype="float32" to round float64. Bits of bfloat16 are taken as .view(ml_dtypes.bfloat16).',
         )
     return asked or cast("StoredDtype", found.name)
 
@@ -229,13 +210,7 @@ def _dims_of(array: object, dims: Sequence[str] | None, n_axes: int) -> tuple[st
     return found
 
 
-def _in_order(values: object) -> object:
-    """A token array of xarray with its axes in the order of a store."""
-    named = cast("tuple[object, ...]", getattr(values, "dims", None) or ())
-    return cast("Any", values).transpose("example", "token") if set(named) == {"example", "token"} else values
-
-
-def _token_dtype(values: Slices, name: str, n_examples: int) -> str:
+def _token_dtype(values: _Slices, name: str, n_examples: int) -> str:
     """The dtype under which a token array is declared; `ArgumentError` for one that none may have, or another shape."""
     found = values.dtype
     if len(values.shape) != 2 or values.shape[0] != n_examples:
@@ -244,16 +219,6 @@ def _token_dtype(values: Slices, name: str, n_examples: int) -> str:
     if declared not in DTYPES or (found.kind not in "biuf" and found.name != "bfloat16"):
         raise ArgumentError(f"{name} has dtype {found}; it must be one of {', '.join(DTYPES)}", where=name)
     return declared
-
-
-def _last_cut(chunks: object, axis: int, position: int) -> int:
-    """The last end of a chunk along the examples that is not beyond a position; 0 if there is none."""
-    along = chunks[axis] if isinstance(chunks, tuple) and axis < len(chunks) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # of any library
-    if isinstance(along, int) and along > 0:
-        return position // along * along
-    ends = list(accumulate(cast("tuple[int, ...]", along))) if isinstance(along, tuple) else []
-    at = bisect_right(ends, position)
-    return ends[at - 1] if at else 0
 
 
 def _address(array: object) -> str | None:

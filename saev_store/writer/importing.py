@@ -1,8 +1,6 @@
 """Imports: arrays, and whatever else gives examples in order, become stores."""
 
 # pyright: reportUnnecessaryIsInstance=false
-# dask has partial types: what `optimize` returns is unknown to the type checker.
-# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -19,18 +17,15 @@ from saev_store._runtime.cluster import map_shards
 from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_count, check_flag
 from saev_store.core.dtypes import StoredDtype, narrowed
-from saev_store.core.layout import IntArray, Layout, shard_name
+from saev_store.core.layout import IntArray, Layout
 from saev_store.documents import Metadata, new_metadata
-from saev_store.errors import ArgumentError, IncompleteStoreError, ResumeError, StoreExistsError, brief
+from saev_store.errors import ArgumentError, IncompleteStoreError, brief
 from saev_store.store.store import ShardStore
-from saev_store.transport import Sink, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 from saev_store.writer.create import create_store
-from saev_store.writer.digests import FileDigests, digest, load_digests
 from saev_store.writer.import_arrays import ArrayExamples, Block, stored_dtype
 from saev_store.writer.inputs import NonfinitePolicy, OverflowPolicy, check_overflow
 from saev_store.writer.publish import finalize_store
-from saev_store.writer.shard_file import Target
-from saev_store.writer.shard_writer import ShardWriter
 from saev_store.writer.work import Work, part_shards
 
 if TYPE_CHECKING:
@@ -61,7 +56,6 @@ class ImportOptions(NamedTuple):
     """Options of an import; see `ShardStore.from_array`."""
 
     resume: bool = True
-    verify: bool = True
     max_block_bytes: int = MAX_BLOCK_BYTES
     pad: bool | None = None
     on_nonfinite: NonfinitePolicy = "raise"
@@ -71,7 +65,6 @@ class ImportOptions(NamedTuple):
     def check(self) -> None:
         """Raise `ArgumentError` if an option breaks its rule."""
         check_count(self.max_block_bytes, name="max_block_bytes")
-        check_flag(self.verify, name="verify")
         check_flag(self.resume, name="resume")
 
 
@@ -134,41 +127,19 @@ def _labels(array: object, layers: object, n_layers: int) -> Sequence[int] | Int
 def import_examples(
     examples: Examples, root: Transport, options: ImportOptions, *, part: tuple[int, int] | None = None
 ) -> None:
-    """Write the store of some examples, or one part of it.
-
-    Args:
-        examples: The source.
-        root: The folder of stores.
-        options: How it is written. With `verify`, what an earlier call has written is compared with the source.
-        part: (rank, world): only this part of the shards; `finalize_store` publishes.
+    """Write the store of some examples, or one part (rank, world) of its shards, which `finalize_store` publishes.
 
     Raises:
-        ResumeError: an unfinished store holds something else than the source has now.
-        StoreExistsError: a finished one does, or `resume` is False.
+        StoreExistsError: a finished store is there, and `resume` is False.
         SaevStoreError: as for `create_store` and `ShardWriter.append`.
     """
-    metadata, layout = examples.metadata, examples.metadata.layout
-    writer = create_store(
-        root, metadata, resume=options.resume, exist_ok=options.resume, part=part, pad=options.pad,
+    with create_store(
+        root, examples.metadata, resume=options.resume, exist_ok=options.resume, part=part, pad=options.pad,
         on_nonfinite=options.on_nonfinite, on_overflow=options.on_overflow, progress=options.progress,
-    )  # fmt: skip
-    with writer:
-        if options.verify:
-            per_shard = layout.examples_per_shard
-            missing = {first // per_shard for some in writer.missing for first in some[::per_shard]}
-            there = sorted({*part_shards(layout.n_shards, *(part or (0, 1)))} - missing)
-            target, policy = _Comparison(Work(root, metadata)), options.on_overflow
-            with ShardWriter(
-                target, there, bool, on_nonfinite="allow", on_overflow=policy, progress=False
-            ) as comparing:
-                _append_missing(examples, comparing, options)
-        _append_missing(examples, writer, options)
-
-
-def _append_missing(examples: Examples, writer: ShardWriter, options: ImportOptions) -> None:
-    for some in writer.missing:
-        for block in examples.blocks(some.start, some.stop, options.max_block_bytes):
-            writer.append(_as_accepted(block, writer.layout, options.on_overflow), **block.token_arrays)
+    ) as writer:  # fmt: skip
+        for some in writer.missing:
+            for block in examples.blocks(some.start, some.stop, options.max_block_bytes):
+                writer.append(_as_accepted(block, writer.layout, options.on_overflow), **block.token_arrays)
 
 
 def _as_accepted(block: Block, layout: Layout, on_overflow: OverflowPolicy) -> npt.NDArray[np.generic]:
@@ -178,58 +149,6 @@ def _as_accepted(block: Block, layout: Layout, on_overflow: OverflowPolicy) -> n
     if acts.dtype.name == "float64" and (layout.dtype == "float32" or on_overflow == "raise"):
         acts = check_overflow(acts, block.first, layout, on_overflow)
     return narrowed(acts, layout.dtype)
-
-
-# -- what is there already ---------------------------------------------------------------------------------------------
-
-
-class _Comparison(Target):
-    """Shards that are there, for a writer that writes nothing: what it is given has to be what they hold."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__(work.store, work.metadata, work.block_bytes)
-        self._work = work
-
-    def open_shard(self, shard_idx: int) -> Sink:
-        """A file that nothing is written to."""
-        used = self.layout.used_nbytes(shard_idx)
-        return _Nowhere(self.url, used_nbytes=used, file_nbytes=used)
-
-    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
-        """Compare a shard; `ResumeError` or `StoreExistsError` if it holds something else."""
-        sink.commit()
-        found = FileDigests(self.layout.used_nbytes(shard_idx), tuple(digests))
-        first, end = self.layout.example_range(shard_idx)
-        if not self._work.is_published():
-            receipt, of_tokens = self._work.receipt(shard_idx), {name: digest(rows) for name, rows in tokens.items()}
-            if receipt is None or (receipt.file, receipt.tokens) != (found, of_tokens):
-                raise ResumeError(
-                    f"examples {first} to {end - 1} of the source are not what an earlier attempt has imported: it has changed",
-                    where=self.url,
-                    remedy="Throw the unfinished store away with `discard_unfinished` or `saev-store clean --older-than 0` of its "
-                    "folder, then import again.",
-                )
-            return
-        there = load_digests(self.store)
-        is_same = there is not None and there.files.get(shard_name(shard_idx)) == found
-        for array in self.metadata.recordable if is_same else ():
-            if array.name in tokens:
-                width = array.example_nbytes(self.layout)
-                read = self.store.get_ranges
-                is_same &= read(array.file_name, starts=[first * width], ends=[end * width])[0] == tokens[array.name]
-        if not is_same:
-            raise StoreExistsError(
-                f"a finished store of that name is there, whose examples {first} to {end - 1} are not those of the source, or it "
-                "has no digests",
-                where=self.url,
-                remedy="Import to another folder, or with another `data`; verify=False opens the finished store.",
-            )
-
-
-class _Nowhere(Sink):
-    def _append(self, views: list[memoryview]) -> None: ...
-    def _finish(self) -> None: ...
-    def _release(self) -> None: ...
 
 
 # -- by a cluster ------------------------------------------------------------------------------------------------------
@@ -258,7 +177,7 @@ def _import_on_cluster(
     if work.is_published():
         import_examples(examples, root, options)
         return
-    if not work.begin() and not options.resume:
+    if not work.begin(*work.listed()) and not options.resume:
         raise IncompleteStoreError(
             "there is an unfinished store", where=work.url, remedy="Continue it with resume=True, or discard it."
         )
@@ -266,7 +185,7 @@ def _import_on_cluster(
     for rank in range(world):
         shards = part_shards(layout.n_shards, rank, world)
         first, end = layout.example_range(shards[0])[0], layout.example_range(shards[-1])[1]
-        tasks.append((examples.part(first, end, _culled), (rank, world)))
+        tasks.append((examples.part(first, end), (rank, world)))
     # A task that is run again, because its worker was lost, continues its part.
     again = options._replace(resume=True, progress=False)
     write = partial(_write_part, root.url, storage_options, again)
@@ -289,11 +208,3 @@ def _write_part(
     examples, part = task
     import_examples(examples, open_transport(root, storage_options), options, part=part)
     return examples.shape[0]
-
-
-def _culled(array: object) -> object:
-    """An array with only the tasks that it needs."""
-    from dask.base import optimize
-
-    (found,) = optimize(array)
-    return found

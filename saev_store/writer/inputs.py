@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,7 @@ import numpy.typing as npt
 from saev_store.core.dtypes import ITEMSIZES, LARGEST, are_finite, numpy_dtype, stored_as
 from saev_store.core.layout import Layout
 from saev_store.core.token_arrays import TokenArray
-from saev_store.errors import ArgumentError, SaevStoreWarning, outside
-from saev_store.writer.arrays import as_array, stacked_layers
+from saev_store.errors import ArgumentError, SaevStoreWarning, kind_of, outside
 
 NonfinitePolicy = Literal["raise", "warn", "allow"]
 NONFINITE_POLICIES: tuple[str, ...] = get_args(NonfinitePolicy)
@@ -21,20 +21,34 @@ OverflowPolicy = Literal["raise", "warn", "saturate"]
 
 #: The smallest number that rounds to infinity: half a step beyond the largest finite one, which is odd.
 _TOO_LARGE = {"float32": float.fromhex("0x1.ffffffp127"), "bfloat16": float.fromhex("0x1.ffp127"), "float16": 65520.0}
-_WIDER = {
-    "float32": "a store holds no wider numbers",
-    "bfloat16": "float32 has those up to 3.40282e+38",
-    "float16": "bfloat16 has nearly the range of float32",
-}
+
+
+def as_array(value: object, *, where: str) -> npt.NDArray[np.generic]:
+    """A NumPy array, also of a torch tensor, which is found by its methods: this module must not import torch."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError("a masked array; a store has no mask", where=where, remedy="Call `.filled(…)` first.")
+    detach = getattr(value, "detach", None)
+    try:
+        if not callable(detach):
+            return np.asarray(value)
+        tensor = cast("Any", detach()).resolve_neg()  # negative views, such as the imaginary part of a conjugate
+        if str(tensor.dtype) == "torch.bfloat16":  # NumPy takes its bits only
+            return np.asarray(tensor.cpu().view(sys.modules["torch"].int16).numpy()).view(numpy_dtype("bfloat16"))
+        return np.asarray(tensor.cpu().numpy())
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
+        raise ArgumentError(
+            f"{kind_of(value)} that does not become a NumPy array: {error}",
+            where=where,
+            remedy="Pass a dense tensor, or a NumPy array.",
+        ) from error
 
 
 def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
     """A (k, layers, tokens, d_model) array of a dtype that a store may hold; nothing is copied if possible.
 
-    Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece. A mapping of layers to arrays is copied
-    into one array.
+    Its byte order and strides are the caller's: `rows_as_bytes` converts them piece by piece.
     """
-    array = stacked_layers(acts, layout) if isinstance(acts, Mapping) else as_array(acts, where="acts")  # pyright: ignore[reportUnknownArgumentType]  # of anything
+    array = as_array(acts, where="acts")
     expected = layout.shape[1:]
     if array.ndim == 3 and array.shape == expected:
         array = array[np.newaxis]
@@ -148,26 +162,20 @@ def check_overflow(
         if max(float(array.max()), -float(array.min())) < too_large:  # false where there are NaN, too
             return array
     if policy == "saturate":
-        return _saturated(array, layout)
+        rounded = stored_as(array, numpy_dtype(layout.dtype))
+        # Not before rounding: bfloat16 does not hold the largest float16.
+        became_infinite = _is_finite(array) & np.isinf(rounded)
+        rounded[became_infinite] = np.copysign(largest, array[became_infinite].astype(np.float64))
+        return rounded
 
     def find(example: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
         with np.errstate(invalid="ignore"):  # raised by signalling NaNs
             wide = example.astype(np.float64)
         return np.isfinite(wide) & (np.abs(wide) >= too_large)
 
-    what = f"numbers that {layout.dtype} cannot hold"
-    remedy = f'on_overflow="saturate" stores ±{largest:g} instead; {_WIDER[layout.dtype]}.'
-    _apply(policy, array, first_example, find, what, remedy, then="recorded as infinity")
+    remedy = f'on_overflow="saturate" stores ±{largest:g} instead.'
+    _apply(policy, array, first_example, find, f"numbers that {layout.dtype} cannot hold", remedy)
     return array
-
-
-def _saturated(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray[np.generic]:
-    """The numbers in the store's dtype, finite ones that became infinite replaced by the largest finite number."""
-    rounded = stored_as(array, numpy_dtype(layout.dtype))
-    # Not before rounding: bfloat16 does not hold the largest float16.
-    became_infinite = _is_finite(array) & np.isinf(rounded)
-    rounded[became_infinite] = np.copysign(LARGEST[layout.dtype], array[became_infinite].astype(np.float64))
-    return rounded
 
 
 def _is_finite(array: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
@@ -176,23 +184,21 @@ def _is_finite(array: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
         return np.isfinite(array)
 
 
-def _look_finite(array: npt.NDArray[np.generic]) -> bool:
-    """Return True if all numbers are finite. Of more than 16 bits it may return False if large ones overflow a sum."""
-    if array.dtype.name in {"bfloat16", "float16"} and array.dtype.isnative:
-        return are_finite(array.view(np.uint16), array.dtype.name)
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(array.sum(dtype=np.float32)))
-
-
 def check_finite(array: npt.NDArray[np.generic], first_example: int, policy: str) -> None:
     """Apply the policy for NaN and infinity to some examples.
 
-    A quick look decides almost always. Only then is every value looked at.
+    A quick look decides almost always; large numbers can overflow its sum. Only then is every value looked at.
     """
-    if policy == "allow" or array.size == 0 or _look_finite(array):
+    if policy == "allow" or array.size == 0:
         return
-    what, remedy = "values that are not finite", 'on_nonfinite="allow" records such values as they are.'
-    _apply(policy, array, first_example, lambda example: ~_is_finite(example), what, remedy, then="recorded as it is")
+    if array.dtype.itemsize == 2 and array.dtype.isnative:
+        is_finite = are_finite(array.view(np.uint16), array.dtype.name)
+    else:
+        with np.errstate(all="ignore"):
+            is_finite = bool(np.isfinite(array.sum(dtype=np.float32)))
+    if not is_finite:
+        remedy = 'on_nonfinite="allow" records such values as they are.'
+        _apply(policy, array, first_example, lambda example: ~_is_finite(example), "values that are not finite", remedy)
 
 
 def _apply(
@@ -202,8 +208,6 @@ def _apply(
     find: Callable[[npt.NDArray[np.generic]], npt.NDArray[np.bool_]],
     what: str,
     remedy: str,
-    *,
-    then: str,
 ) -> None:
     """Refuse, or warn of, the first example in which `find` finds a number."""
     for i, example in enumerate(array):
@@ -217,5 +221,5 @@ def _apply(
         )
         if policy == "raise":
             raise ArgumentError(message, where="acts", remedy=f"Nothing of this batch was written. {remedy}")
-        warnings.warn(f"{message}; {then}.", SaevStoreWarning, stacklevel=outside())
+        warnings.warn(f"{message}; recorded as it is.", SaevStoreWarning, stacklevel=outside())
         return

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from saev_store._runtime.threads import ahead
@@ -21,7 +23,7 @@ from saev_store.errors import (
 from saev_store.names import DIGESTS_NAME, METADATA_NAME, SHARDS_NAME
 from saev_store.transport.obstore import part_bytes
 from saev_store.writer.digests import BlockDigester, Digests, FileDigests
-from saev_store.writer.work import Receipt, Work, create, each, stat, tokens_path
+from saev_store.writer.work import N_AHEAD, Receipt, Work, create, each, read, stat, tokens_path
 
 if TYPE_CHECKING:
     from saev_store.core.layout import Layout
@@ -55,10 +57,10 @@ def publish(work: Work, documents: Callable[[], Mapping[str, bytes]] = dict) -> 
         documents: Called under the lock of publishers for further small files, by name; they may replace shards.json.
     """
     try:
-        if work.is_disk and not _is_begun(work):  # where nothing was begun no lock is made
-            return False
+        if work.is_disk:  # where nothing was begun no lock is made
+            _check_begun(work, read(work.work, METADATA_NAME), is_published=work.is_published())
         with _alone(work):
-            is_ours = _is_begun(work) and _publish(work, documents)
+            is_ours = _publish(work, documents)
     except SaevStoreError:
         # Another publisher was faster, and has deleted the work folder: whatever failed here, the store is there.
         if not work.is_published():
@@ -68,14 +70,13 @@ def publish(work: Work, documents: Callable[[], Mapping[str, bytes]] = dict) -> 
     return is_ours
 
 
-def _is_begun(work: Work) -> bool:
-    """Return False if the store is published; `IncompleteStoreError` if nothing was begun, or it was discarded."""
-    is_published, document = each(work.store, lambda look: look(), (work.is_published, work.document))
-    if not is_published and document is None:
+def _check_begun(work: Work, document: bytes | None, *, is_published: bool) -> None:
+    if is_published:
+        raise StoreExistsError("another publisher was faster", where=work.url)
+    if document is None:
         raise IncompleteStoreError(
             "nothing has been written there by this package", where=work.url, remedy="Create the store first."
         )
-    return not is_published
 
 
 def _alone(work: Work) -> AbstractContextManager[object]:
@@ -93,54 +94,50 @@ def _alone(work: Work) -> AbstractContextManager[object]:
 def _publish(work: Work, documents: Callable[[], Mapping[str, bytes]]) -> bool:
     """Write all that is still missing of the store, its document last; False if another publisher was faster."""
     layout, metadata = work.layout, work.metadata
-    receipts = _receipts(work)
     work.store.close()  # what is remembered of earlier files
-    _check_files(work, receipts)
+    receipts = _receipts(work)
     files = {shard_name(shard_idx): receipt.file for shard_idx, receipt in enumerate(receipts)}
     for array in metadata.recordable if receipts[0].tokens else ():
         files[array.file_name] = _join(work, array, receipts)
     small = {SHARDS_NAME: shards_bytes(layout, metadata.count_key), **documents()}
     small[DIGESTS_NAME] = Digests(work.block_bytes, files).to_bytes()
-    if work.is_published():
-        return False
     each(work.store, lambda item: work.store.put(*item), list(small.items()))
     return create(work.store, METADATA_NAME, metadata.raw)
 
 
 def _receipts(work: Work) -> list[Receipt]:
-    """The receipts of all shards; `IncompleteStoreError` if one is missing, or only some have token arrays."""
-    found = work.receipts(range(work.layout.n_shards))
-    missing = [shard_idx for shard_idx, receipt in enumerate(found) if receipt is None]
-    if missing:
-        start, end = work.layout.example_range(missing[0])
-        raise IncompleteStoreError(
-            f"{len(missing)} of {len(found)} shards are missing, the first one with examples {start}:{end}",
-            where=work.url,
-            remedy="Write them with resume=True, then publish.",
-        )
-    receipts = [receipt for receipt in found if receipt is not None]
-    has_tokens = [bool(receipt.tokens) for receipt in receipts]
-    if len(set(has_tokens)) > 1:
-        raise IncompleteStoreError(
-            f"{shard_name(has_tokens.index(True))} has labels, {shard_name(has_tokens.index(False))} has none; all must have "
-            "them, or none",
-            where=work.url,
-            remedy="Throw it away with `discard_unfinished` and write all parts alike.",
-        )
-    return receipts
+    """The receipts of all shards, whose files have their sizes and, in a bucket, versions; all is looked at at once.
 
-
-def _check_files(work: Work, receipts: Sequence[Receipt]) -> None:
-    """Compare the size of each shard, and in a bucket its version, with its receipt."""
-    names = [shard_name(shard_idx) for shard_idx in range(len(receipts))]
-    for name, receipt, found in zip(
-        names, receipts, each(work.store, lambda name: stat(work.store, name), names), strict=True
-    ):
-        if tuple(found) != (receipt.file_nbytes, receipt.version):
-            raise _not_as_written(
-                f"{name} has {found[0]} bytes, version {found[1]!r}; its receipt has {receipt.file_nbytes}, {receipt.version!r}",
-                work,
+    Raises:
+        StoreExistsError: another publisher was faster.
+        IncompleteStoreError: nothing was begun, a shard is missing, or only some have token arrays.
+        CorruptShardError: a file differs from its receipt.
+    """
+    shards, layout = range(work.layout.n_shards), work.layout
+    with ThreadPoolExecutor(N_AHEAD, "saev-store-publish") as pool:
+        published, document = pool.submit(work.is_published), pool.submit(read, work.work, METADATA_NAME)
+        found, stats = pool.map(work.receipt, shards), pool.map(partial(stat, work.store), map(shard_name, shards))
+        _check_begun(work, document.result(), is_published=published.result())
+        by_shard = list(found)
+        receipts = [receipt for receipt in by_shard if receipt is not None]
+        if len(receipts) < len(by_shard):
+            start, end = layout.example_range(by_shard.index(None))
+            raise IncompleteStoreError(
+                f"{len(by_shard) - len(receipts)} of {len(by_shard)} shards are missing, the first with examples {start}:{end}",
+                where=work.url,
+                remedy="Write them with resume=True, then publish.",
             )
+        if len({bool(receipt.tokens) for receipt in receipts}) > 1:
+            raise IncompleteStoreError(
+                "some shards have labels, others have none",
+                where=work.url,
+                remedy="Throw it away with `discard_unfinished` and write all parts alike.",
+            )
+        for shard_idx, receipt, is_there in zip(shards, receipts, stats, strict=True):
+            if is_there != (receipt.file_nbytes, receipt.version):
+                name = shard_name(shard_idx)
+                raise _not_as_written(f"{name} has size and version {is_there}, other ones than its receipt", work)
+    return receipts
 
 
 def _not_as_written(message: str, work: Work) -> CorruptShardError:
@@ -163,7 +160,7 @@ def _join(work: Work, array: TokenArray, receipts: Sequence[Receipt]) -> FileDig
             sink.write(digester.nbytes, [memoryview(rows)])
             digester.update(rows)
         if work.is_published():
-            raise StoreExistsError("it is there", where=work.url)
+            raise StoreExistsError("another publisher was faster", where=work.url)
         sink.commit()
     finally:
         sink.abort()

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import numpy as np
 
@@ -29,19 +28,14 @@ from saev_store.errors import (
 )
 from saev_store.names import DIGESTS_NAME, METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
-from saev_store.writer.arrays import as_array
 from saev_store.writer.create import differing, is_as_written
-from saev_store.writer.digests import BLOCK_BYTES, BlockDigester, Digests, FileDigests, block_ranges, load_digests
-from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy, token_rows
-from saev_store.writer.shard_file import Target
-from saev_store.writer.shard_writer import Rows, ShardWriter
-from saev_store.writer.work import read
+from saev_store.writer.digests import BLOCK_BYTES, BlockDigester, Digests, FileDigests, load_digests
+from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy, as_array, token_rows
+from saev_store.writer.shard_writer import ShardWriter
+from saev_store.writer.work import Target, read
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
-
-#: Of a token array. `"absent"`: it was never recorded, as far as is known.
-State = Literal["whole", "absent", "lost"]
 
 
 @dataclass(frozen=True)
@@ -95,16 +89,21 @@ def open_repair(
     check_choice(on_overflow, get_args(OverflowPolicy), name="on_overflow")
     with ExitStack() as held:
         held.enter_context(store_transport.lock(f"{WORK_FOLDER}/locks/repair.lock"))
+        held.callback(_forget, store_transport)
         repair = Repair(store_transport, metadata, exact=exact)
-        held.callback(repair.forget)
-        repair.look()
         shards = repair.damaged_shards(lost, deep=deep, progress=progress)
-        policies: dict[str, str] = {"on_nonfinite": on_nonfinite, "on_overflow": on_overflow}
-        writer = RepairWriter(repair, shards, bool, **policies, progress=progress)  # pyright: ignore[reportArgumentType]
+        writer = RepairWriter(
+            repair, shards, bool, on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress
+        )
         repair.held = held.pop_all()
-    if not writer.missing and not writer.lost_arrays and not (writer.absent_arrays and repair.digests is None):
-        writer.close()  # there is nothing to do
     return writer
+
+
+def _forget(store: Transport) -> None:
+    """Delete what only a repair under way needs, and what the caller's transport remembers of files that were replaced."""
+    with suppress(SaevStoreError):
+        store.delete(WORK_FOLDER)
+        store.close()
 
 
 class Repair(Target):
@@ -113,20 +112,15 @@ class Repair(Target):
     Attributes:
         held: What keeps other repairs out; closed at the end.
         digests: Content of digests.json; None if there is none.
-        arrays: The state of each token array.
+        lost_arrays: Token arrays that are known to be missing or damaged.
         repaired: The files that are whole again.
     """
 
     def __init__(self, store: Transport, metadata: Metadata, *, exact: bool) -> None:
         super().__init__(store.at(""), metadata, BLOCK_BYTES)
-        self._opened, self.held = store, ExitStack()
-        self.digests: Digests | None = None
-        self.arrays: dict[str, State] = {}
-        self.repaired: list[RepairedFile] = []
+        self.arrays = ()
+        self.held, self.repaired = ExitStack(), list[RepairedFile]()
         self._exact, self._mutex = exact, threading.Lock()
-
-    def look(self) -> None:
-        """Look at digests.json and the token arrays."""
         if read(self.store, METADATA_NAME) is None:
             raise IncompleteStoreError(
                 "the store is not published; repair is for complete ones that were damaged later",
@@ -136,27 +130,15 @@ class Repair(Target):
         self.digests = load_digests(self.store)
         if self.digests is not None:
             self.block_bytes = self.digests.block_bytes
-        self.arrays = {array.name: self._state(array) for array in self.metadata.recordable}
+        self.lost_arrays = [array.name for array in metadata.recordable if self._is_lost(array)]
 
-    def _state(self, array: TokenArray) -> State:
-        """Look at the file of a token array: its size, and its digests or, without these, the values of a bool."""
+    def _is_lost(self, array: TokenArray) -> bool:
         name, nbytes = array.file_name, array.nbytes(self.layout)
         size, promised = self._size(name), self._promised(name, nbytes)
-        if not size:
-            is_known = self.metadata.declares_token_arrays or (self.digests is not None and name in self.digests.files)
-            return "lost" if is_known else "absent"
-        if size != nbytes or (promised and not is_as_written(self.store, name, promised, self.block_bytes, nbytes)):
-            return "lost"
-        for start, end in () if promised or array.dtype != "bool" else block_ranges(nbytes, BLOCK_BYTES):
-            if not array.is_valid(bytes(self.store.get_ranges(name, starts=[start], ends=[end])[0])):
-                return "lost"
-        return "whole"
-
-    def forget(self) -> None:
-        """Delete what only a repair under way needs."""
-        with suppress(SaevStoreError):
-            self.store.delete(WORK_FOLDER)
-            self._opened.close()  # what it remembers of files that were replaced
+        if not size:  # before protocol 3.0 only digests.json has whether there were labels
+            return self.metadata.declares_token_arrays or promised is not None
+        is_right = promised is None or is_as_written(self.store, name, promised, self.block_bytes, nbytes)
+        return size != nbytes or not is_right
 
     def damaged_shards(self, lost: Sequence[tuple[int, int]], *, deep: bool, progress: bool | None) -> list[int]:
         """The shards that are missing, short, known to be damaged, or (with `deep`) different from digests.json; ascending."""
@@ -168,20 +150,14 @@ class Repair(Target):
                 )
             if start < end:
                 found.update(range(start // layout.examples_per_shard, -(-end // layout.examples_per_shard)))
-        promised = dict[int, FileDigests]()
-        for shard_idx in range(layout.n_shards):
-            name, used = shard_name(shard_idx), layout.used_nbytes(shard_idx)
-            if self._size(name) < used:
-                found.add(shard_idx)
-            elif deep and shard_idx not in found and (file := self._promised(name, used)):
-                promised[shard_idx] = file
+        found.update(i for i in range(layout.n_shards) if self._size(shard_name(i)) < layout.used_nbytes(i))
+        looked_at = {i: layout.used_nbytes(i) for i in range(layout.n_shards if deep else 0) if i not in found}
+        return sorted(found | differing(looked_at, self._is_right, is_disk=self.is_disk, progress=progress))
 
-        def is_right(shard_idx: int) -> bool:
-            name = shard_name(shard_idx)
-            return is_as_written(self.store, name, promised[shard_idx], self.block_bytes, self._size(name))
-
-        nbytes = {shard_idx: file.nbytes for shard_idx, file in promised.items()}
-        return sorted(found | differing(nbytes, is_right, is_disk=self.is_disk, progress=progress))
+    def _is_right(self, shard_idx: int) -> bool:
+        name = shard_name(shard_idx)
+        promised = self._promised(name, self.layout.used_nbytes(shard_idx))
+        return promised is None or is_as_written(self.store, name, promised, self.block_bytes, self._size(name))
 
     def _size(self, name: str) -> int:
         try:
@@ -238,10 +214,9 @@ class Repair(Target):
 
 
 class RepairWriter(ShardWriter):
-    """Takes the examples of the damaged shards of a store, in order; made by `open_repair`.
+    """Takes the vectors of the damaged shards of a store, in order; made by `open_repair`.
 
-    A `ShardWriter` whose shards take their places one by one. Token arrays that `append` is given are compared with those of
-    the store; none is needed. Those that are lost as a whole are taken by `restore_array`.
+    A `ShardWriter` whose shards take their places one by one. Token arrays are written as a whole, by `restore_array`.
     """
 
     _target: Repair
@@ -255,15 +230,10 @@ class RepairWriter(ShardWriter):
     @property
     def lost_arrays(self) -> list[str]:
         """The token arrays that are known to be missing or damaged: `restore_array` takes them."""
-        return [name for name, state in self._target.arrays.items() if state == "lost"]
-
-    @property
-    def absent_arrays(self) -> list[str]:
-        """The token arrays that are not there, and not known to be lost: without digests `restore_array` takes these, too."""
-        return [name for name, state in self._target.arrays.items() if state == "absent"]
+        return list(self._target.lost_arrays)
 
     def restore_array(self, name: str, values: object) -> None:
-        """Write a token array that is lost.
+        """Write a token array again.
 
         Args:
             name: Of the array, such as "token_ids".
@@ -271,16 +241,14 @@ class RepairWriter(ShardWriter):
                 of them one after the other.
 
         Raises:
-            ArgumentError: the array is not lost, was never recorded, or these have another shape or other values.
+            ArgumentError: the store has no such array, or these have another shape or other values.
             ResumeError: with `exact`: the file would not be what was first written. It stays as it is.
         """
         self._check_usable()
-        target, array, n_examples, at = self._target, self._array(name), self.layout.n_examples, 0
-        state = target.arrays[name]
-        if state == "whole" or (state == "absent" and target.digests is not None):
-            raise ArgumentError(
-                f"{array.file_name} is {state}", where=name, remedy="Repair writes what is lost, and nothing else."
-            )
+        target, n_examples, at = self._target, self.layout.n_examples, 0
+        array = {array.name: array for array in self.metadata.recordable}.get(name)
+        if array is None:
+            raise ArgumentError(f"the store has no token array {name}", where=name, remedy="Leave it out.")
         digester, nbytes = BlockDigester(target.block_bytes), array.nbytes(self.layout)
         sink = target.open_file(array.file_name, nbytes, nbytes)
         try:
@@ -296,49 +264,9 @@ class RepairWriter(ShardWriter):
             target.replace(array.file_name, sink, FileDigests(nbytes, tuple(digester.digests())), ())
         finally:
             sink.abort()
-        target.arrays[name] = "whole"
+        target.lost_arrays = [lost for lost in target.lost_arrays if lost != name]
 
     def close(self) -> None:
         """Wait for the shards that are whole, and let go of the store; the others stay as damaged as they were."""
         with self._target.held:
             super().close()
-
-    def _token_rows(self, given: dict[str, object], n: int, first_example: int) -> Rows:
-        """Nothing is recorded; what is given has to be what the store has."""
-        missing = chain.from_iterable(self.missing)
-        examples = list(islice((example for example in missing if example >= first_example), n))
-        for name, values in given.items():
-            if values is None:
-                continue
-            array, state = self._array(name), self._target.arrays[name]
-            if state != "whole":
-                raise ArgumentError(
-                    f"{array.file_name} is {state}: there is nothing to compare these with",
-                    where=name,
-                    remedy="Leave them out." if state == "absent" else "Give all of them to `restore_array`.",
-                )
-            rows, width = (
-                token_rows({name: values}, (array,), n, self.layout, required=True),
-                array.example_nbytes(self.layout),
-            )
-            starts = [example * width for example in examples]
-            found = self._target.store.get_ranges(
-                array.file_name, starts=starts, ends=[start + width for start in starts]
-            )
-            if b"".join(found) != np.ascontiguousarray(rows).tobytes():
-                raise ArgumentError(
-                    f"the {name} of examples {examples[0]} to {examples[-1]} are others than the store's",
-                    where=name,
-                    remedy="These are most likely other examples than the missing ones.",
-                )
-
-    def _array(self, name: str) -> TokenArray:
-        """The token array of a name; `ArgumentError` if the store has none of that name."""
-        for array in self.metadata.recordable:
-            if array.name == name:
-                return array
-        raise ArgumentError(
-            f"the store has no token array {name}; it has {list(self._target.arrays)}",
-            where=name,
-            remedy="Leave it out.",
-        )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import operator
-import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, SupportsIndex, cast
@@ -23,12 +21,13 @@ from saev_store.errors import (
     ArgumentError,
     IncompleteStoreError,
     SaevStoreError,
-    SaevStoreWarning,
     StoreExistsError,
+    TransportError,
     brief,
-    outside,
 )
 from saev_store.names import printable
+from saev_store.transport import Sink
+from saev_store.writer.digests import digest
 from saev_store.writer.inputs import (
     NonfinitePolicy,
     OverflowPolicy,
@@ -38,7 +37,7 @@ from saev_store.writer.inputs import (
     rows_as_bytes,
     token_rows,
 )
-from saev_store.writer.shard_file import ShardFile, Target
+from saev_store.writer.work import Target
 
 Rows = npt.NDArray[np.uint8] | None
 #: Blocks between the caller and the file, and threads that write them. A shard that becomes durable delays no other.
@@ -47,8 +46,59 @@ _N_BLOCKS, _N_THREADS = 6, 2
 _N_FAR_BLOCKS, _N_FAR_THREADS = 14, 8
 #: `write` holds so many bytes by default.
 MAX_REORDER_BYTES = 1 << 30
-#: A crash repeats a shard: a warning names one that takes longer.
-_LONG_S = 600.0
+
+
+class _ShardFile:
+    """A shard that grows block by block, and counts when it is whole.
+
+    Its calls come one after the other, in any thread. After an error nothing of it counts.
+    """
+
+    def __init__(self, target: Target, shard_idx: int) -> None:
+        self._target, self._shard_idx = target, shard_idx
+        self._held = ExitStack()
+        self._sink: Sink | None = None
+        self._digests: list[str] = []
+        self._nbytes = 0
+        self._failed = False
+        if not target.is_disk:
+            return
+        self._held.enter_context(target.lock(f"{shard_idx:06d}"))
+        try:
+            target.check(shard_idx)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, block: memoryview, tokens: Mapping[str, bytes] | None = None) -> None:
+        """Write the next block; all but the last one are whole.
+
+        Args:
+            block: Its bytes, which may be changed afterwards.
+            tokens: With the last block: what was recorded for the tokens of the shard, by token array. The shard is then made
+                durable, and recorded.
+        """
+        if self._failed:
+            raise TransportError("an earlier block of this shard was not written", where=self._target.url)
+        try:
+            sink = self._sink = self._sink or self._target.open_shard(self._shard_idx)
+            self._digests.append(digest(block))  # first: the block is in the cache
+            sink.write(self._nbytes, [block])
+            self._nbytes += len(block)
+            if tokens is None:
+                return
+            self._target.finish_shard(self._shard_idx, sink, self._digests, tokens)
+        except BaseException:
+            self.abort()
+            raise
+        self._held.close()
+
+    def abort(self) -> None:
+        """Let go of the file and the lock; what is not whole does not count."""
+        self._failed = True
+        with self._held, suppress(SaevStoreError):
+            if self._sink is not None:
+                self._sink.abort()
 
 
 class ShardWriter:
@@ -113,11 +163,10 @@ class ShardWriter:
         self._threads = ThreadPoolExecutor(n_threads, "saev-store-writer")
         self._pending: deque[Future[None]] = deque()
         self._last: Future[None] | None = None
-        self._file: ShardFile | None = None
-        if self._shards and target.is_disk:
-            self._open()  # a second writer gets its error at once
-        shown = progress if self._n_left else False
-        self._progress = Progress(self._n_left, "writing", shown=shown, unit="examples")
+        self._file: _ShardFile | None = None
+        if self._shards and target.is_disk:  # a second writer gets its error at once
+            self._file = _ShardFile(target, self._shards[0])
+        self._progress = Progress(self._n_left, "writing", shown=progress if self._n_left else False, unit="examples")
 
     # -- what is missing -----------------------------------------------------------------------------------------------
 
@@ -150,9 +199,8 @@ class ShardWriter:
 
         Args:
             acts: (k, layers, tokens, d_model), or one example without the first axis; NumPy or torch, of a dtype that a store
-                may hold. Or a mapping with (k, tokens, d_model) for each layer, named 5, (5, "attn_out") or
-                "blocks.5.hook_attn_out". What has the store's dtype is written bit for bit, other numbers are widened exactly or
-                rounded to nearest even. Copied before this returns; any strides and byte order.
+                may hold, of any strides and byte order. What has the store's dtype is written bit for bit, other numbers are widened
+                exactly or rounded to nearest even. Copied before this returns.
             labels: (k, content tokens) integers from 0 to 255, for all examples of the store or for none.
             token_arrays: Protocol 3.0: (k, content tokens) for each token array that the metadata declares, by name.
 
@@ -176,7 +224,7 @@ class ShardWriter:
 
         Args:
             example: Its position in the store, one of `missing`.
-            acts: (layers, tokens, d_model), or (1, layers, tokens, d_model), or a mapping of layers, as for `append`.
+            acts: (layers, tokens, d_model), or (1, layers, tokens, d_model), as for `append`.
             labels: (content tokens,) or (1, content tokens), as for `append`.
             token_arrays: Likewise, by name.
 
@@ -232,12 +280,11 @@ class ShardWriter:
             with suppress(SaevStoreError):  # the error on its way out is the one that matters
                 self.close()
             return
-        n_waiting, was_closed = len(self._held), self._closed
+        was_closed = self._closed
         self.close()
         if not self.complete and not was_closed:
-            waiting = f", and {n_waiting} that were written wait for the first and are not kept" if n_waiting else ""
             raise IncompleteStoreError(
-                f"{self._n_left} examples are missing, from example {self.next_example} on{waiting}",
+                f"{self._n_left} examples are missing, from example {self.next_example} on",
                 where=self.url,
                 remedy=self._remedy,
             )
@@ -273,28 +320,23 @@ class ShardWriter:
         self, acts: object, labels: object, token_arrays: dict[str, object], first_example: int
     ) -> tuple[npt.NDArray[np.generic], Rows]:
         """The activations and token rows of the examples from `first_example` on, as they may be accepted."""
-        batch = as_activations(acts, self.layout)
+        batch, arrays = as_activations(acts, self.layout), self._target.arrays
         if len(batch) > self._n_left:
             raise ArgumentError(
                 f"{len(batch)} examples were appended, {self._n_left} are missing",
                 where="acts",
                 remedy="n_examples in the metadata is a promise; write a store with more examples under other metadata.",
             )
-        rows = self._token_rows({"labels": labels, **token_arrays}, len(batch), first_example)
+        required = bool(arrays) and self.metadata.declares_token_arrays
+        rows = token_rows({"labels": labels, **token_arrays}, arrays, len(batch), self.layout, required=required)
         if self._has_tokens not in (None, rows is not None) and len(batch):
             raise ArgumentError(
-                f"labels {'are missing for' if self._has_tokens else 'were given for'} these examples, and earlier ones "
-                f"{'have them' if self._has_tokens else 'have none'}",
+                "labels are given for some examples and not for others",
                 where="labels",
                 remedy="Give labels for every example of a store, or for none.",
             )
         check_finite(batch, first_example, self._on_nonfinite)
         return check_overflow(batch, first_example, self.layout, self._on_overflow), rows
-
-    def _token_rows(self, given: dict[str, object], n: int, first_example: int) -> Rows:  # noqa: ARG002  # a repair needs it
-        """Values of the token arrays for `n` examples; `ArgumentError` if it breaks a rule."""
-        required = self.metadata.declares_token_arrays
-        return token_rows(given, self.metadata.recordable, n, self.layout, required=required)
 
     # -- examples into shards ------------------------------------------------------------------------------------------
 
@@ -303,8 +345,8 @@ class ShardWriter:
         each = self.layout.example_nbytes + (0 if rows is None else rows.nbytes)
         if (len(self._held) + 1) * each > check_number(self.max_reorder_bytes, name="max_reorder_bytes"):
             raise ArgumentError(
-                f"example {self.next_example} has not come, and the {len(self._held)} examples that wait for it take "
-                f"{len(self._held) * each:,} of {self.max_reorder_bytes:,} bytes: there is no room for example {position}",
+                f"example {self.next_example} has not come, and {len(self._held)} examples wait for it: there is no room for "
+                f"example {position} in {self.max_reorder_bytes:,} bytes",
                 where="example",
                 remedy=f"Write example {self.next_example}, then this one again; or raise the writer's max_reorder_bytes.",
             )
@@ -322,7 +364,7 @@ class ShardWriter:
         step = max(1, self._target.block_bytes // layout.example_nbytes)
         while at < len(batch):
             shard_idx = self._shards[self._at]
-            file = self._file or self._open()
+            file = self._file = self._file or _ShardFile(self._target, shard_idx)
             n = min(len(batch) - at, layout.examples_in(shard_idx) - self._example)
             if rows is not None:
                 self._rows.append(rows[at : at + n].copy())
@@ -335,21 +377,16 @@ class ShardWriter:
         self._progress.advance(len(batch))
         self._torn = False
 
-    def _open(self) -> ShardFile:
-        """Begin the next shard."""
-        file, self._began_s = ShardFile(self._target, self._shards[self._at]), time.monotonic()
-        if self._target.is_disk:
-            file.claim()
-        self._file = file
-        return file
-
-    def _take(self, file: ShardFile, data: npt.NDArray[np.uint8], used_nbytes: int) -> None:
+    def _take(self, file: _ShardFile, data: npt.NDArray[np.uint8], used_nbytes: int) -> None:
         """Copy bytes of the shard into blocks, and hand over each that is full."""
         start = 0
         while start < len(data):
             block = self._block
             if block is None:
-                block, self._fill = self._borrow(), 0
+                self._check_pending()
+                free, self._fill = self._free.get(), 0
+                nbytes = min(self._target.block_bytes, self.layout.shard_nbytes)
+                block = np.empty(nbytes, np.uint8) if free is None else free
             n = min(len(data) - start, len(block) - self._fill)
             block[self._fill : self._fill + n] = data[start : start + n]
             start, self._fill, self._taken = start + n, self._fill + n, self._taken + n
@@ -358,13 +395,7 @@ class ShardWriter:
             if self._block is None:
                 self._hand_over(file, block, self._token_files() if is_last else None)
 
-    def _borrow(self) -> npt.NDArray[np.uint8]:
-        """A block that is free; waits for one."""
-        self._check_pending()
-        block = self._free.get()
-        return np.empty(min(self._target.block_bytes, self.layout.shard_nbytes), np.uint8) if block is None else block
-
-    def _hand_over(self, file: ShardFile, block: npt.NDArray[np.uint8], tokens: dict[str, bytes] | None) -> None:
+    def _hand_over(self, file: _ShardFile, block: npt.NDArray[np.uint8], tokens: dict[str, bytes] | None) -> None:
         """Let a thread write a block, behind the one before it; behind the last one the shard is made durable."""
         previous, fill = self._last, self._fill
 
@@ -379,18 +410,14 @@ class ShardWriter:
         future = self._threads.submit(run)
         self._pending.append(future)
         self._last = future if tokens is None else None
-        if tokens is not None:
-            self._warn_if_long()
 
     def _token_files(self) -> dict[str, bytes]:
         """Values recorded for the tokens of the shard, by token array."""
         rows, self._rows = self._rows, []
-        if not rows:
-            return {}
-        table, first, found = np.concatenate(rows), 0, dict[str, bytes]()
-        for array in self.metadata.recordable:
+        first, found = 0, dict[str, bytes]()
+        for array in self._target.arrays if rows else ():
             width = array.example_nbytes(self.layout)
-            found[array.name] = table[:, first : first + width].tobytes()
+            found[array.name] = b"".join(row[:, first : first + width].tobytes() for row in rows)
             first += width
         return found
 
@@ -402,12 +429,3 @@ class ShardWriter:
             except BaseException:
                 self._torn = True
                 raise
-
-    def _warn_if_long(self) -> None:
-        if (took_s := time.monotonic() - self._began_s) > _LONG_S:
-            warnings.warn(
-                f"{self.url}: a shard took {took_s / 60:.0f} minutes, and a crash repeats one; a smaller max_tokens_per_shard "
-                "makes shards shorter.",
-                SaevStoreWarning,
-                stacklevel=outside(),
-            )

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -35,7 +36,6 @@ from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
 from saev_store.transport.durable import TEMP_PREFIX
 from saev_store.writer.digests import BLOCK_BYTES, FileDigests, digest, is_digest, n_blocks
-from saev_store.writer.shard_file import Target
 
 if TYPE_CHECKING:
     from saev_store.core.token_arrays import TokenArray
@@ -88,7 +88,7 @@ def create(place: Transport, path: str, data: bytes) -> bool:
 
 def each(place: Transport, ask: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """The answers about many items, in order: several at once from a service, one by one from a disk."""
-    return list(ahead(ask, items, 1 if place.local_path is not None else N_AHEAD))
+    return [*map(ask, items)] if place.local_path is not None else [*ahead(ask, items, N_AHEAD)]
 
 
 def delete_work(root: Transport, name: str) -> None:
@@ -131,9 +131,39 @@ class Receipt:
         """The entry of the shard in digests.json."""
         return FileDigests(self.nbytes, self.digests)
 
-    def to_bytes(self) -> bytes:
-        """The document."""
-        return json.dumps({"format": VERSION, **asdict(self)}).encode()
+
+class Target(ABC):
+    """Purpose of written shards: a new store, or the repair of one.
+
+    Attributes:
+        store: The folder of the store.
+        metadata: Its document.
+        block_bytes: Length of a block, which has one digest.
+        url: The address of the store.
+        layout: Its geometry.
+        arrays: What is appended for each content token.
+        is_disk: Whether there are locks and renames, as on this machine; in a bucket a file appears when it is complete.
+    """
+
+    def __init__(self, store: Transport, metadata: Metadata, block_bytes: int) -> None:
+        self.store, self.metadata, self.block_bytes = store, metadata, block_bytes
+        self.url, self.layout, self.is_disk = store.url, metadata.layout, store.local_path is not None
+        self.arrays: Sequence[TokenArray] = metadata.recordable
+
+    def lock(self, what: str) -> AbstractContextManager[object]:  # noqa: ARG002  # a repair has one lock for all
+        """Hold a lock; `WriterConflictError` if another process does."""
+        return nullcontext()
+
+    def check(self, shard_idx: int) -> None:  # noqa: B027  # likewise
+        """Look, under the lock of a shard, whether it still has to be written; `WriterConflictError` if not."""
+
+    @abstractmethod
+    def open_shard(self, shard_idx: int) -> Sink:
+        """The file of a shard."""
+
+    @abstractmethod
+    def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
+        """Commit the file of a shard, and record it with what belongs to its tokens."""
 
 
 class Work(Target):
@@ -170,11 +200,7 @@ class Work(Target):
         return self.work.lock(f"locks/{what}.lock")
 
     def is_published(self) -> bool:
-        """Return True if metadata.json is there.
-
-        Raises:
-            StoreExistsError: it is, with other bytes.
-        """
+        """Return True if metadata.json is there; `StoreExistsError` if it is another one."""
         there = read(self.store, METADATA_NAME)
         if there not in (None, self.metadata.raw):
             raise StoreExistsError(
@@ -184,20 +210,24 @@ class Work(Target):
             )
         return there is not None
 
-    def document(self) -> bytes | None:
-        """The document in the work folder; None if nothing was begun, or it was discarded."""
-        return read(self.work, METADATA_NAME)
+    def listed(self) -> list[list[str]]:
+        """The names in the store's folder, and those in the work folder."""
+        return each(self.store, names, (self.store, self.work))
 
-    def begin(self) -> bool:
+    def begin(self, there: Sequence[str], begun: Sequence[str]) -> bool:
         """Begin the store; False if it was begun before.
+
+        Args:
+            there: The names in the store's folder.
+            begun: Those in the work folder.
 
         Raises:
             IncompleteStoreError: its folder holds files of another program, or of an older version of this one.
             ResumeError: it was begun with other metadata of the same hash.
         """
-        foreign = [name for name in names(self.store) if not name.startswith(TEMP_PREFIX)]
+        foreign = [name for name in there if not name.startswith(TEMP_PREFIX)]
         # Of what was begun before, the document may be gone: of a killed `discard_unfinished`.
-        if foreign and not names(self.work):
+        if foreign and not begun:
             raise refused(self.url, foreign)
         return self.claim()
 
@@ -236,7 +266,7 @@ class Work(Target):
                 and found["nbytes"] == used
                 and found["file_nbytes"] in (used, full)
                 and len(digests) == n_blocks(used, self.block_bytes)
-                and tokens.keys() in (set[str](), {array.name for array in self.metadata.recordable})
+                and tokens.keys() in (set[str](), {array.name for array in self.arrays})
                 and all(map(is_digest, (*digests, *tokens.values())))
                 and isinstance(found["version"], str)
             )
@@ -244,12 +274,12 @@ class Work(Target):
             return None
         return Receipt(used, found["file_nbytes"], digests, tokens, found["version"]) if is_right else None
 
-    def receipts(self, shards: Sequence[int]) -> list[Receipt | None]:
-        """The receipts of some shards, in order."""
+    def receipts(self, shards: Sequence[int]) -> dict[int, Receipt]:
+        """The receipts of those of some shards that are durable, in order."""
         there = set(names(self.work, "receipts"))
         begun = [shard_idx for shard_idx in shards if f"{shard_idx:06d}.json" in there]
-        found = dict(zip(begun, each(self.store, self.receipt, begun), strict=True))
-        return [found.get(shard_idx) for shard_idx in shards]
+        found = zip(begun, each(self.store, self.receipt, begun), strict=True)
+        return {shard_idx: receipt for shard_idx, receipt in found if receipt is not None}
 
     def check(self, shard_idx: int) -> None:
         """Look, under the lock of a shard, whether it still has to be written.
@@ -260,7 +290,7 @@ class Work(Target):
         if self.is_published():
             self.remove()  # the lock that was just made
             raise conflict("the store was published", self.url, "Open it.")
-        if self.is_disk and self.document() != self.metadata.raw:
+        if self.is_disk and read(self.work, METADATA_NAME) != self.metadata.raw:
             raise conflict("the unfinished store was discarded", self.url, "Create it again.")
         if self.is_disk and self.receipt(shard_idx) is not None:
             raise conflict(f"shard {shard_idx} was written", self.url, "Create the writer again with resume=True.")
@@ -285,7 +315,7 @@ class Work(Target):
         file_nbytes, version = stat(self.store, shard_name(shard_idx))
         of_tokens = {name: digest(rows) for name, rows in tokens.items()}
         receipt = Receipt(self.layout.used_nbytes(shard_idx), file_nbytes, tuple(digests), of_tokens, version)
-        self.work.put(_receipt_path(shard_idx), receipt.to_bytes())
+        self.work.put(_receipt_path(shard_idx), json.dumps({"format": VERSION, **asdict(receipt)}).encode())
 
     def forget(self, shard_idx: int) -> None:
         """Delete the receipt of a shard that differs from it."""

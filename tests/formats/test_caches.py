@@ -475,7 +475,7 @@ def test_import_again_opens_the_store_and_refuses_a_changed_cache(tmp_path, monk
     other = requests(tmp_path / "other", {**made, "hs_3": {**made["hs_3"], "token_ids": made["hs_3"]["token_ids"] + 1}})
     other.rename(tmp_path / "moved")
     assert imported(tmp_path / "moved", tmp_path / "a").url != whole.url
-    unchecked = imported(folder, tmp_path / "c", verify=False, pad=True)
+    unchecked = imported(folder, tmp_path / "c", pad=True)
     assert unchecked.read(dtype="stored").tobytes() == whole.read(dtype="stored").tobytes()
     from saev_store.writer import shard_writer
 
@@ -502,7 +502,7 @@ def test_import_of_something_else_is_refused(tmp_path):
     for wrong, where in (
         ({"family": ""}, "family"), ({"family": 3}, "family"), ({"format": "parquet"}, "format"), ({"context": None}, "context"),
         ({"context": 0}, "context"), ({"context": 2.5}, "context"), ({"context": True}, "context"), ({"cls_token": True}, "cls_token"),
-        ({"max_block_bytes": 0}, "max_block_bytes"), ({"verify": "no"}, "verify"), ({"ckpt": None}, "ckpt"),
+        ({"max_block_bytes": 0}, "max_block_bytes"), ({"ckpt": None}, "ckpt"),
     ):  # fmt: skip
         error = refusal(imported, folder, tmp_path / "out", **wrong)
         assert (type(error), error.where) == (ArgumentError, where)

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from saev_store.documents import Metadata, new_metadata
+from saev_store.writer import RepairWriter
 
 #: What a store of protocol 3.0 records for each content token here.
 TOKEN_ARRAYS = {"token_ids": "int32", "document_ids": "int64", "mask": "bool"}
@@ -44,8 +45,9 @@ class Case:
         return {**self.arrays, **({} if self.labels is None else {"labels": self.labels})}
 
     def append(self, writer, start: int, end: int) -> None:
-        """Append examples and all that is recorded for their tokens."""
-        writer.append(self.acts[start:end], **{name: values[start:end] for name, values in self.recorded.items()})
+        """Append examples and, but for a repair, all that is recorded for their tokens."""
+        recorded = {} if isinstance(writer, RepairWriter) else self.recorded
+        writer.append(self.acts[start:end], **{name: values[start:end] for name, values in recorded.items()})
 
     def matches(self, store) -> bool:
         """Whether an opened store gives the vectors and what is recorded for tokens, bit for bit."""

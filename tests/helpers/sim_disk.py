@@ -161,9 +161,6 @@ class Disk:
             self.state.files[full] = file
         return DiskSink(self.state, full, file, used_nbytes)
 
-    def list_uploads(self, path: str = "") -> None:
-        return None
-
     @contextlib.contextmanager
     def lock(self, path: str) -> Iterator[None]:
         full = self.prefix + path

@@ -81,8 +81,8 @@ PUBLIC = {
         View
     """,
     "saev_store.writer": """
-        Cleaned Digests FileDigests Leftover RepairWriter RepairedFile ShardWriter
-        clean copy_store create_store discard_unfinished finalize_store load_digests old_claim open_repair
+        Digests FileDigests Leftover RepairWriter RepairedFile ShardWriter
+        clean copy_store create_store discard_unfinished finalize_store load_digests open_repair
         writing_requests
     """,
     "saev_store.xarray": """

@@ -38,8 +38,8 @@ def leave_old(root, this) -> None:
 
 def found(root, **options) -> dict[str, tuple[str, bool]]:
     """Kind of each leftover, and whether it goes."""
-    cleaned = clean(root, **{"older_than_s": 0, **options})
-    return {left.path: (left.kind, not left.kept_because) for left in cleaned.leftovers}
+    found = clean(root, **{"older_than_s": 0, **options})
+    return {left.path: (left.kind, not left.kept_because) for left in found}
 
 
 # -- unfinished stores -------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_unfinished_stores_are_listed_whatever_version_began_them(tmp_path):
         assert listed == {
             done.name: ("complete", done.metadata),
             left.name: ("unfinished", left.metadata),
-            old.name: ("unfinished", old.metadata),
+            old.name: ("unfinished", None),
             broken.name: ("unfinished", None),
         }
 
@@ -162,7 +162,7 @@ def test_clean_removes_unfinished_stores_and_hidden_files(tmp_path):
         name: data for name, data in before.items() if "/locks/" not in name
     }
     cleaned = clean(str(tmp_path), older_than_s=0)
-    assert {left.path: left.nbytes for left in cleaned.leftovers}[".saev_store.tmp-2-b"] == 2
+    assert {left.path: left.nbytes for left in cleaned}[".saev_store.tmp-2-b"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([done.name, repaired.name, "notes"])
     for this in (done, repaired):
         this.check(content(tmp_path / this.name))

@@ -53,7 +53,7 @@ def test_append_of_shards_longer_than_a_block_digests_each_block(tmp_path):
     this.check(content(tmp_path / this.name))
 
 
-def test_append_of_other_dtypes_strides_and_layers_stores_the_same_numbers(tmp_path):
+def test_append_of_other_dtypes_and_strides_stores_the_same_numbers(tmp_path):
     this = a_case(labelled=False)
     acts = np.random.default_rng(1).standard_normal(this.acts.shape).astype(np.float16)
     this = replace(this, acts=acts.astype("<f4"))
@@ -62,41 +62,11 @@ def test_append_of_other_dtypes_strides_and_layers_stores_the_same_numbers(tmp_p
         "big-endian": acts.astype(">f4"),
         "strided": np.repeat(acts, 2, axis=3)[..., ::2],
         "transposed": np.asfortranarray(acts.astype(np.float32)),
-        "layers": {layer: acts[:, at] for at, layer in enumerate(this.metadata.layers)},
     }
     for name, some in given.items():
         with create(tmp_path / name, this) as writer:
             writer.append(some)
         this.check(content(tmp_path / name / this.name))
-
-
-def test_append_of_layers_by_any_of_their_names_takes_each_once(tmp_path):
-    points = ["resid_post", "attn_out", "resid_post"]
-    metadata = new_metadata(
-        family="gpt2", ckpt="x", layers=[2, 5, 5], hook_points=points, content_tokens_per_example=2, cls_token=False, d_model=4,
-        n_examples=8,
-    )  # fmt: skip
-    acts = np.random.default_rng(2).standard_normal((8, 3, 2, 4), np.float32)
-    first, second, third = (acts[:, layer] for layer in range(3))
-    with create(tmp_path, replace(a_case(), metadata=metadata)) as writer:
-        writer.append(
-            {"blocks.2.hook_resid_post": first[:4], "blocks.5.attn_out": second[:4], (5, "resid_post"): third[:4]}
-        )
-        wrong = [
-            {2: first, (5, "attn_out"): second},  # one is missing
-            {2: first, 5: second, (5, "resid_post"): third},  # 5 has two hook points
-            {2: first, (2, "resid_post"): first, (5, "attn_out"): second, (5, "resid_post"): third},
-            {True: first, (5, "attn_out"): second, (5, "resid_post"): third},
-            {2: first, (5, "attn_out"): second[:3], (5, "resid_post"): third},
-            {2: first, (5, "attn_out"): second.astype(np.float16), (5, "resid_post"): third},
-            {2: np.float32(1), (5, "attn_out"): np.float32(1), (5, "resid_post"): np.float32(1)},
-            [[1.0], [1.0, 2.0]],
-        ]
-        for given in wrong:
-            with pytest.raises(ArgumentError):
-                writer.append(given)
-        writer.append({2: first[4:], (5, "attn_out"): second[4:], "blocks.5.hook_resid_post": third[4:]})
-    assert np.array_equal(ShardStore.open(tmp_path / metadata.hash)[...], acts)
 
 
 def test_append_copies_what_it_is_given(tmp_path):
@@ -368,17 +338,6 @@ def test_failed_block_within_a_shard_is_raised_and_the_shard_is_missing(tmp_path
     with pytest.raises(IncompleteStoreError), create(tmp_path, this, resume=True) as writer:
         assert writer.missing == [range(5)]
     finish(tmp_path, this, 5)
-    this.check(content(tmp_path / this.name))
-
-
-def test_long_shard_warns(tmp_path, monkeypatch):
-    this = a_case(2, 1)
-    clock = iter([0.0, 10.0, 20.0, 700.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    with create(tmp_path, this) as writer:
-        this.append(writer, 0, 1)
-        with pytest.warns(SaevStoreWarning):
-            this.append(writer, 1, 2)
     this.check(content(tmp_path / this.name))
 
 

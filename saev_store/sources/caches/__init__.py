@@ -55,7 +55,6 @@ def import_cache(
     max_tokens_per_shard: int | None = None,
     max_block_bytes: int = MAX_BLOCK_BYTES,
     resume: bool = True,
-    verify: bool = True,
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
     pad: bool | None = None,
@@ -84,7 +83,6 @@ def import_cache(
         max_tokens_per_shard: Budget of vectors per shard; None chooses one, as `new_metadata`.
         max_block_bytes: Read at most so much at a time, or one example.
         resume: As in `ShardStore.from_array`.
-        verify: Compare what an earlier call has written with the cache.
         storage_options: For the file system of `url`.
         dst_storage_options: For that of `root`.
         pad: Write the last shard at full size, its tail zeros.
@@ -97,11 +95,10 @@ def import_cache(
         DocumentError, CorruptShardError: a file breaks a rule of its format, or has another size than its header.
         ArgumentError: what the files do not have is not given, or does not fit.
         MissingDependencyError: the format needs a library that is not installed.
-        ResumeError: an unfinished import of it holds other numbers than the cache has now.
     """
     if not isinstance(family, str) or not family.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"family is {brief(family)}; it must be a name, such as gpt2", where="family")
-    options = ImportOptions(resume, verify, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
+    options = ImportOptions(resume, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
     options.check()
     if format is not None:
         check_choice(format, FORMATS, name="format")
