@@ -132,8 +132,8 @@ class Disk:
         self.state.files[self.prefix + path] = File(bytearray(data), bytearray(data))
 
     def create(self, path: str, data: bytes) -> None:
+        self.state.step(f"create {path}")
         with self.state.mutex:
-            self.state.step(f"create {path}")
             if self.prefix + path in self.state.files:
                 raise StoreExistsError("there already", where=path)
             self.state.files[self.prefix + path] = File(bytearray(data), bytearray(data))
