@@ -13,6 +13,7 @@ from saev_store.record._fill import fill_missing
 from saev_store.record._identity import repairable
 from saev_store.record._recheck import KeptExamples, Recheck
 from saev_store.record._record import plan
+from saev_store.store.opening import exists
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
 from saev_store.writer import open_repair
@@ -113,7 +114,9 @@ def repair(
         progress=progress,
     ) as writer:  # fmt: skip
         given = source.geometry(recorder.adapter).token_arrays
-        for name in writer.lost_arrays:
+        # Without digests.json nothing has whether there were labels, but the source.
+        absent = [name for name in given if not exists(transport, f"{name}.bin")]
+        for name in dict.fromkeys([*writer.lost_arrays, *absent]):
             if name not in given:  # before protocol 3.0 no document has whether there are labels
                 raise ResumeError(f"its {name} are lost, and the source of this call has none", where=writer.url)
             writer.restore_array(name, _values(source, name, there.layout.n_examples))

@@ -287,23 +287,6 @@ def test_a_far_folder_with_another_name_is_remarked(plain: PlainStore):
 
 
 @pytest.mark.parametrize(
-    "claim",
-    [
-        '{"metadata": ' + "[" * 100_000 + "]" * 100_000 + "}", "[" * 100_000, "[]", '{"metadata": 3}', "{}", "",
-        r'{"metadata": "\ud800"}', '{"metadata": "{}"}', "1" * 10_000,
-    ],
-    ids=range(9),
-)  # fmt: skip
-def test_a_claim_that_cannot_be_read_is_one_entry_of_the_list(claim: str, tmp_path: Path) -> None:
-    complete = plain_store(LAYOUT).write(tmp_path)
-    hidden = tmp_path / "crashed" / CLAIM_PATH
-    hidden.parent.mkdir(parents=True)
-    hidden.write_text(claim)
-    found = {entry.name: (entry.state, entry.note) for entry in ShardStore.list(tmp_path)}
-    assert found == {complete.name: ("complete", ""), "crashed": ("unfinished", "its metadata cannot be read")}
-
-
-@pytest.mark.parametrize(
     ("nbytes", "state", "note"),
     [
         (None, "damaged", "2 of 7 examples lost"),
