@@ -36,8 +36,7 @@ from transformers import GPTNeoXConfig, GPTNeoXModel, ViTConfig, ViTModel
 from saev_store.record import Images, Texts, adapt, record
 from saev_store.record._examples import Batch, ExampleSource
 from saev_store.record._record import plan
-from saev_store.writer.copies import Rate
-from saev_store.writer.shard_file import ShardFile
+from saev_store.writer.shard_writer import ShardFile
 
 DISK_BYTES_PER_S = 100e6
 POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -179,8 +178,11 @@ def slow_recording(root: str, n_examples: int) -> dict[str, float]:
     with recorder:
         largest = next(source.batches(0, n_examples)).inputs[0]
         vectors_nbytes = recorder(largest).nbytes
-    rate, write = Rate(DISK_BYTES_PER_S, float("inf")), ShardFile.write
-    ShardFile.write = lambda file, block, tokens=None: (rate.wait(len(block), 1), write(file, block, tokens))
+    write = ShardFile.write
+    ShardFile.write = lambda file, block, tokens=None: (
+        time.sleep(len(block) / DISK_BYTES_PER_S),
+        write(file, block, tokens),
+    )
     began_s = time.perf_counter()
     record(
         thin_vit(),

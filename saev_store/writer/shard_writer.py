@@ -48,7 +48,7 @@ _N_FAR_BLOCKS, _N_FAR_THREADS = 14, 8
 MAX_REORDER_BYTES = 1 << 30
 
 
-class _ShardFile:
+class ShardFile:
     """A shard that grows block by block, and counts when it is whole.
 
     Its calls come one after the other, in any thread. After an error nothing of it counts.
@@ -163,9 +163,9 @@ class ShardWriter:
         self._threads = ThreadPoolExecutor(n_threads, "saev-store-writer")
         self._pending: deque[Future[None]] = deque()
         self._last: Future[None] | None = None
-        self._file: _ShardFile | None = None
+        self._file: ShardFile | None = None
         if self._shards and target.is_disk:  # a second writer gets its error at once
-            self._file = _ShardFile(target, self._shards[0])
+            self._file = ShardFile(target, self._shards[0])
         self._progress = Progress(self._n_left, "writing", shown=progress if self._n_left else False, unit="examples")
 
     # -- what is missing -----------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class ShardWriter:
         step = max(1, self._target.block_bytes // layout.example_nbytes)
         while at < len(batch):
             shard_idx = self._shards[self._at]
-            file = self._file = self._file or _ShardFile(self._target, shard_idx)
+            file = self._file = self._file or ShardFile(self._target, shard_idx)
             n = min(len(batch) - at, layout.examples_in(shard_idx) - self._example)
             if rows is not None:
                 self._rows.append(rows[at : at + n].copy())
@@ -377,7 +377,7 @@ class ShardWriter:
         self._progress.advance(len(batch))
         self._torn = False
 
-    def _take(self, file: _ShardFile, data: npt.NDArray[np.uint8], used_nbytes: int) -> None:
+    def _take(self, file: ShardFile, data: npt.NDArray[np.uint8], used_nbytes: int) -> None:
         """Copy bytes of the shard into blocks, and hand over each that is full."""
         start = 0
         while start < len(data):
@@ -395,7 +395,7 @@ class ShardWriter:
             if self._block is None:
                 self._hand_over(file, block, self._token_files() if is_last else None)
 
-    def _hand_over(self, file: _ShardFile, block: npt.NDArray[np.uint8], tokens: dict[str, bytes] | None) -> None:
+    def _hand_over(self, file: ShardFile, block: npt.NDArray[np.uint8], tokens: dict[str, bytes] | None) -> None:
         """Let a thread write a block, behind the one before it; behind the last one the shard is made durable."""
         previous, fill = self._last, self._fill
 
