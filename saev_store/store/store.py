@@ -184,8 +184,7 @@ class ShardStore(TextReading):
 
         Raises:
             ArgumentError: the array or an argument breaks a rule; the message names it.
-            ResumeError: an unfinished import of it holds other numbers than the array has now.
-            StoreExistsError: a finished one does, or `resume` is False.
+            StoreExistsError: a finished store is there, and `resume` is False.
 
         >>> import numpy as np
         >>> from saev_store import ShardStore
