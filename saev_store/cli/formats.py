@@ -12,7 +12,6 @@ from saev_store.cli._common import (
     DstOptions,
     Options,
     Progress,
-    Scheduler,
     emit,
     emit_json,
     load_tokenizer,
@@ -40,10 +39,6 @@ def convert(
         int | None, typer.Option(help="Records of a batch, such as 8. Needed to write batches.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Integer that decides the order of records in batches.")] = 0,
-    pad_token: Annotated[
-        int | None,
-        typer.Option(help="Write one record per document, padded with this token id, instead of joining documents."),
-    ] = None,
     end_token: Annotated[int | None, typer.Option(help="Token id to append to every document [default: none].")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the tokens in written documents, such as uint16 [default: int32].")
@@ -56,24 +51,19 @@ def convert(
         str, typer.Option(help="Convert the samples of this split, such as train; all converts every one.")
     ] = "all",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist at DST.")] = False,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Read the result back and compare it with the source, or do not."),
-    ] = True,
-    scheduler: Scheduler = None,
     as_json: AsJson = False,
     option: Options = None,
     dst_option: DstOptions = None,
     progress: Progress = None,
 ) -> None:
-    """Convert documents into shuffled batches, or batches or texts into documents; verified by reading back."""
+    """Convert documents into shuffled batches, or batches or texts into documents."""
     from saev_store.sources import open_source
     from saev_store.sources.convert import documents_to_batches, samples_to_documents
     from saev_store.sources.energon import EnergonDataset
     from saev_store.sources.mmididx import IndexedDataset
 
     given = {
-        "--seq-len": seq_len, "--batch-size": batch_size, "--pad-token": pad_token,
+        "--seq-len": seq_len, "--batch-size": batch_size,
         "--dtype": dtype, "--tokenizer": tokenizer, "--part": part if part != "txt" else None,
         "--split": split if split != "all" else None,
     }  # fmt: skip
@@ -84,12 +74,12 @@ def convert(
                 raise ArgumentError("both options are needed to write batches", where="--seq-len, --batch-size")
             _refuse_unused(given, "--dtype", "--tokenizer", "--part", "--split")
             n = documents_to_batches(
-                source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token, pad_token=pad_token,
-                overwrite=overwrite, storage_options=target, verify=verify, client=scheduler, progress=progress,
+                source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token,
+                overwrite=overwrite, storage_options=target, progress=progress,
             )  # fmt: skip
             unit = "batches"
         else:
-            _refuse_unused(given, "--seq-len", "--batch-size", "--pad-token")
+            _refuse_unused(given, "--seq-len", "--batch-size")
             encode = None
             if isinstance(source, EnergonDataset):
                 encode = _tokenizer(tokenizer)
@@ -97,7 +87,7 @@ def convert(
                 _refuse_unused(given, "--tokenizer", "--part")
             n = samples_to_documents(
                 source.split(split), dst, encode, part=part, dtype=dtype or "int32", end_token=end_token,
-                overwrite=overwrite, storage_options=target, verify=verify, client=scheduler, progress=progress,
+                overwrite=overwrite, storage_options=target, progress=progress,
             )  # fmt: skip
             unit = "documents"
     emit_json({"url": dst, unit: n}) if as_json else emit(f"{dst}: {n:,} {unit}")

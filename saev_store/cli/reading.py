@@ -36,9 +36,8 @@ from saev_store.errors import (
 )
 
 if TYPE_CHECKING:
-    from saev_store.sources.sniff import Found
+    from saev_store.sources import Source
     from saev_store.store.store import ShardStore
-    from saev_store.validation import Report
 
 _FILES = (".batch", ".idx", ".bin")
 #: Values of a vector shown in the table; `--json` has all of them.
@@ -54,7 +53,8 @@ def info(url: Url, as_json: AsJson = False, option: Options = None) -> None:
     given = storage_options(option)
     source = _source_at(url, given)
     if source is not None:
-        _source_info(source, as_json=as_json)
+        with source:
+            _source_info(source, as_json=as_json)
         return
     with ShardStore.open(url, given, damaged_ok=True) as store:
         if as_json:
@@ -135,38 +135,43 @@ def estimate(
     emit_table(("dtype", "vectors", "token arrays", "reading all vectors"), rows)
 
 
-def _source_at(url: str, options: Mapping[str, object] | None) -> Found | None:
-    """The data set at an address, not opened; None for a store and for unknown formats.
+def _source_at(url: str, options: Mapping[str, object] | None) -> Source[object] | None:
+    """The data set at an address, opened; None if there may be a store.
 
     Raises:
-        NotFoundError, DocumentError: the name is that of a data set's file, but the file is missing or invalid.
+        SaevStoreError: a data set does not open, or the name is that of a data set's file, which is missing.
     """
     from saev_store.names import METADATA_NAME
-    from saev_store.sources.sniff import find_source, sniff
+    from saev_store.sources import open_source
     from saev_store.transport import open_transport
 
-    if url.endswith(_FILES):
-        return find_source(url, options)
+    is_named = url.endswith(_FILES)
     try:
-        open_transport(url, options).size(METADATA_NAME)
-        return None
+        if not is_named:
+            open_transport(url, options).size(METADATA_NAME)
+            return None
     except NotFoundError:
-        return sniff(url, options)
+        pass
     except SaevStoreError:
         return None
+    try:
+        return open_source(url, options, damaged_ok=True)
+    except NotFoundError:
+        if is_named:
+            raise
+        return None
 
 
-def _source_info(found: Found, *, as_json: bool) -> None:
+def _source_info(source: Source[object], *, as_json: bool) -> None:
     """Describe a data set."""
-    with found.open(damaged_ok=True) as source:
-        if not as_json:
-            emit(repr(source))
-            return
-        try:
-            described = source.describe()
-        except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
-            described = {"format": source.format, "url": source.url, "n_samples": len(source)}
-        emit_json({**described, "problems": problem_dicts(source.problems)})
+    if not as_json:
+        emit(repr(source))
+        return
+    try:
+        described = source.describe()
+    except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
+        described = {"format": source.format, "url": source.url, "n_samples": len(source)}
+    emit_json({**described, "problems": problem_dicts(source.problems)})
 
 
 def head(
@@ -237,34 +242,28 @@ def validate(
     progress: Progress = None,
 ) -> None:
     """Validate a store or a data set; exit with 1 if there is an error."""
+    from saev_store.problems import Problem
     from saev_store.store.store import ShardStore
+    from saev_store.validation import Report
 
     given = storage_options(option)
-    source = _source_at(url, given)
-    if source is not None and scheduler is not None:
-        raise ArgumentError(f"{url} is a data set; a cluster validates stores only", where="--scheduler")
-    if source is not None:
-        report = _source_report(source, deep=deep, progress=progress)
+    try:
+        source = _source_at(url, given)
+    except (DocumentError, CorruptShardError, UnsafeContentError, NotFoundError) as error:
+        problems = tuple(getattr(error, "problems", ())) or (Problem(error.kind, error.message, error.where or ""),)
+        report = Report(error.where or url, 0, 0, problems)
     else:
-        with ShardStore.open(url, given, damaged_ok=True) as store:
-            report = store.validate(deep=deep, client=scheduler, progress=progress)
+        if source is not None:
+            if scheduler is not None:
+                raise ArgumentError(f"{url} is a data set; a cluster validates stores only", where="--scheduler")
+            with source:
+                report = source.validate(deep=deep, progress=progress)
+        else:
+            with ShardStore.open(url, given, damaged_ok=True) as store:
+                report = store.validate(deep=deep, client=scheduler, progress=progress)
     emit_json(report.to_dict()) if as_json else emit(str(report))
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _source_report(found: Found, *, deep: bool, progress: bool | None) -> Report:
-    """Report about a data set, also one that does not open."""
-    from saev_store.problems import Problem
-    from saev_store.sources.address import full_url
-    from saev_store.validation import Report
-
-    try:
-        with found.open(damaged_ok=True) as source:
-            return source.validate(deep=deep, progress=progress)
-    except (DocumentError, CorruptShardError, UnsafeContentError, NotFoundError) as error:
-        problems = tuple(getattr(error, "problems", ())) or (Problem(error.kind, error.message, error.where or ""),)
-        return Report(full_url(found.transport, found.path), 0, 0, problems)
 
 
 def stats(

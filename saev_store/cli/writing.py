@@ -92,10 +92,6 @@ def import_(
     ckpt: Annotated[
         str | None, typer.Option(help="The checkpoint, such as gpt2-small [default: as the cache names it].")
     ] = None,
-    format: Annotated[
-        Literal["saelens", "hidden-states"] | None,
-        typer.Option("--format", help="Format of the cache [default: by the names of its files]."),
-    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(metavar="2,5:attn_out", help="Layers of the cache, in its order, if it does not name them."),
@@ -116,10 +112,6 @@ def import_(
             metavar="DTYPE", help="Round the numbers to float32, bfloat16 or float16 [default: as in the cache]."
         ),
     ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="Where the data set is that the model has seen: a path or URL, kept in the metadata."),
-    ] = None,
     max_tokens_per_shard: Annotated[
         int | None, typer.Option(help="The most vectors of a shard [default: at least 32 shards, each up to 1 GiB].")
     ] = None,
@@ -128,9 +120,6 @@ def import_(
     ] = True,
     on_nonfinite: Annotated[
         Literal["raise", "warn", "allow"], typer.Option(help="What to do with NaN and infinity.")
-    ] = "raise",
-    on_overflow: Annotated[
-        Literal["raise", "warn", "saturate"], typer.Option(help="What to do with numbers that would become infinite.")
     ] = "raise",
     as_json: AsJson = False,
     option: Options = None,
@@ -144,13 +133,13 @@ def import_(
     from saev_store.sources.caches import import_cache
 
     store = import_cache(
-        url, to, format=format, family=family, ckpt=ckpt,
+        url, to, family=family, ckpt=ckpt,
         layers=None if layers is None else layer_keys(layers, where="--layers"),
         layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
-        context=context, cls_token=cls_token, dtype=dtype, dataset=dataset, max_tokens_per_shard=max_tokens_per_shard,
+        context=context, cls_token=cls_token, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard,
         resume=resume, storage_options=storage_options(option),
         dst_storage_options=storage_options(dst_option, where="--dst-option"),
-        on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
+        on_nonfinite=on_nonfinite, progress=progress,
     )  # fmt: skip
     with store:
         if as_json:

@@ -11,21 +11,17 @@ from __future__ import annotations
 from saev_store.sources._source import Source
 from saev_store.sources.image_folder import ImageFolder
 from saev_store.sources.map_style import MapStyle
-from saev_store.sources.places import PatchPlace, TokenPlace
 from saev_store.sources.provenance import Origin, recorded_from
-from saev_store.sources.sniff import open_source, reopen, sniff
+from saev_store.sources.sniff import open_source, reopen
 from saev_store.sources.text_file import TextFile
 
 __all__ = [
     "ImageFolder",
     "MapStyle",
     "Origin",
-    "PatchPlace",
     "Source",
     "TextFile",
-    "TokenPlace",
     "open_source",
     "recorded_from",
     "reopen",
-    "sniff",
 ]

@@ -22,11 +22,7 @@ _SAMPLE_BYTES = 32 << 10
 class DataFile:
     """A file of a data set. Reads continue after `close`, as long as the file is the one that was opened.
 
-    Attributes:
-        transport, path: The storage, and the file's path below its root.
-        url: Its address, safe to show.
-        nbytes: Its size.
-        is_resident: True if ranges are views of memory, so that nothing is fetched.
+    `is_resident` is true if ranges are views of memory, so that nothing is fetched.
     """
 
     def __init__(self, transport: Transport, path: str) -> None:
@@ -74,25 +70,10 @@ def chunks(transport: Transport, path: str, nbytes: int, *, start: int = 0) -> I
         yield from transport.get_ranges(path, starts=[first], ends=[min(first + CHUNK_BYTES, nbytes)])
 
 
-def sample_ranges(nbytes: int) -> tuple[list[int], list[int]]:
-    """Starts and ends of the ranges that a sampled digest covers: the whole file up to 1 MiB, else 32 even pieces.
-
-    >>> sample_ranges(10)
-    ([0], [10])
-    """
-    if nbytes <= _SAMPLES * _SAMPLE_BYTES:
-        return [0], [nbytes]
-    starts = [i * (nbytes - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
-    return starts, [start + _SAMPLE_BYTES for start in starts]
-
-
 def digest_files(transport: Transport, files: Sequence[tuple[str, int]], *, scope: DigestScope) -> str:
     """The xxh3_128 digest of files (path and size of each) in order, as 32 hex digits.
 
-    The digest covers each file's size (8 bytes, little-endian) and its bytes: all of them, or those of `sample_ranges`.
-
-    Raises:
-        ArgumentError: `scope` is neither `"sampled"` nor `"full"`.
+    It covers each file's size (8 bytes, little-endian) and its bytes: all of them, or of a file beyond 1 MiB 32 even pieces.
     """
     check_choice(scope, ("sampled", "full"), name="digest")
     hasher = xxhash.xxh3_128()
@@ -100,7 +81,10 @@ def digest_files(transport: Transport, files: Sequence[tuple[str, int]], *, scop
         hasher.update(nbytes.to_bytes(8, "little"))
         parts: Iterable[Buffer] = chunks(transport, path, nbytes)
         if scope == "sampled":
-            starts, ends = sample_ranges(nbytes)
+            starts, ends = [0], [nbytes]
+            if nbytes > _SAMPLES * _SAMPLE_BYTES:
+                starts = [i * (nbytes - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+                ends = [start + _SAMPLE_BYTES for start in starts]
             parts = transport.get_ranges(path, starts=starts, ends=ends)
         for part in parts:
             hasher.update(part)

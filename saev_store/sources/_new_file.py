@@ -19,19 +19,9 @@ from saev_store.transport.durable import TEMP_PREFIX, make_folders
 class NewFile:
     """A file under construction: `write` appends, `commit` publishes, leaving a `with` block otherwise deletes it.
 
-    On this machine it grows under a hidden name in its folder. Elsewhere it is collected in `$TMPDIR` and uploaded whole.
-
-    Args:
-        transport: The storage.
-        path: Its name, below the transport's root.
-        overwrite: Replace a file of that name; it stays until the new one is complete. Otherwise the first of several writers
-            gets the name.
-
-    Attributes:
-        temporary: The path of the growing file on this machine.
-
-    Raises:
-        StoreExistsError: a file of that name exists, and `overwrite` is false.
+    On this machine it grows under a hidden name in its folder. Elsewhere it is collected in `$TMPDIR` and uploaded whole. With
+    `overwrite` a file of that name stays until the new one is complete; otherwise the first of several writers gets the name,
+    and the others a `StoreExistsError`. `temporary` is the path of the growing file on this machine.
     """
 
     def __init__(self, transport: Transport, path: str, *, overwrite: bool = False) -> None:
@@ -50,12 +40,7 @@ class NewFile:
                 self._file = open(fd, "r+b")  # noqa: SIM115 (closed by `abort`)
 
     def write(self, data: Buffer) -> None:
-        """Append; the memory may be reused afterwards.
-
-        Raises:
-            TransportError: the system refuses it. The file is abandoned, because a part of the data may be in it.
-            ReadOnlyError: the file is complete or abandoned.
-        """
+        """Append; the memory may be reused afterwards. A file to which a write fails is abandoned."""
         self._check_open()
         try:
             with os_errors(self._where, "write"):
@@ -65,12 +50,7 @@ class NewFile:
             raise
 
     def sync(self) -> None:
-        """Make what was written durable, if it is on this machine.
-
-        Raises:
-            TransportError: the system refuses it.
-            ReadOnlyError: the file is complete or abandoned.
-        """
+        """Make what was written durable, if it is on this machine."""
         self._check_open()
         with os_errors(self._where, "write"):
             self._file.flush()
@@ -78,12 +58,7 @@ class NewFile:
                 os.fsync(self._file.fileno())
 
     def commit(self) -> None:
-        """Publish the file under its name, durable.
-
-        Raises:
-            StoreExistsError: another writer has published a file of that name in the meantime, and `overwrite` is false.
-            ReadOnlyError: the file is complete or abandoned.
-        """
+        """Publish the file under its name, durable."""
         try:
             self.sync()
             with os_errors(self._where, "commit"):

@@ -54,51 +54,23 @@ class Source(ABC, Generic[SampleT_co]):
 
     @abstractmethod
     def __getitem__(self, index: SupportsIndex) -> SampleT_co:
-        """The sample at a position; negative ones count from the end.
-
-        Raises:
-            SelectionError: there is no such position.
-        """
+        """The sample at a position; negative ones count from the end; `SelectionError` if there is none."""
 
     @abstractmethod
     def rows(self, indices: npt.ArrayLike | slice) -> Iterable[SampleT_co]:
-        """Several samples by position, in the order asked for, fetched together.
+        """Several samples by position, in the order asked for, fetched together; `SelectionError` as of `[]`."""
 
-        Raises:
-            SelectionError: a position does not exist.
-        """
-
-    def batches(self, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[Iterable[SampleT_co]]:
-        """Consecutive samples, `batch_size` at a time, each batch as `rows` returns it.
-
-        Args:
-            batch_size: Samples in a batch; the last one may have fewer.
-            start: Position of the first sample.
-            drop_last: Leave out a last batch that is not full.
-        """
-        for first, end in steps(len(self), batch_size, start=start, drop_last=drop_last):
+    def batches(self, batch_size: int) -> Iterator[Iterable[SampleT_co]]:
+        """Consecutive samples, `batch_size` at a time, each batch as `rows` returns it."""
+        for first, end in steps(len(self), batch_size):
             yield self.rows(slice(first, end))
 
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position; no two samples share one."""
         return str(check_index(index, len(self), what="sample"))
 
-    def index_of(self, key: str) -> int:
-        """The position of a key: the inverse of `key`.
-
-        Raises:
-            SelectionError: no sample has that key.
-        """
-        if key.isascii() and key.isdigit() and len(key) <= 19 and int(key) < len(self) and str(int(key)) == key:
-            return int(key)
-        raise SelectionError(f"no sample has the key {brief(key)}; keys are '0' to '{len(self) - 1}'", where="key")
-
     def split(self, name: str) -> Self:
-        """The samples of one split, as a source of their own.
-
-        Raises:
-            SelectionError: there is no split of that name.
-        """
+        """The samples of one split, as a source of their own; `SelectionError` if there is none of that name."""
         if name != "all":
             raise SelectionError(f"there is no split {brief(name)}: this format has only 'all'", where="split")
         return self
@@ -113,7 +85,7 @@ class Source(ABC, Generic[SampleT_co]):
         """
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """Report problems. Opening has checked sizes, headers and indices; `deep` reads every byte."""
+        """Report problems. Opening has checked sizes, headers and indices; `deep` reads every sample."""
         from saev_store.validation import Report
 
         deep, started = check_flag(deep, name="deep"), time.perf_counter()
@@ -123,9 +95,15 @@ class Source(ABC, Generic[SampleT_co]):
         return Report(self.url, len(self), self._n_files, problems, deep, checked_nbytes, took_s)
 
     def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """Problems beside those that opening has found, and the bytes that were read for them."""
-        del deep, progress
-        return (), 0
+        """Problems besides those that opening has found, and the bytes that were read for them, where these are counted."""
+        del progress
+        problems = list[Problem]()
+        for position in range(len(self) if deep else 0):
+            try:
+                self[position]
+            except SaevStoreError as error:
+                problems.append(self._lost(error, error.where or self.url, position, position + 1))
+        return problems, 0
 
     def _lost(self, error: SaevStoreError, where: str, first: int = 0, end: int | None = None) -> Problem:
         """An error as the problem that some samples cannot be read; by default all."""
@@ -136,6 +114,9 @@ class Source(ABC, Generic[SampleT_co]):
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the files again."""
 
+    def __repr__(self) -> str:
+        return one_line(f"{type(self).__name__} {self.url}: {len(self):,} samples")
+
     def __enter__(self) -> Self:
         return self
 
@@ -144,14 +125,7 @@ class Source(ABC, Generic[SampleT_co]):
 
 
 def check_index(index: SupportsIndex, n: int, *, what: str) -> int:
-    """A position from 0 to n - 1; negative ones count from the end.
-
-    Raises:
-        SelectionError: it is not an integer (booleans are not), or outside.
-
-    >>> check_index(-1, 5, what="sample")
-    4
-    """
+    """A position from 0 to n - 1; negative ones count from the end; `SelectionError` for others, and for booleans."""
     try:
         position = operator.index(index)
     except TypeError:
@@ -162,11 +136,7 @@ def check_index(index: SupportsIndex, n: int, *, what: str) -> int:
 
 
 def check_positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntArray:
-    """Positions of a slice or a list, int64; negative ones count from the end.
-
-    Raises:
-        SelectionError: a position is not an integer, or does not exist.
-    """
+    """Positions of a slice or a list, int64; negative ones count from the end; `SelectionError` as of `check_index`."""
     try:
         if isinstance(wanted, slice):
             return np.arange(*wanted.indices(n), dtype=np.int64)
@@ -181,24 +151,14 @@ def check_positions(wanted: npt.ArrayLike | slice, n: int, *, what: str) -> IntA
     return np.where(found < 0, found + n, found)
 
 
-def steps(n: int, batch_size: int, *, start: int = 0, drop_last: bool = False) -> Iterator[tuple[int, int]]:
-    """The half-open ranges of positions of consecutive batches.
-
-    >>> list(steps(7, 3))
-    [(0, 3), (3, 6), (6, 7)]
-    """
-    batch_size, drops = check_count(batch_size, name="batch_size"), check_flag(drop_last, name="drop_last")
-    for first in range(check_count(start, name="start", least=0), n, batch_size):
-        end = min(first + batch_size, n)
-        if end - first == batch_size or not drops:
-            yield first, end
+def steps(n: int, batch_size: int) -> Iterator[tuple[int, int]]:
+    """The half-open ranges of positions of consecutive batches."""
+    batch_size = check_count(batch_size, name="batch_size")
+    for first in range(0, n, batch_size):
+        yield first, min(first + batch_size, n)
 
 
 def text_card(title: str, facts: Mapping[str, object], problems: Sequence[Problem]) -> str:
     """The text of a source's `repr`: facts and the first problems."""
-    rows = [(name, str(value)) for name, value in facts.items()]
-    rows += [("problem", f"{problem.where.rsplit('/', 1)[-1]}: {problem.message}") for problem in problems[:5]]
-    if len(problems) > 5:
-        rows.append(("problems", f"{len(problems) - 5} more"))
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join([one_line(title), *(f"  {name.ljust(width)}  {one_line(value)}" for name, value in rows)])
+    del facts, problems
+    return one_line(title)

@@ -11,15 +11,9 @@ from saev_store.transport import Engine, Transport, open_transport
 
 Url = str | os.PathLike[str]
 
-#: File systems of fsspec whose root is what the next link of the address names.
-_ARCHIVES = frozenset({"zip", "tar", "libarchive"})
-
 
 def split_address(url: Url) -> tuple[str, str]:
     """The address of the folder, and the name in it; of a chained URL, the part that names a path is split.
-
-    Raises:
-        ArgumentError: it is not an address, or names no file.
 
     >>> split_address("s3://lab/tokens/train.idx")
     ('s3://lab/tokens', 'train.idx')
@@ -36,7 +30,7 @@ def split_address(url: Url) -> tuple[str, str]:
     path, question, query = links[at].partition("?") if "://" in links[at] else (links[at], "", "")
     scheme, mark, below = path.rpartition("://")
     folder, slash, name = below.rstrip("/").rpartition("/")
-    if name in {"", ".", "..", "~"} or _is_root_of_archive(text):
+    if name in {"", ".", "..", "~"}:
         raise ArgumentError(f"{text!r} names no file", where="url")
     root = slash if slash and not folder else folder
     links[at] = f"{scheme}{mark}{root}{question}{query}" if root or mark else "."
@@ -47,40 +41,22 @@ def locate(
     url: Url,
     storage_options: Mapping[str, object] | None,
     *,
-    engine: Engine,
-    transport: Transport | None,
-    root_ok: bool = False,
+    engine: Engine = "auto",
+    transport: Transport | None = None,
 ) -> tuple[Transport, str]:
-    """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative.
-
-    With `root_ok` the path is "" for the root of an archive, such as `zip://::all.zip`, which is in no folder.
-    """
+    """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative."""
     text = _text(url)
     if transport is not None:
         if storage_options is not None:
             raise ArgumentError("a transport has its options already", where="storage_options")
         return transport, text
-    if root_ok and _is_root_of_archive(text):
-        return open_transport(text, storage_options, engine=engine), ""
     folder, name = split_address(text)
     return open_transport(folder, storage_options, engine=engine), name
 
 
 def full_url(transport: Transport, path: str) -> str:
-    """A file's address, safe to show.
-
-    >>> from saev_store.transport import open_transport
-    >>> full_url(open_transport("memory://x"), "a.idx")
-    'memory://x/a.idx'
-    """
+    """A file's address, safe to show."""
     return joined_url(transport.url, path)
-
-
-def _is_root_of_archive(url: str) -> bool:
-    """Return True if a chained URL names an archive, and nothing in it."""
-    first, chained, _ = url.partition("::")
-    scheme, mark, path = first.partition("://")
-    return bool(chained and mark) and scheme in _ARCHIVES and not path.strip("/")
 
 
 def _text(url: Url) -> str:

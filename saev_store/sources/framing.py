@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import numpy as np
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -14,14 +15,17 @@ if TYPE_CHECKING:
 SizePx: TypeAlias = tuple[int, int]
 #: Left, top, right and bottom in pixels.
 Box: TypeAlias = tuple[float, float, float, float]
+#: Pixels along an edge, or patches; no image has more, and arrays are made of them.
+EdgePx = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+Pair = Annotated[tuple[EdgePx, EdgePx], Field(strict=False)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=False))
 class Framing:
     """Steps from an image to the model's input: resized as a whole, then cropped in the centre.
 
     Attributes:
-        resize: (height, width) of every image after resizing; or the length of the shorter edge, where the proportions stay;
+        resize: (height, width) of every image after resizing; or the length of the shorter edge, with the proportions kept;
             None: not resized.
         crop: (height, width) of the centre that is left; None: not cropped.
 
@@ -32,8 +36,8 @@ class Framing:
     (288.0, 32.0, 316.0, 60.0)
     """
 
-    resize: SizePx | int | None = None
-    crop: SizePx | None = None
+    resize: Pair | EdgePx | None = None
+    crop: Pair | None = None
 
     def resized_px(self, original_px: SizePx) -> SizePx:
         """(height, width) after resizing an image of this size."""
@@ -50,7 +54,7 @@ class Framing:
         return self.crop or self.resized_px(original_px)
 
     def original_box(self, box: Box, original_px: SizePx) -> Box | None:
-        """A box of the model's input, in pixels of the original image; None where the input was padded to the size of the crop."""
+        """A box of the model's input, in pixels of the original image; None if the input was padded to the size of the crop."""
         offset = self._offset(original_px)
         if offset is None:
             return None
@@ -59,11 +63,7 @@ class Framing:
         return (box[0] + left) * across, (box[1] + top) * down, (box[2] + left) * across, (box[3] + top) * down
 
     def framed(self, values: npt.NDArray[np.integer]) -> npt.NDArray[np.integer] | None:
-        """The values of an original image's pixels as those of the model's input, by nearest neighbour; None as of `original_box`.
-
-        Args:
-            values: (height, width).
-        """
+        """The values (height, width) of an original image as those of the model's input, by nearest neighbour; None as of `original_box`."""
         original_px = (values.shape[0], values.shape[1])
         offset = self._offset(original_px)
         if offset is None:
@@ -77,7 +77,7 @@ class Framing:
         return values[np.ix_(*at)]
 
     def _offset(self, original_px: SizePx) -> SizePx | None:
-        """(top, left) of the crop in the resized image; None where that is smaller than the crop."""
+        """(top, left) of the crop in the resized image; None if that is smaller than the crop."""
         (height, width), (inside_height, inside_width) = self.resized_px(original_px), self.input_px(original_px)
         if inside_height > height or inside_width > width:
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
@@ -10,16 +9,15 @@ import xxhash
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_choice
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, SelectionError, brief
-from saev_store.problems import Problem
+from saev_store.errors import DocumentError, NotFoundError
 from saev_store.sources._files import ALGORITHM, digest_files
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url, full_url
 from saev_store.sources.pixels import FORMATS, decode_rgb
-from saev_store.transport import Engine, Entry, Transport, open_transport
+from saev_store.transport import Entry, Transport, open_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -39,7 +37,7 @@ class ImageFolder(Source[np.ndarray]):
 
     Args:
         url: The folder: a path, any fsspec URL, or, with `transport`, a path below its root.
-        storage_options, engine, transport: As in `open_source`.
+        storage_options, transport: As in `open_source`.
 
     Attributes:
         transport: The storage; its root is the folder.
@@ -47,7 +45,6 @@ class ImageFolder(Source[np.ndarray]):
 
     Raises:
         NotFoundError: there is no such folder, or no image in it.
-        ArgumentError: the storage cannot list files.
     """
 
     format = "images"
@@ -57,45 +54,30 @@ class ImageFolder(Source[np.ndarray]):
         url: Url,
         storage_options: Mapping[str, object] | None = None,
         *,
-        engine: Engine = "auto",
         transport: Transport | None = None,
     ) -> None:
-        if transport is None:
-            self.transport = open_transport(url, storage_options, engine=engine)
-        elif storage_options is not None:
-            raise ArgumentError("a transport has its options already", where="storage_options")
-        else:
-            self.transport = transport.at(str(url))
+        self.transport = open_transport(url, storage_options) if transport is None else transport.at(str(url))
         self.url = self.transport.url
         found = sorted(_images_in(self.transport), key=lambda entry: entry.path)
         self.paths = tuple(entry.path for entry in found)
         self._n_files, self._sizes = len(found), [-1 if entry.size is None else entry.size for entry in found]
         if not found:
-            raise NotFoundError(
-                "there is no image in the folder or below it",
-                where=self.url,
-                remedy=f"Images are files with the endings {', '.join(sorted(FORMATS))}.",
-            )
+            remedy = f"Images are files with the endings {', '.join(sorted(FORMATS))}."
+            raise NotFoundError("there is no image in the folder or below it", where=self.url, remedy=remedy)
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __repr__(self) -> str:
-        facts = {"images": f"{len(self):,}", "first": self.paths[0], "read through": self.transport.name}
-        return text_card(f"Images {self.url}", facts, self.problems)
-
     def __getitem__(self, index: SupportsIndex) -> np.ndarray:
-        """The image at a position, uint8 (height, width, 3), the caller's.
-
-        Raises:
-            DocumentError: it does not decode.
-        """
-        position = check_index(index, len(self), what="sample")
-        return np.array(decode_rgb(self.raw(position), where=full_url(self.transport, self.paths[position])))
+        """The image at a position, uint8 (height, width, 3), the caller's; `DocumentError` if it does not decode."""
+        path = self.key(index)
+        return np.array(decode_rgb(self._read(path), where=full_url(self.transport, path)))
 
     def raw(self, index: SupportsIndex) -> bytes:
         """The bytes of the file at a position."""
-        path = self.paths[check_index(index, len(self), what="sample")]
+        return self._read(self.key(index))
+
+    def _read(self, path: str) -> bytes:
         return self.transport.read(path, max_bytes=_MAX_NBYTES)
 
     def rows(self, indices: npt.ArrayLike | slice) -> Iterator[np.ndarray]:
@@ -105,13 +87,6 @@ class ImageFolder(Source[np.ndarray]):
     def key(self, index: SupportsIndex) -> str:
         """The path of the sample at a position, below the folder."""
         return self.paths[check_index(index, len(self), what="sample")]
-
-    def index_of(self, key: str) -> int:
-        """The position of a path."""
-        position = bisect.bisect_left(self.paths, key)
-        if position == len(self) or self.paths[position] != key:
-            raise SelectionError(f"there is no image {brief(key)} in the folder", where="key")
-        return position
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """The description for `metadata.data`.
@@ -136,20 +111,6 @@ class ImageFolder(Source[np.ndarray]):
     def _digest(self, path: str, scope: DigestScope) -> str:
         return digest_files(self.transport, [(path, self.transport.size(path))], scope=scope)
 
-    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """Report images that are empty; `deep` decodes every one."""
-        del progress
-        problems = list[Problem]()
-        for position, path in enumerate(self.paths):
-            try:
-                if self._sizes[position] == 0:
-                    raise DocumentError("the file is empty", where=path)
-                if deep:
-                    self[position]
-            except SaevStoreError as error:
-                problems.append(self._lost(error, path, position, position + 1))
-        return problems, sum(self._sizes) if deep else 0
-
     def close(self) -> None:
         """Release maps and connections."""
         self.transport.close()
@@ -158,10 +119,8 @@ class ImageFolder(Source[np.ndarray]):
 def _images_in(transport: Transport, folder: str = "", depth: int = 0) -> Iterator[Entry]:
     """The images of a folder and of those below it."""
     if depth > _MAX_DEPTH:
-        raise DocumentError(
-            f"folders are nested more than {_MAX_DEPTH} deep: does a link lead to a folder above it?",
-            where=full_url(transport, folder),
-        )
+        message = f"folders are nested more than {_MAX_DEPTH} deep: does a link lead to a folder above it?"
+        raise DocumentError(message, where=full_url(transport, folder))
     for entry in transport.list(folder):
         if entry.name.startswith("."):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, TransportError, brief
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,10 +28,7 @@ class MapStyle(Source[object]):
     A data set of Hugging Face has a fingerprint, which is then compared; of others only the number of samples is.
 
     Args:
-        data: Anything with `len()` and integer positions.
-
-    Raises:
-        ArgumentError: it has neither.
+        data: Anything with `len()` and integer positions; `ArgumentError` if it has neither.
 
     >>> source = MapStyle(["a", "b"])
     >>> len(source), source[-1], source.describe()["class"]
@@ -52,9 +49,6 @@ class MapStyle(Source[object]):
 
     def __len__(self) -> int:
         return len(self.data)
-
-    def __repr__(self) -> str:
-        return text_card(f"Data set {type(self.data).__name__}", {"samples": f"{len(self):,}"}, ())
 
     def __getitem__(self, index: SupportsIndex) -> object:
         """The sample at a position.

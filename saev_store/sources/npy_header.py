@@ -10,23 +10,14 @@ import numpy as np
 
 from saev_store.errors import brief
 
-#: As many bytes of a file are enough to read its header.
-HEAD_NBYTES = 1 << 16
+_MAX_HEADER_NBYTES = 1 << 16
 #: Version 3 differs from 2 in the names of fields only, which no array of numbers has.
 _VERSIONS = {(1, 0), (2, 0), (3, 0)}
-#: Axes of an array of NumPy.
 _MOST_AXES = 64
 
 
 class NpyHeader(NamedTuple):
-    """Dtype and shape of an array, and the offset of its first byte.
-
-    Attributes:
-        shape: Of the array.
-        is_fortran: Whether its first axis is the fastest.
-        dtype: Of the array.
-        start: Position of its first byte.
-    """
+    """Shape of an array, True if its first axis is the fastest, its dtype, and the place of its first byte."""
 
     shape: tuple[int, ...]
     is_fortran: bool
@@ -40,32 +31,22 @@ class NpyHeader(NamedTuple):
 
 
 def parse_npy_header(head: bytes) -> NpyHeader:
-    """The header of an array of numbers.
-
-    Args:
-        head: The first `HEAD_NBYTES` of the file, or all of it. Memory is taken for no more than is there.
+    """The header of an array of numbers, from the first bytes of a file or all of it; takes no memory for the array.
 
     Raises:
-        ValueError: it is none, holds Python objects or items without bytes, or its shape is that of no array.
-
-    >>> stream = io.BytesIO()
-    >>> np.save(stream, np.zeros((2, 3), np.float32))
-    >>> parse_npy_header(stream.getvalue())
-    NpyHeader(shape=(2, 3), is_fortran=False, dtype=dtype('float32'), start=128)
+        ValueError: it is not a header, it names Python objects or items without bytes, or its shape is that of no array.
     """
-    stream = io.BytesIO(head[:HEAD_NBYTES])
+    stream = io.BytesIO(head[:_MAX_HEADER_NBYTES])
     try:
         version = np.lib.format.read_magic(stream)
         if version not in _VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(stream, max_header_size=HEAD_NBYTES)
+        shape, is_fortran, dtype = read(stream, max_header_size=_MAX_HEADER_NBYTES)
     except Exception as error:  # NumPy's reader lets through what Python's parser of literals raises, MemoryError too
         raise ValueError(brief(str(error) or type(error).__name__)) from None
     if len(shape) > _MOST_AXES or any(type(n) is not int or not 0 <= n < 2**63 for n in shape):
         raise ValueError(f"its header has shape {brief(shape)}")
-    if dtype.hasobject:
-        raise ValueError("it holds Python objects, which are never loaded")
-    if dtype.itemsize == 0:
-        raise ValueError(f"its items, {dtype}, have no bytes")
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise ValueError(f"it holds items of {dtype}, which are never loaded")
     return NpyHeader(shape, is_fortran, dtype, stream.tell())

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
 
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError, brief, kind_of
+from saev_store.core.arguments import is_mapping
+from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.sources.address import Url, full_url
 from saev_store.sources.energon import EnergonDataset, RawSample
-from saev_store.sources.energon.keys import INFO_JSON, INFO_YAML
 from saev_store.sources.energon.samples import resolve
 from saev_store.sources.image_folder import ImageFolder
-from saev_store.sources.pixels import FORMATS, size_px, upright_px
+from saev_store.sources.pixels import FORMATS, opened, upright_px
+from saev_store.sources.sniff import has_info
 from saev_store.transport import open_transport
 
 if TYPE_CHECKING:
@@ -27,34 +28,23 @@ ImageKey = str | int
 
 
 def open_images(url: Url, storage_options: Mapping[str, object] | None = None) -> Source[object]:
-    """The images at an address: an Energon data set, or else a folder of images.
-
-    Raises:
-        NotFoundError: there is no such folder, or no image in it.
-        DocumentError, CorruptShardError: an Energon data set breaks a rule.
-    """
+    """The images at an address: an Energon data set, or else a folder of images; raises as these."""
     transport = open_transport(url, storage_options)
-    for name in (INFO_JSON, INFO_YAML):
-        try:
-            transport.size(name)
-        except NotFoundError:
-            continue
-        return EnergonDataset("", transport=transport)
-    return ImageFolder("", transport=transport)
+    return (EnergonDataset if has_info(transport, "") else ImageFolder)("", transport=transport)
 
 
 def picture_of(source: Source[object], sample: object, image_key: ImageKey | None, *, where: str) -> object:
     """The image of a sample: the bytes of a file, an image of Pillow, or whatever array the data set has.
 
     Args:
-        source: Where the sample is from.
+        source: The data set of the sample.
         sample: One of its samples.
-        image_key: Which part or column is the image; None: the sample, the field `image` of an Energon data set, or the only image
+        image_key: The part or column that is the image; None: the sample, the field `image` of an Energon data set, or the only image
             among the parts.
         where: For messages.
 
     Raises:
-        ArgumentError: several parts are images.
+        ArgumentError: several parts are images, or there is no such column.
         DocumentError: there is no image.
     """
     if isinstance(sample, RawSample):
@@ -63,17 +53,17 @@ def picture_of(source: Source[object], sample: object, image_key: ImageKey | Non
         try:
             sample = cast("Mapping[ImageKey, object]", sample)[image_key]
         except (KeyError, IndexError, TypeError) as error:
-            raise ArgumentError(f"{where} has no {image_key!r}: it {_content_of(sample)}", where="image_key") from error
-    if isinstance(sample, Mapping):
-        raw = cast("Mapping[str, object]", sample).get("bytes")  # an image of Hugging Face that is not decoded
-        return raw if isinstance(raw, bytes) else cast("object", sample)
-    return sample
+            raise ArgumentError(f"{where} is {brief(sample)}, without {image_key!r}", where="image_key") from error
+    # An image of Hugging Face that is not decoded.
+    raw = sample.get("bytes") if is_mapping(sample) else None
+    return raw if isinstance(raw, bytes) else sample
 
 
 def picture_px(picture: object, *, where: str) -> tuple[int, int] | None:
-    """(height, width) of what `picture_of` returned, upright; None if that is not known."""
+    """(height, width) of the result of `picture_of`, upright; None if that is not known. Of a file only the header is read."""
     if isinstance(picture, bytes):
-        return size_px(picture, where=where)
+        with opened(picture, where=where) as image:
+            return upright_px(image)
     if is_pillow(picture):
         return upright_px(picture)
     shape = np.shape(cast("np.ndarray", picture)) if hasattr(picture, "shape") else ()
@@ -92,35 +82,20 @@ def is_pillow(value: object) -> TypeGuard[PilImage]:
 def _part_of(source: Source[object], sample: RawSample, image_key: ImageKey | None, *, where: str) -> bytes:
     """The image among the parts of an Energon sample."""
     parts = sample.parts
-    if image_key is not None:
-        if image_key not in parts:
-            raise DocumentError(
-                f"the sample has no part {brief(image_key)}; it has {', '.join(parts)}",
-                where=where,
-                remedy="Pass another image_key.",
-            )
-        return parts[str(image_key)]
-    if isinstance(source, EnergonDataset):
+    if image_key is None and isinstance(source, EnergonDataset):
         field = source.documents.field_map.get("image")
-        if field is not None:
-            found = resolve(field, parts, where=where, images="bytes")
-            if isinstance(found, bytes):
-                return found
+        found = None if field is None else resolve(field, parts, where=where, images="bytes")
+        if isinstance(found, bytes):
+            return found
     names = [name for name in parts if name.rpartition(".")[2].lower() in FORMATS]
+    if image_key is not None:
+        names = [name for name in parts if name == image_key]
     if len(names) > 1:
-        raise ArgumentError(
-            f"{where} has several images: {', '.join(names)}", where="image_key", remedy="Name the part of the image."
-        )
+        message = f"{where} has several images: {', '.join(names)}"
+        raise ArgumentError(message, where="image_key", remedy="Name the part of the image.")
     if not names:
-        raise DocumentError(f"the sample has no image; its parts are {', '.join(parts) or 'none'}", where=where)
+        raise DocumentError(f"the sample has no such image; its parts are {', '.join(parts) or 'none'}", where=where)
     return parts[names[0]]
-
-
-def _content_of(sample: object) -> str:
-    """Description of a sample, for messages."""
-    if isinstance(sample, Mapping):
-        return f"has {', '.join(map(str, cast('Mapping[object, object]', sample)))}"
-    return f"is {kind_of(sample)}"
 
 
 def name_of(source: Source[object], sample_idx: int) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from saev_store.errors import DocumentError, MissingDependencyError, SaevStoreError
+from saev_store._runtime.optional import need
+from saev_store.errors import DocumentError, SaevStoreError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,46 +32,26 @@ _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 
 @contextmanager
 def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
-    """An image whose header was read, and whose size is below the limit.
+    """An image whose header was read, and whose size is below the limit; `DocumentError` also for what fails inside the block."""
+    need("PIL", install="saev-store[energon]", where=where)
+    from PIL import Image
 
-    Raises:
-        DocumentError: it is not an image, does not decode inside the block, or has too many pixels.
-        MissingDependencyError: Pillow is not installed.
-    """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingDependencyError(
-            "an image needs Pillow",
-            where=where,
-            remedy='Run: pip install "saev-store[energon]"',
-        ) from error
     try:
         # The content decides, not the name.
         with Image.open(io.BytesIO(raw), formats=sorted(set(FORMATS.values()))) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise DocumentError(
-                    f"the image has {image.width} x {image.height} pixels; at most {MAX_PIXELS:,} are decoded",
-                    where=where,
-                )
+                size = f"{image.width} x {image.height}"
+                raise DocumentError(f"the image has {size} pixels; at most {MAX_PIXELS:,} are decoded", where=where)
             yield image
     except (SaevStoreError, MemoryError):
         raise
-    except Exception as error:
-        # Pillow's plug-ins raise many kinds of errors for damaged files; some print the object in memory.
-        why = "its format is not known" if isinstance(error, UnidentifiedImageError) else str(error)
-        raise DocumentError(
-            f"it is not an image that can be decoded: {why or type(error).__name__}", where=where
-        ) from None
+    except Exception as error:  # Pillow's plug-ins raise many kinds of errors for damaged files
+        message = f"it is not an image that can be decoded: {type(error).__name__}"
+        raise DocumentError(message, where=where) from None
 
 
 def decode_rgb(raw: bytes, *, where: str) -> PilImage:
-    """The image of a file as RGB, see `to_rgb`; of an animation the first frame.
-
-    Raises:
-        DocumentError: it does not decode.
-        MissingDependencyError: Pillow is not installed.
-    """
+    """The image of a file as RGB, see `to_rgb`; of an animation the first frame; `DocumentError` if it does not decode."""
     with opened(raw, where=where) as image:
         return to_rgb(image, where=where)
 
@@ -88,24 +69,12 @@ def to_rgb(image: PilImage, *, where: str) -> PilImage:
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image)
         if image.mode == "F" or values.min() < 0 or values.max() > np.iinfo(np.uint16).max:
-            raise DocumentError(
-                f"the image has numbers of mode {image.mode!r} from {values.min()} to {values.max()}; at most 16 bits are "
-                "known as grey",
-                where=where,
-            )
+            range_ = f"from {values.min()} to {values.max()}"
+            message = f"the image has numbers of mode {image.mode!r} {range_}; at most 16 bits are known as grey"
+            raise DocumentError(message, where=where)
         upright = ImageOps.exif_transpose(image)
         return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
     return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def size_px(raw: bytes, *, where: str) -> tuple[int, int]:
-    """(height, width) of the image of a file, turned by its EXIF orientation; only the header is read.
-
-    Raises:
-        DocumentError: it is not an image.
-    """
-    with opened(raw, where=where) as image:
-        return upright_px(image)
 
 
 def upright_px(image: PilImage) -> tuple[int, int]:
@@ -115,17 +84,13 @@ def upright_px(image: PilImage) -> tuple[int, int]:
 
 
 def decode_mask(raw: bytes, *, where: str) -> npt.NDArray[np.integer]:
-    """The integers of a mask's file, (height, width): grey values or places in the palette.
-
-    Raises:
-        DocumentError: it does not decode, or has more than one channel.
-    """
+    """The integers of a mask's file, (height, width), see `mask_of`."""
     with opened(raw, where=where) as image:
         return mask_of(image, where=where)
 
 
 def mask_of(image: PilImage, *, where: str) -> npt.NDArray[np.integer]:
-    """The integers of a mask of Pillow, (height, width), turned by its EXIF orientation.
+    """The grey values or places in the palette of a mask of Pillow, (height, width), turned by its EXIF orientation.
 
     Raises:
         DocumentError: it has more than one channel, or floats.

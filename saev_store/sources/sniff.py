@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from saev_store.errors import (
@@ -25,111 +24,7 @@ if TYPE_CHECKING:
 _MAGICS = {b"LLMBATCH": "llmbatch", b"MMIDIDX\0\0": "mmididx"}
 #: Endings of the files that a folder is searched for, and their formats.
 _ENDINGS = {".idx": "mmididx", ".batch": "llmbatch"}
-_MAX_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class Found:
-    """A data set that was recognised.
-
-    Attributes:
-        format: `"llmbatch"`, `"mmididx"` or `"energon"`.
-        transport: The storage that contains it.
-        path: The file (for Energon the folder) to open, below the transport's root.
-    """
-
-    format: str
-    transport: Transport
-    path: str
-
-    def open(self, *, damaged_ok: bool = False) -> Source[object]:
-        """The data set, opened; raises as `open_source`.
-
-        Args:
-            damaged_ok: Open an Energon data set even if tars are missing; its `problems` list them.
-        """
-        if self.format == "llmbatch":
-            from saev_store.sources.llmbatch import BatchFileReader
-
-            return BatchFileReader(self.path, transport=self.transport)
-        if self.format == "energon":
-            from saev_store.sources.energon import EnergonDataset
-
-            return EnergonDataset(self.path, transport=self.transport, damaged_ok=damaged_ok)
-        from saev_store.sources.mmididx import IndexedDataset
-
-        return IndexedDataset(self.path, transport=self.transport)
-
-
-def sniff(
-    url: Url,
-    storage_options: Mapping[str, object] | None = None,
-    *,
-    engine: Engine = "auto",
-    transport: Transport | None = None,
-) -> Found | None:
-    """The data set at an address; None if there is none of a known format. Reads a few bytes.
-
-    An address may be the file itself, the `.bin` next to an index, a name without its ending, or a folder that contains
-    exactly one data set.
-
-    Raises:
-        ArgumentError: a folder contains several data sets.
-        AccessError, TransportError: the storage could not be read.
-    """
-    return _sniffed(*locate(url, storage_options, engine=engine, transport=transport, root_ok=True))
-
-
-def _sniffed(there: Transport, name: str) -> Found | None:
-    """The data set of this name below a transport, or in its root, which is ""; as `sniff`."""
-    if name.endswith(".bin"):
-        candidates = [f"{name.removesuffix('.bin')}.idx"]
-    else:
-        candidates = [name] if name.endswith(tuple(_ENDINGS)) else [name, *(name + ending for ending in _ENDINGS)]
-    for candidate in candidates if name else ():
-        if (kind := _format_of(there, candidate)) is not None:
-            return Found(kind, there, candidate)
-    folder = "" if name == ".nv-meta" else name
-    for info in (".info.json", ".info.yaml"):
-        if _head(there, "/".join(part for part in (folder, ".nv-meta", info) if part)) is not None:
-            return Found("energon", there, folder)
-    names = [entry.path for entry in _listed(there, name) if not entry.is_dir and entry.path.endswith(tuple(_ENDINGS))]
-    found = [Found(kind, there, path) for path in names if (kind := _format_of(there, path)) is not None]
-    if len(found) > 1:
-        shown = ", ".join(each.path.rpartition("/")[2] for each in found[:_MAX_SHOWN])
-        message = f"the folder holds {len(found)} data sets: {shown}{', …' if len(found) > _MAX_SHOWN else ''}"
-        raise ArgumentError(message, where=full_url(there, name), remedy="Name one.")
-    return found[0] if found else None
-
-
-def find_source(
-    url: Url,
-    storage_options: Mapping[str, object] | None = None,
-    *,
-    engine: Engine = "auto",
-    transport: Transport | None = None,
-) -> Found:
-    """The data set at an address, as `sniff` finds it.
-
-    Raises:
-        NotFoundError: nothing exists there.
-        DocumentError: nothing of a known format is there.
-        AccessError, TransportError: the storage could not be read.
-    """
-    there, name = locate(url, storage_options, engine=engine, transport=transport, root_ok=True)
-    found = _sniffed(there, name)
-    if found is not None:
-        return found
-    where = full_url(there, name)
-    if name and _head(there, name) is None:
-        try:
-            there.list(name)
-        except SaevStoreError as error:
-            if not _absent(error):
-                raise
-            raise NotFoundError("there is nothing of that name", where=where) from None
-    remedy = "Known are LLMBATCH (.batch), MMIDIDX (.idx next to .bin), and folders with .nv-meta (Energon)."
-    raise DocumentError("there is no data set of a known format", where=where, remedy=remedy)
+_INFOS = (".nv-meta/.info.json", ".nv-meta/.info.yaml")
 
 
 def open_source(
@@ -138,25 +33,63 @@ def open_source(
     *,
     engine: Engine = "auto",
     transport: Transport | None = None,
+    damaged_ok: bool = False,
 ) -> Source[object]:
-    """The data set at an address, opened, in any of the known formats.
+    """The data set at an address, opened: MMIDIDX, LLMBATCH or Energon, by its content.
 
     Args:
-        url: A file, a name without its ending, or a folder with one data set: a path, any fsspec URL, or, with
-            `transport`, a path below its root.
+        url: A file, the `.bin` next to an index, a name without its ending, or a folder with one data set: a path, any fsspec URL,
+            or, with `transport`, a path below its root.
         storage_options: Options of the fsspec file system.
         engine: As in `open_transport`.
         transport: Read through this transport.
+        damaged_ok: Open an Energon data set even if tars are missing; its `problems` list them.
 
     Raises:
-        NotFoundError: nothing exists there.
+        NotFoundError: no data set is there.
         DocumentError: the file is of no known format, or breaks its format's rules.
         CorruptShardError: a file is longer or shorter than it should be.
+        ArgumentError: a folder contains several data sets.
 
     >>> open_source(TOKENS).format
     'mmididx'
     """
-    return find_source(url, storage_options, engine=engine, transport=transport).open()
+    there, name = locate(url, storage_options, engine=engine, transport=transport)
+    if name.endswith(".bin"):
+        candidates = [f"{name.removesuffix('.bin')}.idx"]
+    else:
+        candidates = [name] if name.endswith(tuple(_ENDINGS)) else [name, *(name + ending for ending in _ENDINGS)]
+    if found := _known(there, candidates):
+        return _opened(there, *found[0])
+    if has_info(there, name):
+        from saev_store.sources.energon import EnergonDataset
+
+        return EnergonDataset(name, transport=there, damaged_ok=damaged_ok)
+    found = _known(there, [entry.path for entry in _listed(there, name) if entry.path.endswith(tuple(_ENDINGS))])
+    where = full_url(there, name)
+    if len(found) > 1:
+        raise ArgumentError(f"the folder holds {len(found)} data sets", where=where, remedy="Name one.")
+    if found:
+        return _opened(there, *found[0])
+    remedy = "Known are LLMBATCH (.batch), MMIDIDX (.idx next to .bin), and folders with .nv-meta (Energon)."
+    kind = NotFoundError if _head(there, name) is None else DocumentError
+    raise kind("there is no data set of a known format", where=where, remedy=remedy)
+
+
+def _opened(there: Transport, path: str, format: str) -> Source[object]:
+    """A file, opened in its format."""
+    if format == "llmbatch":
+        from saev_store.sources.llmbatch import BatchFileReader
+
+        return BatchFileReader(path, transport=there)
+    from saev_store.sources.mmididx import IndexedDataset
+
+    return IndexedDataset(path, transport=there)
+
+
+def has_info(transport: Transport, folder: str) -> bool:
+    """Return True for the folder of an Energon data set."""
+    return any(_head(transport, f"{folder}/{info}".lstrip("/")) is not None for info in _INFOS)
 
 
 def reopen(
@@ -164,45 +97,40 @@ def reopen(
     storage_options: Mapping[str, object] | None = None,
     *,
     url: Url | None = None,
-    engine: Engine = "auto",
-    transport: Transport | None = None,
 ) -> Source[object]:
     """The source that `Source.describe` described, opened again; its digest is compared.
 
     Args:
         description: The result of `describe`, such as from a store's `metadata.data`.
         storage_options: As in `open_source`.
-        engine: As in `open_source`.
-        transport: As in `open_source`.
         url: The address of the data now, if they were moved.
 
     Raises:
         DocumentError: the description is not one.
         CorruptShardError: the data there are not those that were described.
     """
-    digest, text_key = description.get("digest"), description.get("text_key", "text")
+    digest, text_key, split = (description.get(name) for name in ("digest", "text_key", "split"))
     scope = cast("dict[str, object]", digest).get("scope") if isinstance(digest, dict) else None
-    address = description.get("url") if url is None else url
-    if not isinstance(description.get("url"), str) or scope not in ("sampled", "full") or not isinstance(text_key, str):
+    described_url = description.get("url")
+    if not isinstance(described_url, str) or scope not in ("sampled", "full"):
         message = f"{brief(dict(description))} describes no source: it needs a 'url' and a 'digest'"
         raise DocumentError(message, where="description")
-    address = cast("Url", address)
+    address = described_url if url is None else url
     source: Source[object]
     if description.get("format") == "images":
         from saev_store.sources.image_folder import ImageFolder
 
-        source = ImageFolder(address, storage_options, engine=engine, transport=transport)
+        source = ImageFolder(address, storage_options)
     elif description.get("format") == "text":
         from saev_store.sources.text_file import TextFile
 
-        source = TextFile(address, storage_options, text_key=text_key, engine=engine, transport=transport)
+        source = TextFile(address, storage_options, text_key=text_key if isinstance(text_key, str) else "text")
     else:
-        source = open_source(address, storage_options, engine=engine, transport=transport)
+        source = open_source(address, storage_options)
     if description.get("samples") is not None:
         from saev_store.sources.mmididx.samples import from_description
 
         source = from_description(source, description["samples"])
-    split = description.get("split")
     if isinstance(split, str):
         source = source.split(split)
     now = source.describe(digest="full" if scope == "full" else "sampled")
@@ -232,18 +160,18 @@ def _head(transport: Transport, path: str) -> bytes | None:
         return None
 
 
-def _format_of(transport: Transport, path: str) -> str | None:
-    """The format of a file: from its first bytes, or for an empty or damaged one from its name; None if there is none."""
-    head = _head(transport, path)
-    if head is None:
-        return None
-    for magic, kind in _MAGICS.items():
-        if head.startswith(magic):
-            return kind
-    if path.endswith(".tar.idx"):  # sample offsets of a tar
-        return None
-    # A damaged file is opened in the format of its name, whose reader reports the damage.
-    return next((kind for ending, kind in _ENDINGS.items() if path.endswith(ending)), None)
+def _known(transport: Transport, paths: Sequence[str]) -> list[tuple[str, str]]:
+    """The files among some names that have a known format, and these: by the first bytes, or if they are damaged by the name."""
+    found = list[tuple[str, str]]()
+    for path in paths:
+        head = _head(transport, path)
+        # A damaged file is opened in the format of its name, whose reader reports the damage; `.tar.idx` are offsets of a tar.
+        named = next((kind for ending, kind in _ENDINGS.items() if path.endswith(ending)), None)
+        by_name = None if path.endswith(".tar.idx") else named
+        kind = next((kind for magic, kind in _MAGICS.items() if head and head.startswith(magic)), by_name)
+        if head is not None and kind is not None:
+            found.append((path, kind))
+    return found
 
 
 def _listed(transport: Transport, path: str) -> Sequence[Entry]:

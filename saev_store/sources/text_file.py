@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import xxhash
 
-from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, brief
-from saev_store.problems import Problem
+from saev_store.core.arguments import is_mapping
+from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.sources._files import ALGORITHM, CHUNK_BYTES, DataFile, chunks
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url, locate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     import numpy.typing as npt
-
-    from saev_store.transport import Engine, Transport
 
 _HEAD_NBYTES = 4096
 #: How gzip, Zstandard, bzip2, xz, LZ4 and zip files begin.
@@ -38,15 +36,14 @@ class TextFile(Source[str]):
     24 bytes each are kept.
 
     Args:
-        url: The file: a path, any fsspec URL, or, with `transport`, a path below its root.
-        storage_options, engine, transport: As in `open_source`.
+        url: The file: a path or any fsspec URL.
+        storage_options: As in `open_source`.
         text_key: Key of the text in the objects of JSON lines.
 
     Raises:
         NotFoundError: there is no such file.
         DocumentError: it is compressed, or one JSON document of several lines.
         ArgumentError: `text_key` is given for a file that is one text.
-        AccessError, TransportError: it cannot be read.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -59,15 +56,9 @@ class TextFile(Source[str]):
     format = "text"
 
     def __init__(
-        self,
-        url: Url,
-        storage_options: Mapping[str, object] | None = None,
-        *,
-        text_key: str = "text",
-        engine: Engine = "auto",
-        transport: Transport | None = None,
+        self, url: Url, storage_options: Mapping[str, object] | None = None, *, text_key: str = "text"
     ) -> None:
-        self.transport, path = locate(url, storage_options, engine=engine, transport=transport)
+        self.transport, path = locate(url, storage_options)
         self._file, self.text_key = DataFile(self.transport, path), text_key
         self.url, nbytes = self._file.url, self._file.nbytes
         self._has_lines = self._look(self._file.head(_HEAD_NBYTES))
@@ -116,16 +107,8 @@ class TextFile(Source[str]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __repr__(self) -> str:
-        facts = {"texts": f"{len(self):,}", "read through": self.transport.name}
-        return text_card(f"Texts {self.url}", facts, self.problems)
-
     def __getitem__(self, index: SupportsIndex) -> str:
-        """The text at a position.
-
-        Raises:
-            DocumentError: it is not UTF-8, or the line is not an object with a text.
-        """
+        """The text at a position; `DocumentError` if it is not UTF-8, or the line is not an object with a text."""
         return next(self.rows([check_index(index, len(self), what="sample")]))
 
     def rows(self, indices: npt.ArrayLike | slice) -> Iterator[str]:
@@ -140,36 +123,27 @@ class TextFile(Source[str]):
             while end < len(wanted) and (nbytes < CHUNK_BYTES or end == first):
                 nbytes += self._ends[wanted[end]] - self._starts[wanted[end]]
                 end += 1
-            starts, ends = (
-                [column[position] for position in wanted[first:end]] for column in (self._starts, self._ends)
-            )
-            for position, raw in zip(wanted[first:end], self._file.ranges(starts, ends), strict=True):
+            some = wanted[first:end]
+            found = self._file.ranges([self._starts[i] for i in some], [self._ends[i] for i in some])
+            for position, raw in zip(some, found, strict=True):
                 yield self._text(bytes(raw), position)
             first = end
 
     def _text(self, raw: bytes, position: int) -> str:
         """The text of the bytes of a line, or of the file."""
-        where, remedy = f"{self.url}:{self._lines[position]}" if self._has_lines else self.url, None
+        where = f"{self.url}:{self._lines[position]}" if self._has_lines else self.url
         try:
             decoded = raw.decode()
             if not self._has_lines:
                 return decoded.replace("\r\n", "\n").replace("\r", "\n")
             found = cast("object", json.loads(decoded))
-            if isinstance(found, dict):
-                text = cast("dict[str, object]", found).get(self.text_key)
-                if isinstance(text, str):
-                    return text
-                remedy = "Pass text_key=…."
-            message = (
-                f"the line must be an object with a text under {self.text_key!r}, got {brief(cast('object', found))}"
-            )
-        except UnicodeDecodeError as error:
-            message = f"it is not UTF-8: {error.reason}"
-        except (ValueError, RecursionError) as error:
-            # A line is parsed alone, so the parser's own number of it is always 1.
-            why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            message = f"the line is not JSON: {why}"
-        raise DocumentError(message, where=where, remedy=remedy)
+        except (ValueError, RecursionError) as error:  # bad UTF-8 and long numbers are ValueErrors
+            raise DocumentError(f"it is not UTF-8, or the line is not JSON: {error}", where=where) from None
+        text = found.get(self.text_key) if is_mapping(found) else None
+        if not isinstance(text, str):
+            message = f"the line must be an object with a text under {self.text_key!r}, got {brief(found)}"
+            raise DocumentError(message, where=where, remedy="Pass text_key=….")
+        return text
 
     def describe(self, *, digest: DigestScope = "full") -> dict[str, object]:
         """The description for `metadata.data`; its digest is always of all bytes."""
@@ -181,17 +155,6 @@ class TextFile(Source[str]):
             "n_samples": len(self),
             "digest": {"algorithm": ALGORITHM, "scope": "full", "value": self._digest},
         }
-
-    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """Report texts that cannot be read; only `deep` reads them."""
-        del progress
-        problems = list[Problem]()
-        for position in range(len(self) if deep else 0):
-            try:
-                self[position]
-            except SaevStoreError as error:
-                problems.append(self._lost(error, error.where or self.url, position, position + 1))
-        return problems, sum(self._ends) - sum(self._starts) if deep else 0
 
     def close(self) -> None:
         """Release maps and connections."""

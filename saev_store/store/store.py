@@ -390,16 +390,16 @@ class ShardStore(TextReading):
 
         return source_of(self.metadata, storage_options, url=url, outside_ok=outside_ok)
 
-    def origin(
-        self, example_idx: int, token_idx: int | None = None, *, source: Source[object] | None = None,
-        neighbours: int = 8,
-    ) -> Origin:  # fmt: skip
-        """The sample that a vector comes from, and the place in it; see `saev_store.sources.provenance.origin_of`."""
+    def origin(self, example_idx: int, token_idx: int | None = None, *, source: Source[object] | None = None) -> Origin:
+        """The sample that a vector comes from, and the place in it: the position of a token, or the box of a patch.
+
+        `source` is opened, once, where it is not given. See `saev_store.sources.provenance.origin_of`.
+        """
         from saev_store.sources.provenance import origin_of
 
         if source is None:
             source = self._source = self._source or self.source()
-        return origin_of(self, source, example_idx, token_idx, neighbours=neighbours)
+        return origin_of(self, source, example_idx, token_idx)
 
     def view(
         self, *, other: ShardStore | None = None, source: Source[object] | None = None,

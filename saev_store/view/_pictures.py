@@ -77,7 +77,7 @@ def picture_bytes(viewed: Viewed, example: int) -> bytes:
     )
     if patches.framing is not None:
         height, width = patches.image_px
-        box = patches.framing.framing().original_box((0, 0, width, height), (image.height, image.width))
+        box = patches.framing.original_box((0, 0, width, height), (image.height, image.width))
         if box is not None:
             left, top, right, bottom = map(round, box)
             image = image.crop((left, top, right, bottom))

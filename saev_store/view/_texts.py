@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store.errors import SaevStoreError
-from saev_store.sources.places import TokenPlace, ids_of
+from saev_store.sources.places import ids_of
 from saev_store.store.text import TOKEN_IDS
 from saev_store.view._answers import Answer
 
@@ -63,11 +63,11 @@ def _ids_in_source(viewed: Viewed, example: int) -> np.ndarray | None:
     if isinstance(examples, dict) and "by_token" in examples:  # several samples in one example
         return None
     try:
-        origin = viewed.store.origin(example, 0, source=source, neighbours=0)
+        origin = viewed.store.origin(example, 0, source=source)
     except SaevStoreError:
         return None
     ids = ids_of(origin.sample)
     if ids is None:
         return None
-    first = origin.place.position if isinstance(origin.place, TokenPlace) else 0
+    first = origin.position or 0
     return ids[first : first + viewed.layout.content_tokens_per_example]

@@ -1,8 +1,7 @@
-"""Conversions: documents to batches, samples to documents; against plain Python, in one process and on a cluster."""
+"""Conversions: documents to batches, samples to documents; against plain Python."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import tarfile
 import tracemalloc
@@ -11,19 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from api import MemoryTransport
-from clusters import two_workers
 from hypothesis import given
 from hypothesis import strategies as st
 from token_files import DATA
-from transports import CountingTransport
 
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreError, StoreExistsError
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, StoreExistsError
 from saev_store.sources import convert, open_source
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
-from saev_store.transport import open_transport
 
 TEXTS = DATA / "energon/captioning_ratio_split/dataset"
 
@@ -48,17 +44,16 @@ def dataset(documents: list[list[int]], dtype: str = "int32") -> IndexedDataset:
     return IndexedDataset("tokens", transport=memory)
 
 
-def records(source: IndexedDataset, seq_len: int, end: int | None, pad: int | None) -> list[list[int]]:
-    texts = [[*source.document(i).tolist(), *([] if end is None else [end])] for i in range(source.n_documents)]
-    if pad is not None:
-        return [(text + [pad] * seq_len)[:seq_len] for text in texts]
-    run = [token for text in texts for token in text]
+def records(source: IndexedDataset, seq_len: int, end: int | None) -> list[list[int]]:
+    run = [
+        token for i in range(source.n_documents) for token in [*source.document(i).tolist(), end] if token is not None
+    ]
     return [run[i : i + seq_len] for i in range(0, len(run) - seq_len + 1, seq_len)]
 
 
-def in_order(path: str, transport) -> list[list[int]]:
+def in_order(path: Path) -> list[list[int]]:
     """The records of a file in the order of their source; all must be in it."""
-    with BatchFileReader(path, transport=transport) as reader:
+    with BatchFileReader(path) as reader:
         places = RecordOrder(reader.total_records, reader.seed).places(np.arange(reader.total_records))
         return reader.rows(places).tolist()
 
@@ -67,37 +62,22 @@ def in_order(path: str, transport) -> list[list[int]]:
     documents=st.lists(st.lists(st.integers(0, 12), max_size=3), max_size=6),
     seq_len=st.integers(1, 9),
     end=st.none() | st.sampled_from([0, 999]),
-    pad=st.none() | st.just(7),
     piece=st.sampled_from([1, 5, 1 << 20]),
 )
-def test_documents_to_batches_gives_every_record(documents, seq_len, end, pad, piece):
-    source, memory = dataset(documents), MemoryTransport()
-    wanted = records(source, seq_len, end, pad)
+def test_documents_to_batches_gives_every_record(tmp_path_factory, documents, seq_len, end, piece):
+    source, path = dataset(documents), tmp_path_factory.mktemp("c") / "x.batch"
+    wanted = records(source, seq_len, end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "_PIECE_TOKENS", piece)
-        n = documents_to_batches(
-            source, "x.batch", seq_len=seq_len, batch_size=1, seed=3, end_token=end, pad_token=pad, transport=memory, progress=False,
-        )  # fmt: skip
-    assert (n, in_order("x.batch", memory)) == (len(wanted), wanted)
-
-
-def test_documents_to_batches_reads_of_a_long_document_its_record(tmp_path):
-    with IndexedDatasetBuilder(tmp_path / "d", "int32") as builder:
-        for n in (1_000_000, 3):
-            builder.add_document(np.arange(n))
-    counting = CountingTransport(open_transport(tmp_path, engine="pread"))
-    memory, source = MemoryTransport(), IndexedDataset("d", transport=counting)
-    assert documents_to_batches(source, "x.batch", seq_len=6, batch_size=1, pad_token=9, transport=memory) == 2
-    assert in_order("x.batch", memory) == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 9, 9, 9]]
-    assert counting.counters.bytes_read < 10_000
+        n = documents_to_batches(source, path, seq_len=seq_len, batch_size=1, seed=3, end_token=end, progress=False)
+    assert (n, in_order(path)) == (len(wanted), wanted)
 
 
 def test_documents_to_batches_refuses_what_makes_none(tmp_path):
     given_ = {"seq_len": 2, "batch_size": 1, "progress": False}
     for source, options, where in (
         (dataset([[2]], "float32"), {}, "source"), (dataset([[2]]), {"seq_len": 0}, "seq_len"),
-        (dataset([[2]]), {"end_token": -1}, "end_token"), (dataset([[2]]), {"pad_token": 2**32}, "pad_token"),
-        (dataset([[2]]), {"batch_size": 0}, "batch_size"), (dataset([[2]]), {"client": 7}, "client"),
+        (dataset([[2]]), {"end_token": -1}, "end_token"), (dataset([[2]]), {"batch_size": 0}, "batch_size"),
     ):  # fmt: skip
         error = refusal(documents_to_batches, source, tmp_path / "x.batch", **{**given_, **options})
         assert (type(error), error.where) == (ArgumentError, where)
@@ -122,12 +102,9 @@ def test_samples_to_documents_keeps_every_sample(tmp_path):
         (BatchFileReader(tmp_path / "x.batch"), "uint16"),
         (IndexedDataset("x", transport=largest), "uint64"),
     ):
-        for end, batch in itertools.product((None, 0, 7), (1, 3, 256)):
-            memory = MemoryTransport()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(convert, "_BATCH", batch)
-                n = samples_to_documents(source, "y", dtype=dtype, end_token=end, transport=memory, progress=False)
-            found = IndexedDataset("y", transport=memory)
+        for end in (None, 0, 7):
+            n = samples_to_documents(source, tmp_path / "y", dtype=dtype, end_token=end, overwrite=True, progress=False)
+            found = IndexedDataset(tmp_path / "y")
             assert (n, found.dtype) == (len(source), dtype)
             assert [each.tolist() for each in found] == [
                 [*tokens.tolist(), *([] if end is None else [end])] for tokens in source
@@ -168,7 +145,7 @@ def test_samples_to_documents_tokenizes_texts_of_energon(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
-def test_samples_that_a_document_only_claims_take_no_memory():
+def test_samples_that_a_document_only_claims_take_no_memory(tmp_path):
     files = {path.relative_to(TEXTS).as_posix(): path.read_bytes() for path in TEXTS.rglob("*") if path.is_file()}
     info = json.loads(files[".nv-meta/.info.json"])
     info["shard_counts"] = dict.fromkeys(info["shard_counts"], 2**35)
@@ -177,67 +154,7 @@ def test_samples_that_a_document_only_claims_take_no_memory():
     assert len(source) > 2**35
     tracemalloc.start()
     try:
-        assert type(refusal(samples_to_documents, source, "y", ids, transport=memory)) is DocumentError
+        assert type(refusal(samples_to_documents, source, tmp_path / "y", ids)) is DocumentError
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_conversions_that_read_back_something_else_are_refused(monkeypatch):
-    source, memory = dataset([[3], [4], [0], [2, 3]]), MemoryTransport()
-    rows, documents = BatchFileReader.rows, IndexedDataset.rows
-
-    def other_records(self, places):
-        found = rows(self, places)
-        found[np.asarray(places) == 2, -1] += 1
-        return found
-
-    def moved(self, indices):
-        """All tokens together are the same run."""
-        first, second, *rest = documents(self, indices)
-        return (
-            [first[:-1], np.concatenate([first[-1:], second]), *rest]
-            if self is not source
-            else documents(self, indices)
-        )
-
-    monkeypatch.setattr(BatchFileReader, "rows", other_records)
-    monkeypatch.setattr(IndexedDataset, "rows", moved)
-    for call, options, where in (
-        (documents_to_batches, {"output_path": "x.batch", "seq_len": 2, "batch_size": 1}, "memory://x.batch"),
-        (samples_to_documents, {"output_path": "y"}, "memory://y.idx"),
-    ):
-        options |= {"transport": memory, "progress": False, "overwrite": True}
-        assert call(source, verify=False, **options) > 1
-        memory = options["transport"] = MemoryTransport()
-        error = refusal(call, source, **options)
-        assert (type(error), error.where) == (CorruptShardError, where)
-
-
-def test_conversions_on_a_cluster_write_the_same_bytes(tmp_path):
-    pytest.importorskip("distributed")
-    for name in ("alone", "many"):
-        (tmp_path / name).mkdir()
-    with IndexedDatasetBuilder(tmp_path / "c", "int32") as builder:
-        for n in (7, 0, 20, 30, 11):
-            builder.add_document(np.arange(n))
-
-    def convert_all(to: Path, client) -> None:
-        with IndexedDataset(tmp_path / "c") as documents, open_source(TEXTS) as samples:
-            documents_to_batches(
-                documents, to / "x.batch", seq_len=4, batch_size=2, end_token=9, client=client, progress=False
-            )
-            samples_to_documents(samples, to / "y", ids, client=client, progress=False)
-            bad = refusal(samples_to_documents, samples, to / "z", lambda _: [300], dtype="uint8", client=client)
-            assert (type(bad), bad.where) == (ArgumentError, "tokens")
-
-    with two_workers() as client, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "_PIECE_TOKENS", 8)
-        patch.setattr(convert, "_BATCH", 2)
-        convert_all(tmp_path / "alone", None)
-        convert_all(tmp_path / "many", client)
-    found, wanted = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("many", "alone")
-    )
-    assert found == wanted
-    assert sorted(found) == ["x.batch", "y.bin", "y.idx"]

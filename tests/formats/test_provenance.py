@@ -19,7 +19,7 @@ from saev_store.errors import (
     SelectionError,
     UnsafeContentError,
 )
-from saev_store.sources import PatchPlace, Source, TokenPlace, open_source, recorded_from
+from saev_store.sources import Source, open_source, recorded_from
 from saev_store.sources.llmbatch import write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 
@@ -66,7 +66,8 @@ def test_only_samples_that_the_source_has_are_opened(text: Path, tmp_path: Path,
     source = open_source(text / "data.idx")
     assert len(source) == 3
     by_token = traced(tmp_path / "a", recorded_from(source, by_token=True), arrays)
-    in_a_row = traced(tmp_path / "b", recorded_from(source, first=sample - 1), arrays)
+    data = {**recorded_from(source), "examples": {"first": sample - 1}}
+    in_a_row = traced(tmp_path / "b", data, arrays)
     for store, example in ((by_token, 0), (in_a_row, 1)):
         if sample == 2:
             assert store.origin(example).sample_idx == 2
@@ -80,12 +81,14 @@ def test_tokens_are_traced_by_what_the_store_records_of_them(text: Path, tmp_pat
     store = traced(tmp_path, recorded_from(open_source(text / "data.idx"), by_token=True), arrays)
     source = open_source(text / "data.idx")
     for example, token, sample, position in ((0, 0, 1, 2), (0, 1, 1, 3), (0, 2, 0, 0), (1, 0, 2, 1)):
-        origin = store.origin(example, token, neighbours=9)
-        ids = source[sample].tolist()
-        assert (origin.sample_idx, origin.place.position, origin.place.token_id) == (sample, position, ids[position])
-        assert [*origin.place.before, ids[position], *origin.place.after] == ids
+        origin = store.origin(example, token)
+        assert (origin.sample_idx, origin.position, origin.sample.tolist()) == (
+            sample,
+            position,
+            source[sample].tolist(),
+        )
     assert store.origin(0).sample_idx == store.origin(0, -1).sample_idx == 1
-    assert store.origin(0, -1).place is None
+    assert store.origin(0, -1).position is None
     with pytest.raises(SelectionError):
         store.origin(1, 1)
     with pytest.raises(DocumentError):
@@ -107,7 +110,8 @@ def test_a_token_that_has_another_id_now_is_of_other_data(
             with pytest.raises(CorruptShardError):
                 store.origin(example, token)
         else:
-            assert store.origin(example, token).place.token_id == ids[example][token]
+            origin = store.origin(example, token)
+            assert origin.sample[origin.position] == ids[example][token]
 
 
 def test_tokens_cannot_be_traced_by_arrays_that_are_not_there(text: Path, tmp_path: Path) -> None:
@@ -115,41 +119,39 @@ def test_tokens_cannot_be_traced_by_arrays_that_are_not_there(text: Path, tmp_pa
     store = traced(tmp_path, data, {"document_ids": [[0, 0, 0], [1, 1, 1]]})
     with pytest.raises(DocumentError):
         store.origin(0, 0)
-    for other in ({"first": 1}, {"samples": [0]}, {"first_token": 0}, {"patches": (1, 1), "image_px": (2, 2)}):
+    for other in ({"skipped": [1]}, {"first_token": 0}, {"patches": (1, 1), "image_px": (2, 2)}):
         with pytest.raises(ArgumentError):
             recorded_from(open_source(text / "data.idx"), by_token=True, **other)
 
 
 @pytest.mark.parametrize("protocol", ["1.0.0", "2.0", "2.1"])
-def test_a_token_and_its_neighbours(text: Path, tmp_path: Path, protocol: str) -> None:
+def test_a_token_in_its_sample(text: Path, tmp_path: Path, protocol: str) -> None:
     source = open_source(text / "data.idx")
     truth = [np.asarray(source[i]).tolist() for i in range(len(source))]
     store = recorded(tmp_path / "root", recorded_from(source, first_token=0), protocol=protocol)
     for example in range(2):
         for token in range(3):
-            origin = store.origin(example, token, neighbours=1)
-            assert (origin.sample_idx, origin.key) == (example, str(example))
-            assert isinstance(origin.place, TokenPlace)
-            ids = truth[example]
-            assert origin.place.token_id == ids[token]
-            assert origin.place.before == tuple(ids[max(0, token - 1) : token])
-            assert origin.place.after == tuple(ids[token + 1 : token + 2])
-    assert store.origin(0, -1).place is None
+            origin = store.origin(example, token)
+            assert (origin.sample_idx, origin.key, origin.position) == (example, str(example), token)
+            assert origin.sample.tolist() == truth[example]
+    assert store.origin(0, -1).position is None
     assert np.asarray(store.origin(-1).sample).tolist() == truth[1]
     assert store.source().format == "mmididx"
 
 
 def test_examples_that_are_other_samples(text: Path, tmp_path: Path) -> None:
     source = open_source(text / "data.idx")
-    chosen = recorded(tmp_path / "a", recorded_from(source, samples=[2, 0], first_token=1), tokens=2)
+    data = {**recorded_from(source, first_token=1), "examples": {"samples": [2, 0]}}
+    chosen = recorded(tmp_path / "a", data, tokens=2)
     assert [chosen.origin(example).sample_idx for example in range(2)] == [2, 0]
-    place = chosen.origin(1, 0).place
-    assert isinstance(place, TokenPlace)
-    assert place.position == 1
+    assert chosen.origin(1, 0).position == 1
     with pytest.raises(SelectionError):
         chosen.origin(0, 1)
-    shifted = recorded(tmp_path / "b", recorded_from(source, first=1, first_token=0), tokens=2)
+    data = {**recorded_from(source, first_token=0), "examples": {"first": 1}}
+    shifted = recorded(tmp_path / "b", data, tokens=2)
     assert [shifted.origin(example).sample_idx for example in range(2)] == [1, 2]
+    skipping = recorded(tmp_path / "c", recorded_from(source, skipped=[1], first_token=0), tokens=2)
+    assert [skipping.origin(example).sample_idx for example in range(2)] == [0, 2]
 
 
 def batches(folder: Path) -> Source[object]:
@@ -173,11 +175,8 @@ def test_every_kind_of_token_source(tmp_path: Path, make: Callable[[Path], Sourc
     for example in range(len(source)):
         truth = np.asarray(source[example]).tolist()
         for token in (0, 3, 4):
-            place = store.origin(example, token, source=again, neighbours=2).place
-            assert isinstance(place, TokenPlace)
-            assert (place.token_id, place.before, place.after) == (
-                truth[token], tuple(truth[max(0, token - 2) : token]), tuple(truth[token + 1 : token + 3]),
-            )  # fmt: skip
+            origin = store.origin(example, token, source=again)
+            assert (origin.position, np.asarray(origin.sample).tolist()) == (token, truth)
 
 
 def test_the_images_of_a_split(tmp_path: Path) -> None:
@@ -198,9 +197,8 @@ def test_a_patch_has_a_box(tmp_path: Path) -> None:
     source = open_source(IMAGES)
     store = recorded(tmp_path, recorded_from(source, patches=(2, 3), image_px=(28, 42)), tokens=6)
     origin = store.origin(1, 4)
-    assert origin.place == PatchPlace(row=1, column=1, box=(14, 14, 28, 28), image_px=(28, 42))
-    assert origin.key == source.key(1)
-    assert store.origin(1, -1).place is None
+    assert (origin.key, origin.box) == (source.key(1), None)  # how the input was made is not known
+    assert store.origin(1, -1).box is None
 
 
 def test_a_source_that_moved_or_changed(text: Path, tmp_path: Path) -> None:
@@ -254,7 +252,7 @@ def test_a_store_that_names_no_source(tmp_path: Path) -> None:
 def test_bad_arguments(text: Path, tmp_path: Path) -> None:
     source = open_source(text / "data.idx")
     for kwargs in (
-        {"first": -1},
+        {"first_token": -1},
         {"patches": (2, 2)},
         {"patches": (3, 3), "image_px": (28, 28)},
         {"patches": (0, 3), "image_px": (28, 28)},
@@ -262,7 +260,7 @@ def test_bad_arguments(text: Path, tmp_path: Path) -> None:
         with pytest.raises(ArgumentError):
             recorded_from(source, **kwargs)
     with pytest.raises(SelectionError):
-        recorded_from(source, samples=[3])
+        recorded_from(source, skipped=[3])
     store = recorded(tmp_path / "root", recorded_from(source))
     for where in ((2, 0), (0, 3), (0, -2)):
         with pytest.raises(SelectionError):
@@ -273,11 +271,8 @@ def test_a_special_token_is_never_counted_by_guess(text: Path, tmp_path: Path) -
     """BOS is stored as the special token: content token 0 is the second token of the sample, if that begins with BOS."""
     source = open_source(text / "data.idx")
     for first_token in (0, 1):
-        data = recorded_from(source, samples=[1], first_token=first_token)
-        place = recorded(tmp_path / str(first_token), data, n_examples=1).origin(0, 0).place
-        assert isinstance(place, TokenPlace)
-        assert place.position == first_token
-        assert place.token_id == np.asarray(source[1])[first_token]
+        data = recorded_from(source, first_token=first_token)
+        assert recorded(tmp_path / str(first_token), data, n_examples=1).origin(0, 0).position == first_token
     with pytest.raises(DocumentError):
         recorded(tmp_path / "unsaid", recorded_from(source)).origin(0, 0)
 

@@ -55,7 +55,6 @@ def test_token_formats(place):
         seq_len=10,
         batch_size=3,
         storage_options=options,
-        engine=engine,
     )
     batches = open_source(f"{url}/b.batch", options, engine=engine)
     assert isinstance(batches, BatchFileReader)
@@ -63,7 +62,7 @@ def test_token_formats(place):
     for at, number in zip((0, 7), RecordOrder(batches.total_records, 0).records(np.array([0, 7])), strict=True):
         assert batches[at].tolist() == run[number * 10 : number * 10 + 10].tolist()
     assert len(list(BatchNativeLoader(batches, output="numpy"))) == n == 11
-    assert len(reopen(batches.describe(digest="full"), options, engine=engine)) == 33
+    assert len(reopen(batches.describe(digest="full"), options)) == 33
     write_batch_dataset(
         f"{url}/s.batch", iter(np.eye(4, dtype=np.uint8)), 4, 2, 4, storage_options=options, engine=engine
     )
@@ -87,5 +86,5 @@ def test_energon(place):
     val = dataset.split("val")
     assert [sample.key for batch in val.batches(2) for sample in batch] == [f"ü/s0003{i}" for i in range(3)]
     assert dataset.validate(deep=True, progress=False).ok
-    again = reopen(val.describe(), options, engine=engine)
+    again = reopen(val.describe(), options)
     assert again[1].parts == val[1].parts

@@ -7,10 +7,8 @@ import json
 import lzma
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xxhash
-from transports import CountingTransport
 
 from saev_store.errors import (
     ArgumentError,
@@ -21,7 +19,6 @@ from saev_store.errors import (
     SelectionError,
 )
 from saev_store.sources import TextFile, reopen
-from saev_store.transport import open_transport
 
 LINES = b"".join(json.dumps({"text": text, "n": 1}).encode() + b"\n" for text in ("a cat", "the end"))
 
@@ -86,7 +83,7 @@ def test_the_texts_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pie
     order = [5, 0, 1, 2, 2, 3, -1, 4]
     assert [*source.rows(order)] == [TEXTS[i] for i in order]
     assert [[*batch] for batch in source.batches(4)] == [TEXTS[:4], TEXTS[4:]]
-    assert (source.key(3), source.index_of("3")) == ("3", 3)
+    assert source.key(3) == "3"
     with pytest.raises(SelectionError):
         source[6]
 
@@ -127,8 +124,6 @@ def test_a_file_of_any_file_system_is_described_and_opened_again(tmp_path: Path)
     (tmp_path / "x.jsonl").unlink()
     with pytest.raises(NotFoundError):
         reopen(described)
-    with pytest.raises(DocumentError):
-        reopen({**described, "text_key": 3})
 
 
 def test_the_line_of_a_mistake_is_named(tmp_path: Path) -> None:
@@ -143,11 +138,3 @@ def test_the_line_of_a_mistake_is_named(tmp_path: Path) -> None:
     report = source.validate(deep=True)
     assert [problem.lost for problem in report.problems] == [((i, i + 1),) for i in range(1, 5)]
     assert [problem.where.rpartition(":")[2] for problem in report.problems] == ["3", "4", "5", "6"]
-
-
-def test_neighbours_are_read_together(tmp_path: Path) -> None:
-    transport = CountingTransport(open_transport(write_lines(tmp_path / "x.jsonl").parent, engine="pread"))
-    source = TextFile("x.jsonl", transport=transport)
-    before = transport.counters.operations
-    assert [*source.rows(np.arange(6))] == TEXTS
-    assert transport.counters.operations["get_ranges"] <= before.get("get_ranges", 0) + 1

@@ -48,7 +48,7 @@ def test_a_cache_of_saelens_s_runner(dtype: str, tmp_path: Path):
     assert acts.shape[1:] == (8, 16)
     assert len(acts) >= 24  # the runner fills its last buffer
     assert acts.any()
-    store = import_cache(folder, tmp_path / "out", **MODEL, max_tokens_per_shard=40, max_block_bytes=1)
+    store = import_cache(folder, tmp_path / "out", **MODEL, max_tokens_per_shard=40)
     assert store.read(dtype="stored").tobytes() == acts.tobytes()
     np.testing.assert_array_equal(store.token_arrays["token_ids"], ids)
     assert (store.layers, store.shape) == ((1,), (len(acts), 1, 8, 16))

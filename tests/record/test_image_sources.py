@@ -100,10 +100,8 @@ def test_images_of_a_folder_come_in_the_order_of_their_paths_from_any_file_syste
         assert (origin.key, origin.sample_idx) == (name, example)
         assert origin.sample.tobytes() == np.asarray(Image.open(io.BytesIO(found[name])).convert("RGB")).tobytes()
         down, across = height / 16, width / 24
-        place = origin.place
-        assert (place.row, place.column, place.box) == (1, 1, (8, 8, 16, 16))
-        assert place.original_box == pytest.approx((8 * across, 8 * down, 16 * across, 16 * down))
-        assert store.origin(example, -1).place is None
+        assert origin.box == pytest.approx((8 * across, 8 * down, 16 * across, 16 * down))
+        assert store.origin(example, -1).box is None
     there = fsspec.filesystem("memory")
     for name, data in found.items():
         there.pipe(f"/pictures/{name}", data)
@@ -130,7 +128,7 @@ def test_images_of_energon_are_the_field_or_the_part_that_is_named(
     for example in range(6):
         origin = store.origin(example, 2)
         assert (origin.key, origin.sample.parts["txt"]) == (f"s{example}", b"a text")
-        assert origin.place.original_box == pytest.approx((20.0, 0.0, 30.0, 10.0))
+        assert origin.box == pytest.approx((20.0, 0.0, 30.0, 10.0))
     parts = [("s0.left.png", png(noise(1))), ("s0.right.png", png(noise(2)))]
     plain = write_energon(tmp_path / "plain", [parts])
     mapped = write_energon(tmp_path / "mapped", [parts], field_map={"image": "right.png"}, sample_type="ImageSample")
@@ -157,7 +155,7 @@ def test_images_of_a_data_set_are_read_batch_by_batch_and_traced(
         store.origin(1, 0)  # it was in memory
     origin = store.origin(1, 1, source=MapStyle(data))
     assert (origin.sample_idx, origin.sample["label"]) == (1, 1)
-    assert origin.place.original_box == pytest.approx((10.0, 0.0, 20.0, 10.0))
+    assert origin.box == pytest.approx((10.0, 0.0, 20.0, 10.0))
     other = Columns(data.images)
     other._fingerprint = "ffff"
     with pytest.raises(CorruptShardError):
@@ -253,10 +251,8 @@ def test_boxes_of_patches_are_where_the_processor_took_the_pixels_from(model: ob
             assert store.layout.content_tokens_per_example == columns * (seen.shape[1] // 8)
             for token in range(store.layout.content_tokens_per_example):
                 row, column = divmod(token, columns)
-                place = store.origin(0, token).place
-                assert place.box == (8 * column, 8 * row, 8 * column + 8, 8 * row + 8)
                 red, green = seen[:2, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8].mean(axis=(1, 2))
-                left, top, right, bottom = place.original_box
+                left, top, right, bottom = store.origin(0, token).box
                 # At the edges of the image a resampled pixel is of fewer pixels. Numbers are rounded.
                 assert ((left + right) / 2 - 0.5, (top + bottom) / 2 - 0.5) == pytest.approx((red, green), abs=1.0)
 
@@ -265,7 +261,7 @@ def test_boxes_of_patches_are_where_the_processor_took_the_pixels_from(model: ob
 
     folder = write_folder(tmp_path / "own", {"x.png": png(noise(0))})
     own = Own(size={"height": 16, "width": 16})
-    assert record(model, Images(folder, processor=own), tmp_path, **OPTIONS).origin(0, 3).place.original_box is None
+    assert record(model, Images(folder, processor=own), tmp_path, **OPTIONS).origin(0, 3).box is None
 
 
 def test_processors_that_return_no_pixels_are_refused(model: object, tmp_path: Path) -> None:

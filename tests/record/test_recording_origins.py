@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from photographs import noise, png, write_energon, write_folder
-from tiny_models import D_MODEL, tiny_language
+from tiny_models import tiny_language
 
-from saev_store import ShardStore, new_metadata
+from saev_store import ShardStore
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, SelectionError
 from saev_store.record import Texts, record
-from saev_store.sources import ImageFolder, MapStyle, TextFile, TokenPlace, open_source, recorded_from
+from saev_store.sources import ImageFolder, MapStyle, TextFile, open_source
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -221,19 +221,17 @@ def test_origin_of_a_token_is_its_document_and_place(
     for example, tokens in enumerate(truth):
         for token, (key, position, vector) in enumerate(tokens):
             np.testing.assert_allclose(store[example, 1, n_bos + token], vector, rtol=2e-5, atol=2e-6)
-            origin, ids = store.origin(example, token, neighbours=3, **given), case.ids[key]
+            origin = store.origin(example, token, **given)
             assert (origin.sample_idx, origin.key) == (key, str(key) if case.keys is None else case.keys[key])
             assert plain(origin.sample) == case.samples[key]
-            assert origin.place == TokenPlace(
-                position, ids[position], tuple(ids[max(0, position - 3) : position]), tuple(ids[position + 1 :][:3])
-            )
+            assert origin.position == position
         for token in range(len(tokens), store.layout.content_tokens_per_example):
             assert not store[example, 1, n_bos + token].any()
             with pytest.raises(SelectionError):
                 store.origin(example, token, **given)
         for whole in [None, -1][: 1 + n_bos]:
             origin = store.origin(example, whole, **given)
-            assert (origin.sample_idx, origin.place) == (tokens[0][0], None)
+            assert (origin.sample_idx, origin.position) == (tokens[0][0], None)
 
 
 # -- sources that changed -------------------------------------------------------------------------------------------------
@@ -250,7 +248,7 @@ def test_origin_of_a_text_file_that_changed_is_refused_and_one_that_moved_is_pas
     with pytest.raises(NotFoundError):
         ShardStore.open(url).origin(0, 0)
     store = ShardStore.open(url)
-    assert store.origin(0, 1, source=store.source(url=tmp_path / "moved.jsonl")).place.token_id == WORDS["cat"]
+    assert store.origin(0, 1, source=store.source(url=tmp_path / "moved.jsonl")).position == 1
     path.write_bytes(raw.replace(b"the mat", b"the cat"))  # of equal length, and read as text without complaint
     with pytest.raises(CorruptShardError):
         ShardStore.open(url).origin(0, 0)
@@ -260,7 +258,7 @@ def test_origin_of_a_text_file_that_changed_is_refused_and_one_that_moved_is_pas
     with pytest.raises(CorruptShardError):
         ShardStore.open(url).origin(0, 0)
     path.write_bytes(raw)
-    assert ShardStore.open(url).origin(0, 1).place.token_id == WORDS["cat"]
+    assert ShardStore.open(url).origin(0, 1).position == 1
 
 
 def test_origin_in_other_data_is_refused(tmp_path: Path, model: object, tokenizer: object) -> None:
@@ -300,29 +298,3 @@ def test_texts_of_energon_samples_without_one_text_are_refused(tmp_path: Path, t
     folder = ImageFolder(write_folder(tmp_path / "images", {"0.png": png(noise(0))}))
     with pytest.raises(ArgumentError):
         Texts(folder, tokenizer, context=CONTEXT)
-
-
-def test_origin_of_masked_tokens_has_them_as_neighbours(tmp_path: Path) -> None:
-    """A store that was written by hand: every second token of two texts is hidden."""
-    source = TextFile(jsonl(tmp_path), text_key="content")
-    dtypes = {"token_ids": "int32", "document_ids": "int64", "positions": "int32", "mask": "bool"}
-    metadata = new_metadata(
-        family="tiny", ckpt="tiny", layers=[0], content_tokens_per_example=6, cls_token=False, d_model=D_MODEL, n_examples=2,
-        max_tokens_per_shard=12, data=recorded_from(source, by_token=True), token_arrays=dtypes,
-    )  # fmt: skip
-    arrays = {
-        "token_ids": np.array([IDS[0], IDS[2][:6]], np.int32),
-        "document_ids": np.array([[0] * 6, [2] * 6], np.int64),
-        "positions": np.array([[*range(6)]] * 2, np.int32),
-        "mask": np.array([[True, False] * 3] * 2),
-    }
-    with ShardStore.create(tmp_path / "root", metadata) as writer:
-        writer.append(np.ones((2, 1, 6, D_MODEL), np.float32), **arrays)
-    store = ShardStore.open(writer.url)
-    for example, key in enumerate([0, 2]):
-        for token in range(6):
-            origin, ids = store.origin(example, token, neighbours=2), IDS[key][:6]
-            assert (origin.sample_idx, origin.sample) == (key, TEXTS[key])
-            assert origin.place == TokenPlace(
-                token, ids[token], tuple(ids[max(0, token - 2) : token]), tuple(ids[token + 1 :][:2])
-            )

@@ -45,10 +45,10 @@ PUBLIC = {
         repair run_demo
     """,
     "saev_store.sources": """
-        ImageFolder MapStyle Origin PatchPlace Source TextFile TokenPlace open_source recorded_from reopen sniff
+        ImageFolder MapStyle Origin Source TextFile open_source recorded_from reopen
     """,
     "saev_store.sources.caches": """
-        FORMATS import_cache
+        import_cache
     """,
     "saev_store.sources.energon": """
         CrudeSample EnergonDataset RawSample SAMPLE_TYPES Sample

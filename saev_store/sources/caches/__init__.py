@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from saev_store.core.arguments import check_choice
+from saev_store.core.arguments import check_count
 from saev_store.core.dtypes import StoredDtype
-from saev_store.core.layout import LayerKey
-from saev_store.documents import Metadata
+from saev_store.core.layout import RESID_POST, LayerKey
 from saev_store.errors import ArgumentError, NotFoundError, brief
 from saev_store.sources.address import Url, locate
 from saev_store.sources.caches.hidden_states import ENDING, HiddenStatesCache
@@ -17,32 +16,15 @@ from saev_store.sources.caches.saelens import INFO, STATE, SaelensCache
 from saev_store.store import ShardStore
 from saev_store.store.opening import as_metadata
 from saev_store.transport import open_transport
-from saev_store.writer.importing import MAX_BLOCK_BYTES, Block, ImportOptions, import_examples
+from saev_store.writer.importing import ImportOptions, import_examples, stored_dtype
 
-__all__ = ["FORMATS", "import_cache"]
-
-#: The names of the formats, and the arguments that each takes.
-_TAKES = {SaelensCache.format: {"layers", "cls_token"}, HiddenStatesCache.format: {"layers", "layer_ids", "context"}}
-FORMATS = tuple(_TAKES)
-
-
-@dataclass(frozen=True)
-class _CacheExamples:
-    """A cache with the metadata of its store: the examples that are imported."""
-
-    cache: SaelensCache | HiddenStatesCache
-    metadata: Metadata
-
-    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
-        """The examples of the cache."""
-        return self.cache.blocks(first, end, max_block_bytes)
+__all__ = ["import_cache"]
 
 
 def import_cache(
     url: Url,
     root: Url,
     *,
-    format: str | None = None,
     family: str,
     ckpt: str | None = None,
     layers: Sequence[LayerKey] | None = None,
@@ -50,19 +32,14 @@ def import_cache(
     context: int | None = None,
     cls_token: bool | None = None,
     dtype: StoredDtype | None = None,
-    data: Mapping[str, object] | None = None,
-    dataset: str | None = None,
     max_tokens_per_shard: int | None = None,
-    max_block_bytes: int = MAX_BLOCK_BYTES,
     resume: bool = True,
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
-    pad: bool | None = None,
     on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
-    on_overflow: Literal["raise", "warn", "saturate"] = "raise",
     progress: bool | None = None,
 ) -> ShardStore:
-    """Write a cache of another program as a new store below `root`, bit for bit, and open it.
+    """Write a cache of SAELens, vLLM or speculators as a new store below `root`, bit for bit, and open it.
 
     docs/importing.md describes the result of each format, and recipes for arrays and other caches. The same call continues
     after a crash. An argument that a format has no use for is refused.
@@ -70,7 +47,6 @@ def import_cache(
     Args:
         url: The folder of the cache: a path, or any URL that fsspec supports.
         root: The folder of stores; created if need be.
-        format: One of `FORMATS`; None looks at the names in the folder.
         family: The family of models, such as "gpt2".
         ckpt: The model; None if the cache names it.
         layers: Labels, or pairs (label, hook point), of the cache's layers in their order, if it does not name them.
@@ -78,16 +54,11 @@ def import_cache(
         context: For hidden states: the number of tokens of an example.
         cls_token: For SAELens: token 0 of each context is the same BOS token, for which no token id is stored.
         dtype: Of the store; None keeps that of the cache.
-        data: Describes the data set; `imported` is added to it.
-        dataset: The place of the data set.
         max_tokens_per_shard: Budget of vectors per shard; None chooses one, as `new_metadata`.
-        max_block_bytes: Read at most so much at a time, or one example.
         resume: As in `ShardStore.from_array`.
         storage_options: For the file system of `url`.
         dst_storage_options: For that of `root`.
-        pad: Write the last shard at full size, its tail zeros.
         on_nonfinite: What to do with NaN and infinity.
-        on_overflow: What to do with finite numbers that become infinite in the dtype of a 16-bit store.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Raises:
@@ -98,67 +69,84 @@ def import_cache(
     """
     if not isinstance(family, str) or not family.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"family is {brief(family)}; it must be a name, such as gpt2", where="family")
-    options = ImportOptions(resume, max_block_bytes, pad, on_nonfinite, on_overflow, progress)
+    options = ImportOptions(resume=resume, on_nonfinite=on_nonfinite, progress=progress)
     options.check()
-    if format is not None:
-        check_choice(format, FORMATS, name="format")
     if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         raise ArgumentError(f"layers is {brief(layers)}; it must be a list of labels", where="layers")
-    given = {"layers": layers, "layer_ids": layer_ids, "context": context, "cls_token": cls_token}
-    cache, folder = _opened(url, storage_options, format, given, dtype)
-    arguments = {**cache.arguments, "family": family, "dataset": dataset, "max_tokens_per_shard": max_tokens_per_shard}
-    if ckpt is None and "ckpt" not in arguments:
-        raise ArgumentError("the cache does not name its model", where="ckpt", remedy="Pass ckpt=….")
-    digest = {"algorithm": "xxh3_128", "scope": "sampled", "value": cache.digest()}
-    imported = {"format": cache.format, "url": folder, **cache.imported, "digest": digest}
-    described = {**(data or {"__class__": "Import"}), "imported": imported}
-    named = {} if ckpt is None else {"ckpt": ckpt}
-    metadata = as_metadata({**arguments, **named, "data": described})
-    target = open_transport(root, dst_storage_options)
-    import_examples(_CacheExamples(cache, metadata), target, options)
-    return ShardStore.open(target.at(metadata.hash))
-
-
-def _opened(
-    url: Url,
-    storage_options: Mapping[str, object] | None,
-    format: str | None,
-    given: Mapping[str, Any],
-    dtype: StoredDtype | None,
-) -> tuple[SaelensCache | HiddenStatesCache, str]:
-    """The cache at an address, and its folder without credentials.
-
-    Args:
-        url: The address.
-        storage_options: Its options.
-        format: The format, if the caller names it.
-        given: Arguments of which each format takes some; None if they are not given.
-        dtype: Of the store.
-    """
-    there, name = locate(url, storage_options, engine="auto", transport=None, root_ok=True)
+    there, name = locate(url, storage_options)
     folder = there.at(name)
     entries = folder.list()
     names = {entry.name for entry in entries}
-    if format is None:
-        is_saelens, is_hidden = {INFO, STATE} <= names, any(name.endswith(ENDING) for name in names)
-        if not is_saelens and not is_hidden:
-            remedy = "Known are the folders that SAELens, vLLM and speculators write. docs/importing.md has recipes for arrays."
-            if ".tmp_shards" in names:
-                remedy = "SAELens was ended before it joined what is in .tmp_shards: let its run finish."
-            raise NotFoundError("there is no cache of a known format", where=folder.url, remedy=remedy)
-        format = FORMATS[0] if is_saelens else FORMATS[1]
-    for argument, value in given.items():
-        if value is not None and argument not in _TAKES[format]:
-            message = f"{argument} has no meaning for a cache of the format {format!r}"
-            raise ArgumentError(message, where=argument, remedy="Leave it out.")
-    if format == HiddenStatesCache.format and folder.name == "mmap":  # many files are many maps
-        folder = open_transport(folder.url, storage_options, engine="pread")
     # Servers list no sizes, so each file of a cache is asked for its own. A broken link is an error then.
     sizes = {
         entry.name: folder.size(entry.path) if entry.size is None else entry.size
         for entry in entries
         if entry.name.endswith((ENDING, ".json", ".arrow")) and not (entry.is_dir or entry.name.startswith("."))
     }
-    taken = {argument: given[argument] for argument in sorted(_TAKES[format])}
-    kind = SaelensCache if format == SaelensCache.format else HiddenStatesCache
-    return kind(folder, sizes, **taken, dtype=dtype), folder.url
+    if {INFO, STATE} <= names:
+        _refuse_unused(SaelensCache.format, layer_ids=layer_ids, context=context)
+        cache = SaelensCache(folder, sizes, bool(cls_token))
+    elif any(name.endswith(ENDING) for name in sizes):
+        _refuse_unused(HiddenStatesCache.format, cls_token=cls_token)
+        cache = HiddenStatesCache(folder, sizes, context)
+    else:
+        remedy = (
+            "Known are the folders that SAELens, vLLM and speculators write. docs/importing.md has recipes for arrays."
+        )
+        if ".tmp_shards" in names:
+            remedy = "SAELens was ended before it joined what is in .tmp_shards: let its run finish."
+        raise NotFoundError("there is no cache of a known format", where=folder.url, remedy=remedy)
+    described = {**cache.arguments, **({} if ckpt is None else {"ckpt": ckpt})}
+    if "ckpt" not in described:
+        raise ArgumentError("the cache does not name its model", where="ckpt", remedy="Pass ckpt=….")
+    axis = cache.axis if layers is None and cache.axis else _layer_axis(layers, layer_ids, cache.n_layers, cache.hooks)
+    digest = {"algorithm": "xxh3_128", "scope": "sampled", "value": cache.digest}
+    imported = {"format": cache.format, "url": folder.url, **cache.imported, "digest": digest}
+    cache.metadata = as_metadata({
+        **described, **axis, "family": family, "max_tokens_per_shard": max_tokens_per_shard,
+        "dtype": stored_dtype(cache.dtype, dtype), "data": {"__class__": "Import", "imported": imported},
+    })  # fmt: skip
+    target = open_transport(root, dst_storage_options)
+    import_examples(cache, target, options)
+    return ShardStore.open(target.at(cache.metadata.hash))
+
+
+def _refuse_unused(format: str, **given: object) -> None:
+    """Refuse arguments that mean nothing for a format."""
+    for argument, value in given.items():
+        if value is not None:
+            message = f"{argument} has no meaning for a cache of the format {format!r}"
+            raise ArgumentError(message, where=argument, remedy="Leave it out.")
+
+
+def _layer_axis(
+    layers: Sequence[LayerKey] | None,
+    layer_ids: Sequence[int] | None,
+    n_layers: int,
+    names: Sequence[str],
+) -> dict[str, object]:
+    """`layers` and `hook_points` of a cache that does not have them.
+
+    vLLM numbers the points between layers: the hidden states of id i enter layer i, so they are what layer i - 1 has left.
+    Numbers that are given and in the names of the cache's layers must come in the order of `names`.
+    """
+    if (layers is None) == (layer_ids is None):
+        raise ArgumentError(
+            f"the {n_layers} layers of the cache are not named",
+            where="layers",
+            remedy="Pass layers=…, as labels of blocks, or layer_ids=…, as vLLM was given them: one of the two.",
+        )
+    pairs = [layer if isinstance(layer, tuple) else (layer, RESID_POST) for layer in layers or ()]
+    for number in layer_ids or ():
+        check_count(number, name="layer_ids", least=0)
+        pairs.append((number - 1, RESID_POST) if number else (0, "resid_pre"))
+    if len(pairs) != n_layers:
+        raise ArgumentError(f"{len(pairs)} layers are named; the cache has {n_layers}", where="layers")
+    labels = [label for label, _ in pairs]
+    numbers = [re.findall("[0-9]{1,9}", name) for name in names]
+    for column in zip(*numbers, strict=True) if len({*map(len, numbers)}) == 1 else ():
+        found = [int(number) for number in column]
+        if found != labels and sorted(found) == sorted(labels):
+            message = f"the layers are given as {labels}; by their names they are {found}"
+            raise ArgumentError(message, where="layers", remedy="Give them in that order.")
+    return {"layers": labels, "hook_points": [hook_point for _, hook_point in pairs]}

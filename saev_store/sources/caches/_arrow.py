@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.errors import CorruptShardError, DocumentError, brief
-from saev_store.sources.address import full_url
-from saev_store.transport import Transport
+from saev_store.transport import Buffer, Transport
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,25 +25,14 @@ def read_rows(
 ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
     """The rows of a file, one record batch after the other: for each column an array (rows, *shape).
 
-    Arrays are views of the mapped file on this machine; elsewhere one record batch is in memory.
-
-    Args:
-        transport: The storage.
-        path: The file.
-        nbytes: Its size.
-        columns: Shape of an item and dtype of its numbers, by name.
-
-    Raises:
-        CorruptShardError: the file is cut, is not an Arrow stream, or has items of another shape.
-        DocumentError: a column is missing, is there more than once, or has another dtype.
+    Arrays are views of a mapped file; elsewhere one record batch is in memory. `columns` has the shape of an item and the dtype
+    of its numbers by name.
     """
     import pyarrow as pa
 
-    where = full_url(transport, path)
+    where = transport.where(path)
     try:
-        local = transport.local_path
-        file = pa.PythonFile(_Ranges(transport, path, nbytes), "r")
-        messages = pa.ipc.MessageReader.open_stream(file if local is None else pa.memory_map(f"{local}/{path}"))
+        messages = pa.ipc.MessageReader.open_stream(pa.PythonFile(_Ranges(transport, path, nbytes), "r"))
         schema = pa.ipc.read_schema(messages.read_next_message())
         for name in columns:
             if schema.names.count(name) != 1:
@@ -120,8 +108,8 @@ class _Ranges(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def read(self, size: int = -1, /) -> bytes:
+    def read(self, size: int = -1, /) -> Buffer:  # pyright: ignore[reportIncompatibleMethodOverride]  # pyarrow takes any buffer
         end = self._nbytes if size < 0 else min(self._at + size, self._nbytes)
         (found,) = self._transport.get_ranges(self._path, starts=[self._at], ends=[end]) if self._at < end else (b"",)
         self._at = end
-        return bytes(found)
+        return found

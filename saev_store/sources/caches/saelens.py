@@ -5,113 +5,98 @@ A column for each hook, such as `blocks.3.hook_resid_post`, has (context, d_mode
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, Field, ValidationError
 
 from saev_store._runtime.optional import need
-from saev_store.core.dtypes import StoredDtype
-from saev_store.core.layout import LayerKey
+from saev_store.core.arguments import is_list, is_mapping
+from saev_store.documents import Metadata, parse_json
 from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, brief
 from saev_store.sources._files import digest_files
-from saev_store.sources.address import full_url
 from saev_store.sources.caches._arrow import read_rows
-from saev_store.sources.caches._cache import layer_axis
 from saev_store.transport import Transport
-from saev_store.writer.importing import Block, stored_dtype
+from saev_store.writer.importing import Block
 
 INFO, STATE, _RUN = "dataset_info.json", "state.json", "cache_activations_runner_cfg.json"
 _IDS = "token_ids"
 _MAX_JSON_BYTES = 16 << 20
-_DTYPES = ("float16", "float32", "float64")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.arrow", re.ASCII)
 #: A hook of TransformerLens: the block, the module in it, if any, and the point.
 _HOOK = re.compile(r"blocks\.([0-9]{1,9})\.(?:([a-z0-9_]+)\.)?hook_([a-z0-9_]+)", re.ASCII)
+_Size = Annotated[int, Field(gt=0, lt=1 << 31)]
+
+
+class _Feature(BaseModel, strict=True):
+    """A column of activations."""
+
+    shape: Annotated[tuple[_Size, _Size], Field(strict=False)]
+    dtype: Literal["float16", "float32", "float64"]
 
 
 class SaelensCache:
-    """A folder that SAELens's `CacheActivationsRunner` has written.
-
-    Args:
-        transport: The folder.
-        sizes: Sizes of its files, by name.
-        layers: Labels, or pairs (label, hook point), of the hooks, if their names are not those of TransformerLens.
-        cls_token: Token 0 of each context is the same special token.
-        dtype: Of the store; None keeps that of the cache.
-    """
+    """A folder that SAELens's `CacheActivationsRunner` has written; `sizes` has its files by name."""
 
     format = "saelens"
+    metadata: Metadata
 
-    def __init__(
-        self,
-        transport: Transport,
-        sizes: Mapping[str, int],
-        *,
-        layers: Sequence[LayerKey] | None,
-        cls_token: bool | None,
-        dtype: StoredDtype | None,
-    ) -> None:
+    def __init__(self, transport: Transport, sizes: Mapping[str, int], is_special: bool) -> None:
         need("pyarrow", install="saev-store[import]", where="saelens")
-        self._transport, self._sizes, self._is_special = transport, sizes, bool(cls_token)
-        hooks, self._shape, self._dtype, has_ids = self._hooks()
-        self._n_hooks = len(hooks)
-        self._columns: dict[str, tuple[Sequence[int], str]] = dict.fromkeys(hooks, (self._shape, self._dtype))
-        if has_ids:
+        self._transport, self._sizes, self._is_special = transport, sizes, is_special
+        features = self._json(INFO).get("features")
+        columns: Mapping[str, object] = features if is_mapping(features) else {}
+        self.hooks, feature = _hooks(columns, transport.where(INFO))
+        self.n_layers, self.dtype, self._shape = len(self.hooks), np.dtype(feature.dtype), feature.shape
+        context, d_model = feature.shape
+        self._columns: dict[str, tuple[Sequence[int], str]] = dict.fromkeys(self.hooks, (self._shape, feature.dtype))
+        if _IDS in columns:
             self._columns[_IDS] = (self._shape[:1], "int32")
-        #: The files and their first rows.
-        self._files, n, first_ids = dict[str, int](), 0, set[int]()
+        #: The files and their rows.
+        self._files, n, first_ids = dict[str, range](), 0, set[int]()
         for name in self._names():
-            self._files[name] = n
+            begin = n
             for rows in self._rows(name):
-                n += len(rows[hooks[0]])
-                first_ids |= set(rows[_IDS][:, 0].tolist()) if has_ids else set()
+                n += len(rows[self.hooks[0]])
+                first_ids |= set(rows[_IDS][:, 0].tolist()) if _IDS in columns else set()
+            self._files[name] = range(begin, n)
         if n == 0:
             raise DocumentError("it has no rows", where=transport.url)
-        if self._is_special and len(first_ids) > 1:
+        if is_special and len(first_ids) > 1:
             raise ArgumentError(
-                f"its contexts begin with {len(first_ids):,} different tokens, such as {sorted(first_ids)[:3]}; a special "
-                "token has one id",
+                f"its contexts begin with {len(first_ids):,} different tokens; a special token has one id",
                 where="cls_token",
                 remedy="Leave cls_token out: then token 0 of each context is kept as one of the text.",
             )
-        found = [_HOOK.fullmatch(hook) for hook in hooks]
-        axis: dict[str, object] = {}
-        if layers is None and all(found):
-            points = [(int(match[1]), ".".join(filter(None, match.groups()[1:]))) for match in found if match]
-            axis = {"layers": [label for label, _ in points], "hook_points": [point for _, point in points]}
-        self._n = n
-        context, d_model = self._shape
+        self.axis: Mapping[str, object] | None = None
+        found = [match for match in map(_HOOK.fullmatch, self.hooks) if match]
+        if len(found) == len(self.hooks):
+            points = [".".join(filter(None, match.groups()[1:])) for match in found]
+            self.axis = {"layers": [int(match[1]) for match in found], "hook_points": points}
+        model = self._json(_RUN).get("model_name") if _RUN in sizes else None
         self.arguments: dict[str, object] = {
-            **(axis or layer_axis(layers, None, len(hooks), where=", ".join(hooks), names=hooks)),
-            **self._model(),
-            "content_tokens_per_example": context - self._is_special,
-            "cls_token": self._is_special,
+            **({"ckpt": model} if isinstance(model, str) else {}),
+            "content_tokens_per_example": context - is_special,
+            "cls_token": is_special,
             "d_model": d_model,
             "n_examples": n,
-            "token_arrays": {_IDS: "int32"} if has_ids else None,
-            "text": {"layout": "window", "bos": self._is_special} if has_ids else None,
-            "dtype": stored_dtype(np.dtype(self._dtype), dtype),
+            "token_arrays": {_IDS: "int32"} if _IDS in columns else None,
+            "text": {"layout": "window", "bos": is_special} if _IDS in columns else None,
         }
         self.imported: dict[str, object] = {}
-
-    def digest(self) -> str:
-        """Identity of these files."""
-        files = [(name, self._sizes[name]) for name in (INFO, *self._files)]
-        return digest_files(self._transport, files, scope="sampled")
+        files = [(name, sizes[name]) for name in (INFO, *self._files)]
+        self.digest = digest_files(transport, files, scope="sampled")
 
     def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
         """The examples from `first` to `end`, read at most `max_block_bytes` at a time, or one example."""
-        item_nbytes = self._n_hooks * math.prod(self._shape) * np.dtype(self._dtype).itemsize
-        most = max(1, max_block_bytes // item_nbytes)
-        ends = [*list(self._files.values())[1:], self._n]
-        for (name, begin), file_end in zip(self._files.items(), ends, strict=True):
-            at = begin
-            for rows in self._rows(name) if begin < end and first < file_end else ():
+        most = max(1, max_block_bytes // (self.n_layers * math.prod(self._shape) * self.dtype.itemsize))
+        for name, held in self._files.items():
+            at = held.start
+            for rows in self._rows(name) if held.start < end and first < held.stop else ():
                 ids: npt.NDArray[np.generic] | None = rows.pop(_IDS, None)
                 hooks = list(rows.values())
                 for start in range(max(first, at), min(end, at + len(hooks[0])), most):
@@ -125,51 +110,32 @@ class SaelensCache:
 
     def _names(self) -> Iterator[str]:
         """The Arrow files, in the order of their rows."""
-        where = full_url(self._transport, STATE)
         entries = self._json(STATE).get("_data_files")
-        if not isinstance(entries, list) or not entries:
-            raise DocumentError("_data_files must list the Arrow files", where=where)
-        for entry in cast("list[object]", entries):
-            name = cast("dict[str, object]", entry).get("filename") if isinstance(entry, dict) else None
+        for entry in entries if is_list(entries) and entries else (None,):
+            name = entry.get("filename") if is_mapping(entry) else None
             if not isinstance(name, str) or not _FILE.fullmatch(name):
-                raise DocumentError(f"_data_files has {brief(name)}; it must have names of Arrow files", where=where)
+                message = f"_data_files has {brief(entry)}; it must have names of Arrow files"
+                raise DocumentError(message, where=self._transport.where(STATE))
             if name not in self._sizes:
                 raise CorruptShardError(f"{name} is missing, which {STATE} lists", where=self._transport.url)
             yield name
 
-    def _hooks(self) -> tuple[list[str], tuple[int, int], str, bool]:
-        """The names of the hooks, (context, d_model), their dtype, and True if there are token ids."""
-        where = full_url(self._transport, INFO)
-        features = self._json(INFO).get("features")
-        columns = cast("dict[str, Any]", features) if isinstance(features, dict) else {}
-        hooks = [
-            name for name, each in columns.items() if isinstance(each, dict) and ("_type", "Array2D") in each.items()
-        ]
-        if not hooks:
-            raise DocumentError("it has no column of activations (Array2D)", where=where)
-        kinds: list[tuple[Any, Any]] = [(columns[hook].get("shape"), columns[hook].get("dtype")) for hook in hooks]
-        shape, dtype = kinds[0]
-        sizes = cast("list[object]", shape) if isinstance(shape, list) else []
-        is_shape = [type(size) is int and 0 < size < 2**31 for size in sizes] == [True, True]
-        if not is_shape or dtype not in _DTYPES or any(kind != kinds[0] for kind in kinds):
-            rule = f"all must have one shape [context, d_model] and one dtype of {_DTYPES}"
-            raise DocumentError(f"its hooks have shapes and dtypes {brief(kinds)}; {rule}", where=where)
-        context, d_model = cast("list[int]", sizes)
-        return hooks, (context, d_model), dtype, _IDS in columns
-
-    def _model(self) -> dict[str, object]:
-        """The name of the model, if the run's configuration is next to the files."""
-        name = self._json(_RUN).get("model_name") if _RUN in self._sizes else None
-        return {"ckpt": name} if isinstance(name, str) else {}
-
     def _json(self, name: str) -> Mapping[str, object]:
-        where = full_url(self._transport, name)
-        if name not in self._sizes:
-            raise ArgumentError(
-                f"there is no {name}, so no data set that Hugging Face's library has saved", where=where
-            )
-        try:
-            found = cast("object", json.loads(self._transport.read(name, max_bytes=_MAX_JSON_BYTES)))
-        except (ValueError, RecursionError) as error:
-            raise DocumentError(f"it is not JSON ({brief(str(error))})", where=where) from None
-        return cast("dict[str, object]", found) if isinstance(found, dict) else {}
+        raw = self._transport.read(name, max_bytes=_MAX_JSON_BYTES)
+        found = parse_json(raw, where=self._transport.where(name), max_nbytes=_MAX_JSON_BYTES)
+        return found if is_mapping(found) else {}
+
+
+def _hooks(columns: Mapping[str, object], where: str) -> tuple[Sequence[str], _Feature]:
+    """The names of the hooks, and their one shape and dtype."""
+    hooks = {name: each for name, each in columns.items() if is_mapping(each) and each.get("_type") == "Array2D"}
+    try:
+        kinds = [_Feature.model_validate(each) for each in hooks.values()]
+    except ValidationError:
+        kinds = []
+    if not kinds or any(kind != kinds[0] for kind in kinds):
+        rule = (
+            "it must have columns of Array2D of one shape [context, d_model] and one dtype of float16, float32, float64"
+        )
+        raise DocumentError(f"its features are {brief(hooks)}; {rule}", where=where)
+    return [*hooks], kinds[0]
