@@ -134,7 +134,7 @@ def record(
         device: Device of the computation, such as `"cuda"`; None: that of the model.
         storage_options: Options of the file system of `root`.
         resume: Continue an unfinished store of the same metadata, or begin one; False never continues one.
-        exist_ok: Open a complete store of the same metadata instead of refusing it.
+        exist_ok: Open a complete store of the same metadata instead of refusing it. Samples in memory are not part of them.
         recheck: Before anything is appended to an unfinished store, its last example is computed again. `"exact"` refuses to
             continue if a bit differs, `"close"` if the difference is more than rounding.
         on_nonfinite: What to do with NaN and infinity: `"raise"`, `"warn"` or `"allow"`; the bits are kept as they are.
