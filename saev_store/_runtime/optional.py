@@ -8,16 +8,7 @@ from saev_store.errors import MissingDependencyError
 
 
 def need(module: str, *, install: str, where: str | None = None) -> None:
-    """Import an optional library; the error names what installs it.
-
-    Args:
-        module: Name of the module.
-        install: What pip has to install, such as `saev-store[xarray]`.
-        where: The argument or call that needs the library; None: the module.
-
-    Raises:
-        MissingDependencyError: the library is not installed.
-    """
+    """Import an optional library for `where`, or raise a `MissingDependencyError` that names what pip has to install."""
     try:
         importlib.import_module(module)
     except ImportError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Self
 
 #: The only unit that is shown with a prefix: 1.20GB.
@@ -11,22 +10,15 @@ BYTES = "B"
 
 
 class Progress:
-    """Counts; shows a bar with the rate and the time left on a terminal.
+    """Counts to `total`; shows a bar with the rate and the time left, with `shown=None` on a terminal only.
 
-    Args:
-        total: All there is to do.
-        title: What is being done.
-        shown: None shows a bar on a terminal only.
-        done: How much of it was there before.
-        unit: What is counted: `B`, which is shown as MB and GB, or a plural such as `examples`.
+    `done` was there before. `unit` is `B`, which is shown as MB and GB, or a plural such as `examples`.
     """
 
     def __init__(self, total: int, title: str, *, shown: bool | None, done: int = 0, unit: str = BYTES) -> None:
         self._bar = None
-        if shown is False:
-            return
         # Under `pythonw`, and in some services, there is no standard error.
-        if shown or (sys.stderr is not None and sys.stderr.isatty()):
+        if shown or (shown is None and sys.stderr is not None and sys.stderr.isatty()):
             from tqdm import tqdm
 
             is_bytes = unit == BYTES
@@ -53,16 +45,16 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def human_seconds(seconds: float) -> str:
     """A time as text.
 
-    >>> human_seconds(0.25), human_seconds(312.4), human_seconds(4000), human_seconds(200_000)
-    ('0.2 s', '312 s', '67 min', '55.6 h')
+    >>> human_seconds(312.4), human_seconds(4000), human_seconds(200_000)
+    ('312.4 s', '67 min', '55.6 h')
     """
     if seconds < 600:
-        return f"{seconds:.{seconds < 10:d}f} s"
+        return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

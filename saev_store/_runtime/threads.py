@@ -30,9 +30,6 @@ def ahead(work: Callable[[S], T], items: Iterable[S], n: int) -> Generator[T]:
 
     An error is raised at the position of its item. After an error, or when the iterator is closed, no further item is started;
     running ones end by themselves. With `n` of 1 the caller's thread does the work.
-
-    >>> list(ahead(abs, [-3, 1, -2], 2))
-    [3, 1, 2]
     """
     if n < 2 or (isinstance(items, Sequence) and len(items) < 2):
         yield from map(work, items)
@@ -51,11 +48,7 @@ def ahead(work: Callable[[S], T], items: Iterable[S], n: int) -> Generator[T]:
 
 
 def in_threads(work: Callable[[S], object], items: Sequence[S], n: int) -> None:
-    """Call `work` on all items in up to `n` threads; when this returns or raises, no thread works any more.
-
-    Raises:
-        Exception: the first error; items that were not begun are left out.
-    """
+    """Call `work` on all items in up to `n` threads; when this returns or raises the first error, no thread works any more."""
     if n < 2 or len(items) < 2:
         for item in items:
             work(item)

@@ -24,11 +24,7 @@ _pid = -1
 
 
 def own_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process that all clients of object stores share, in a thread of its own.
-
-    Raises:
-        ForkError: a parent process has used it: the client's threads do not exist in this one.
-    """
+    """The event loop that all clients of obstore share, in a thread of its own; `ForkError` if a parent process has used it."""
     global _loop, _pid  # one per process, like the client's own threads
     with _lock:
         if _loop is None:
@@ -58,11 +54,7 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -
 
 
 def check_fork(pid: int, *, where: str) -> None:
-    """Refuse to use in a forked child what process `pid` has opened.
-
-    Raises:
-        ForkError: this is another process.
-    """
+    """Refuse to use in a forked child what process `pid` has opened."""
     if pid != os.getpid():
         raise ForkError(
             "a bucket or server was read before this process was forked; its client does not work in the child",
@@ -74,12 +66,8 @@ def check_fork(pid: int, *, where: str) -> None:
 def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
     """The result of `work()` on a loop that runs in another thread.
 
-    When this ends in any way, the work has ended too: after Ctrl-C or a time-out it is cancelled and waited for.
-
-    Raises:
-        TimeoutError: it took longer than `limit_s`.
-        TransportError: this is the thread of the loop, which would wait for itself.
-        Exception: its own error.
+    When this ends in any way, the work has ended too: after Ctrl-C, or a `TimeoutError` after `limit_s`, it is cancelled and waited
+    for. On the thread of the loop, which would wait for itself, it is a `TransportError`.
     """
     with contextlib.suppress(RuntimeError):
         if asyncio.get_running_loop() is loop:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 from urllib.parse import unquote
 
 from saev_store.errors import ArgumentError, brief, kind_of
@@ -14,9 +14,8 @@ from saev_store.transport.base import Transport
 from saev_store.transport.local import LocalTransport, local_root
 
 Engine = Literal["auto", "mmap", "pread", "fsspec", "obstore"]
-_LOCAL = ("file://", "local://")
-#: Object stores, and the package through which fsspec reaches each.
-_OBJECT_STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+#: The package through which fsspec reaches an object store.
+_CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
 
 def open_transport(
@@ -40,15 +39,16 @@ def open_transport(
     """
     if engine not in get_args(Engine):
         raise ArgumentError(f"engine must be one of {', '.join(get_args(Engine))}, got {brief(engine)}", where="engine")
-    if storage_options is not None and not isinstance(storage_options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
-        raise ArgumentError(f"must be a mapping, got {kind_of(storage_options)}", where="storage_options")
-    text = cast("object", os.fspath(url)) if isinstance(url, os.PathLike) else cast("object", url)
+    options = {} if storage_options is None else storage_options
+    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
+        raise ArgumentError(f"must be a mapping, got {kind_of(options)}", where="storage_options")
+    text: object = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"must be a path or a URL as str, got {brief(text)}", where="url")
     scheme, separator, rest = text.partition("://")
     if separator and "::" not in scheme:  # neither client knows schemes in capitals
         text = f"{scheme.lower()}://{rest}"
-    path, options = _local_path(text), storage_options or {}
+    path = _local_path(text)
     if path is None and engine == "obstore":
         from saev_store.transport.obstore import ObstoreTransport
 
@@ -62,32 +62,27 @@ def open_transport(
     if path is None or engine == "obstore":
         raise ArgumentError(f"engine {engine!r} does not serve this address", where="url", remedy='Use engine="auto".')
     if options:
-        raise ArgumentError(
-            f"local files take no options, got {', '.join(sorted(map(str, options)))}", where="storage_options"
-        )
+        raise ArgumentError("local files take no options", where="storage_options")
     return LocalTransport(path, use_mmap=engine != "pread")
 
 
 def _through_obstore(url: str, options: Mapping[str, object]) -> Transport | None:
     """A transport through obstore if it can do all that fsspec's client would, at the same end point, with the same credentials."""
-    scheme = url.partition("://")[0]
-    if scheme not in _OBJECT_STORES or find_spec("obstore") is None:
+    client = _CLIENTS.get(url.partition("://")[0])
+    if client is None or find_spec("obstore") is None:
         return None
     from saev_store.transport._obstore_options import resolves_alike
     from saev_store.transport.obstore import ObstoreTransport
 
     with suppress(ArgumentError):
         made = ObstoreTransport(url, options)
-        if resolves_alike(made.place) or find_spec(_OBJECT_STORES[scheme]) is None:
+        if resolves_alike(made.place) or find_spec(client) is None:
             return made
     return None
 
 
 def _local_path(url: str) -> str | None:
-    if "::" in url and "://" in url:
-        return None
-    for scheme in _LOCAL:
-        if url.startswith(scheme):
-            path = url[len(scheme) :]
-            return unquote(path.removeprefix("localhost")) if path.startswith(("/", "localhost/")) else path
-    return None if "://" in url else os.path.expanduser(url)
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return os.path.expanduser(url)
+    return unquote(rest.removeprefix("localhost")) if scheme in {"file", "local"} else None

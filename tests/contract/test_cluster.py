@@ -167,13 +167,6 @@ def test_map_shards_that_ends_early_cancels_what_is_left(fails: bool):
     assert cancelled == ([2, 1] if fails else [1, 2, 1])
 
 
-def test_an_address_that_none_can_have_is_not_tried():
-    for address in ("bad", "", "foo://host:1", "tcp://host"):
-        with pytest.raises(ArgumentError) as refused:
-            list(map_shards(abs, [1], address))
-        assert refused.value.where == "client"
-
-
 def test_a_scheduler_that_does_not_answer_is_a_transport_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cluster, "_CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(TransportError) as refused:
