@@ -204,8 +204,8 @@ def open_store(transport: Transport, *, damaged_ok: bool) -> Opened:
     """Open the documents of a store, and compare local files with them; see `ShardStore.open`."""
     from saev_store.validation import check_dirname, check_survey, survey_store
 
-    if isinstance(transport, LocalTransport) and transport.expects:
-        transport = transport.at("")  # it reads for another store
+    if isinstance(transport, LocalTransport):
+        transport = transport.at("")  # that one may read for another store
     url, name = transport.url, folder_name(transport.url)
     try:
         raw = transport.read(METADATA_NAME, max_bytes=METADATA_MAX_NBYTES)

@@ -32,7 +32,7 @@ _GIVEN = {"access_key_id", "credential_provider", "application_credentials"}
 
 
 class Place(NamedTuple):
-    """An address and its options: kind of the store, bucket, path without slashes at its ends, options of obstore."""
+    """An address, its path without slashes at its ends, and options of obstore."""
 
     kind: str
     bucket: str
@@ -41,18 +41,13 @@ class Place(NamedTuple):
 
 
 def place_of(url: str, options: Mapping[str, object]) -> Place:
-    """An address with options, as obstore takes them; `ArgumentError` if it has no store for the address.
-
-    >>> place_of("s3://lab/shards/", {"anon": True, "endpoint_url": "http://localhost:9000"}).config["skip_signature"]
-    True
-    """
+    """An address with options, as obstore takes them; `ArgumentError` if it has no store for the address."""
     scheme, _, rest = url.partition("://")
     bucket, kind = urlsplit(url).netloc, _KINDS.get(scheme)
     if kind is None or not bucket or not {"?", "#", "@"}.isdisjoint(url) or "::" in url:
         raise ArgumentError(
             f"obstore serves {', '.join(_KINDS)}, a bucket and a path, without user, '?' and '#'",
             where="url",
-            remedy='Correct it, or use engine="fsspec".',
         )
     config = dict(options)
     if isinstance(client := config.get("client_kwargs"), Mapping):
@@ -60,8 +55,10 @@ def place_of(url: str, options: Mapping[str, object]) -> Place:
         config |= {f"client_kwargs.{name}": item for name, item in cast("Mapping[str, object]", client).items()}
     if kind == "s3":
         _read_s3(config)
-    else:
-        _read_gs(config)
+    elif (token := config.pop("token", None)) == "anon":
+        config["skip_signature"] = True
+    elif token is not None:  # a file
+        config["application_credentials"] = token
     return Place(kind, bucket, rest.partition("/")[2].strip("/"), config)
 
 
@@ -90,19 +87,8 @@ def _credential(key: object, secret: object) -> dict[str, object]:
     return {"access_key_id": key, "secret_access_key": secret, "token": None, "expires_at": None}
 
 
-def _read_gs(config: dict[str, object]) -> None:
-    """Read the option `token`: the word "anon", or a file."""
-    if (token := config.pop("token", None)) == "anon":
-        config["skip_signature"] = True
-    elif token is not None:
-        config["application_credentials"] = token
-
-
 def resolves_alike(place: Place) -> bool:
-    """Return True if obstore finds the end point and the credentials that fsspec's file systems find.
-
-    These read configuration files, profiles and the machine's identity, too.
-    """
+    """Return True if obstore finds what fsspec's file systems find, which also read files, profiles and the machine's identity."""
     given, environment = place.config, os.environ
     is_known = given.get("skip_signature") is True or bool(_GIVEN & given.keys())
     if place.kind == "gs":  # emulators speak the other one of Google's two interfaces

@@ -53,18 +53,11 @@ class RemoteTransport(Transport):
         return child
 
     def close(self) -> None:
-        """Unpin all files; connections stay open for other transports."""
         self._pins.clear()
-
-    # -- the client ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop on which requests run, in a thread of its own; `ForkError` if a parent process has used it."""
-
-    @abstractmethod
-    def key(self, path: str) -> str:
-        """The client's name of a file below the root; `""` is the root."""
 
     @abstractmethod
     async def _get(self, path: str, start: int, end: int) -> Buffer:
@@ -72,7 +65,6 @@ class RemoteTransport(Transport):
 
     @contextlib.contextmanager
     def errors(self, doing: str, where: str) -> Generator[None]:
-        """A block in which errors of the client become ours."""
         try:
             yield
         except SaevStoreError:
@@ -82,18 +74,14 @@ class RemoteTransport(Transport):
             raise translated(error, self.options, doing=doing, where=where) from None
 
     def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
-        """The result of `work()`, waited for in this thread; it is cancelled after the time that `nbytes` may take."""
+        """The result of `work()`, which is cancelled after the time that `nbytes` may take."""
         return run(work, self.loop(), limit_s=TIMEOUT_S + nbytes / SLOWEST_BYTES_PER_S)
 
     def call(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
-        """As `run`, with our errors."""
         with self.errors(doing, where):
             return self.run(work, nbytes=nbytes)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
-
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        """One read-only buffer per range; a range that is longer than a request is read in several."""
         check_ranges(self.where(path), starts, ends)
         found: list[Buffer] = [b""] * len(starts)
         pieces = list[tuple[int, int, int]]()
@@ -116,7 +104,6 @@ class RemoteTransport(Transport):
         return found
 
     def readinto_files(self, reads: Iterable[FileReads]) -> None:
-        """Fetch the ranges of all files side by side, and copy each to its place as it arrives."""
         works = [
             (path, request)
             for path, starts, buffers in reads
@@ -152,8 +139,6 @@ class RemoteTransport(Transport):
             work = within(lambda: self._get(path, start, end), limit_s)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
-    # -- names and versions --------------------------------------------------------------------------------------------
-
     def _below(self, path: str) -> str:
         """The path of a file below the client's address."""
         checked = check_path(path, root_ok=True)
@@ -171,7 +156,7 @@ class RemoteTransport(Transport):
         pinned = self._pins.setdefault(self._below(path), found)
         if pinned != found:
             raise TransportError(
-                f"the object was replaced while it was being read: it was version {pinned.version} and is {found.version}",
+                "the object was replaced while it was being read",
                 where=self.where(path),
                 remedy="Open the store again to read the new one.",
             )
@@ -186,9 +171,6 @@ class RemoteTransport(Transport):
             self._pins.pop(name, None)
 
     def _check_absent(self, path: str) -> None:
-        """Raise `StoreExistsError` if a file exists."""
         with contextlib.suppress(NotFoundError):
             self.stat(path)
-            raise StoreExistsError(
-                "the file already exists", where=self.where(path), remedy="Resume, or delete it first."
-            )
+            raise StoreExistsError("the file already exists", where=self.where(path))

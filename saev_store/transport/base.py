@@ -1,8 +1,4 @@
-"""The interface of storage back ends.
-
-A *path* is relative to the transport's root and uses `/`. The package computed or checked it: it never comes unchecked from a file.
-All back ends raise only errors of `saev_store.errors`.
-"""
+"""The interface of storage back ends. A *path* is relative to the transport's root and uses `/`."""
 
 from __future__ import annotations
 
@@ -23,14 +19,7 @@ FileReads = tuple[str, Sequence[int], Sequence[memoryview]]
 
 
 class Entry(NamedTuple):
-    """One name found by `Transport.list`.
-
-    Attributes:
-        path: Relative to the transport's root.
-        is_dir: True for a folder.
-        size: Bytes; None for folders, and if the service does not report it.
-        modified_s: Time of the last change, in seconds since 1970; None if the service does not report it.
-    """
+    """One name found by `Transport.list`. `size` (bytes) and `modified_s` (since 1970) are None if they are not reported."""
 
     path: str
     is_dir: bool
@@ -44,27 +33,16 @@ class Entry(NamedTuple):
 
 
 class FileStat(NamedTuple):
-    """Size and version of a file.
-
-    Attributes:
-        nbytes: Its size.
-        version: Text that differs for another file of the same name: the ETag or generation, or inode, time and size.
-    """
+    """Size and version of a file: text that differs for another file of the same name, such as the ETag."""
 
     nbytes: int
     version: str
 
 
 class Sink(ABC):
-    """One file under construction, written from its first byte to its last; made by `Transport.open_sink`.
-
-    Raises:
-        ArgumentError: `used_nbytes` do not fit into `file_nbytes`.
-    """
+    """One file under construction, written from its first byte to its last; made by `Transport.open_sink`."""
 
     def __init__(self, where: str, *, used_nbytes: int, file_nbytes: int) -> None:
-        if not 0 <= used_nbytes <= file_nbytes:
-            raise ArgumentError(f"{used_nbytes} used bytes do not fit a file of {file_nbytes}", where=where)
         self._where, self._used, self._file_nbytes = where, used_nbytes, file_nbytes
         self._written, self._is_open = 0, True
 
@@ -73,9 +51,10 @@ class Sink(ABC):
 
         Raises:
             ArgumentError: `offset` is not the next byte, or the buffers exceed the file.
-            TransportError: the bytes could not be written.
+            TransportError: the bytes could not be written, or the file is committed or aborted.
         """
-        self._check_open()
+        if not self._is_open:
+            raise TransportError("this file is already committed or aborted", where=self._where)
         views = byte_views(buffers, writable=False)
         end = offset + sum(map(len, views))
         if offset != self._written or end > self._used:
@@ -87,13 +66,11 @@ class Sink(ABC):
         self._written = end
 
     def commit(self) -> None:
-        """Make the file durable under its name, exactly `file_nbytes` long; what was not written at its end reads as zeros.
+        """Make the file durable under its name, exactly `file_nbytes` long, with zeros at its end.
 
         Raises:
             ArgumentError: some of `used_nbytes` were not written: the hole would read as vectors of zeros.
-            TransportError: the file could not be completed.
         """
-        self._check_open()
         if self._written < self._used:
             raise ArgumentError(f"only {self._written:,} of {self._used:,} bytes were written", where=self._where)
         self._finish()
@@ -105,21 +82,14 @@ class Sink(ABC):
             self._is_open = False
             self._release()
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise TransportError("this file is already committed or aborted", where=self._where)
+    @abstractmethod
+    def _append(self, views: list[memoryview]) -> None: ...
 
     @abstractmethod
-    def _append(self, views: list[memoryview]) -> None:
-        """Write bytes behind the `_written` ones."""
+    def _finish(self) -> None: ...
 
     @abstractmethod
-    def _finish(self) -> None:
-        """Make the file durable, with zeros behind its used bytes."""
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Release resources."""
+    def _release(self) -> None: ...
 
 
 class Transport(ABC):
@@ -146,14 +116,8 @@ class Transport(ABC):
         return f"{type(self).__name__}({self.url!r})"
 
     def where(self, path: str) -> str:
-        """The full name of a file, for messages.
-
-        Raises:
-            UnsafeContentError: `path` would leave the root.
-        """
+        """The full name of a file, for messages; `UnsafeContentError` if `path` would leave the root."""
         return joined_url(self.url, check_path(path))
-
-    # -- reading -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def at(self, path: str) -> Self:
@@ -161,11 +125,7 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """The whole of a small file, as it is now.
-
-        Raises:
-            TransportError: it is longer than `max_bytes`; no more than that is loaded.
-        """
+        """The whole of a small file, as it is now; no more than `max_bytes` are loaded, or it is a `TransportError`."""
 
     @abstractmethod
     def stat(self, path: str) -> FileStat:
@@ -198,13 +158,9 @@ class Transport(ABC):
         """
 
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        """Fill each buffer from the bytes that begin at its start.
+        """Fill each buffer, which is writable and C-contiguous, from the bytes that begin at its start; errors as of `get_ranges`.
 
         When the call has ended in any way, no byte of the buffers changes any more; without an error every byte is filled.
-
-        Raises:
-            ArgumentError: a buffer is read-only or not C-contiguous.
-            NotFoundError, CorruptShardError, TransportError: as `get_ranges`.
         """
         self.readinto_files([(path, starts, buffers)])
 
@@ -217,11 +173,7 @@ class Transport(ABC):
         return (await asyncio.to_thread(self.get_ranges, path, starts=[start], ends=[end]))[0]
 
     def map_prefix(self, path: str, nbytes: int) -> memoryview | None:
-        """A read-only view of the first bytes of a file, for back ends that map; None if it cannot be mapped.
-
-        Raises:
-            CorruptShardError: the file is shorter.
-        """
+        """A read-only view of the first bytes of a file; None if it cannot be mapped, `CorruptShardError` if it is shorter."""
         del path, nbytes
         return None
 
@@ -229,25 +181,15 @@ class Transport(ABC):
         """Let the system bring ranges of a mapped file into memory that are not there yet; nothing where files are not mapped."""
 
     def check_mapped(self, path: str, nbytes: int) -> None:  # noqa: B027  # only maps need it
-        """Compare the file behind a map with `nbytes`, before bytes are copied out of it; nothing where files are not mapped.
-
-        Raises:
-            CorruptShardError: it is shorter now, or another one has taken its place.
-        """
+        """Raise a `CorruptShardError` if the file behind a map is shorter than `nbytes` now, before bytes are copied out of it."""
 
     @abstractmethod
     def list(self, path: str = "") -> Sequence[Entry]:
-        """The names directly in a folder, sorted, never from a cache; links are followed.
-
-        Raises:
-            NotFoundError: there is no such folder.
-        """
+        """The names directly in a folder, sorted, never from a cache; `NotFoundError` if there is no such folder."""
 
     @abstractmethod
     def close(self) -> None:
         """Unpin files and release descriptors and maps; using the transport again reopens them."""
-
-    # -- writing -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def put(self, path: str, data: Buffer) -> None:
@@ -255,12 +197,9 @@ class Transport(ABC):
 
     @abstractmethod
     def create(self, path: str, data: Buffer) -> None:
-        """Create a small file atomically, also against racing processes.
+        """Create a small file atomically, also against racing processes; `StoreExistsError` if the name is taken.
 
         A lost answer of a service can make a creation that succeeded look failed: read the file back to know.
-
-        Raises:
-            StoreExistsError: the name is taken.
         """
 
     @abstractmethod
@@ -275,18 +214,12 @@ class Transport(ABC):
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> Sink:
         """Start a large file of `file_nbytes`, of which the first `used_nbytes` will be written; the rest reads as zeros.
 
-        With `replace` a file of that name is replaced: on `commit`, or now if it is on this machine.
-
-        Raises:
-            StoreExistsError: the file exists, and `replace` is false.
+        With `replace` a file of that name is replaced (on `commit`, or now if it is on this machine), else it is a
+        `StoreExistsError`.
         """
 
     def lock(self, path: str) -> AbstractContextManager[object]:
-        """A block that holds an advisory lock, which the system releases with the process; nothing where there are no locks.
-
-        Raises:
-            WriterConflictError: another process holds it.
-        """
+        """A block that holds an advisory lock of this process, or `WriterConflictError`; nothing where there are no locks."""
         check_path(path)
         return nullcontext()
 

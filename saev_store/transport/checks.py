@@ -39,11 +39,8 @@ _ERRORS: dict[int, tuple[type[SaevStoreError], str | None]] = {
     errno.EEXIST: (StoreExistsError, "Resume, or delete it first."),
     errno.EFBIG: (TransportError, "Choose a smaller max_tokens_per_shard, or write with pad=False."),
     errno.ETIMEDOUT: (DeadlineError, None),
+    **dict.fromkeys((errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG), (TransportError, None)),
 }
-_TRANSIENT = {
-    errno.EAGAIN, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.EINTR, errno.EIO,
-    errno.ENETUNREACH, errno.EPIPE, errno.ESTALE, errno.ETIMEDOUT,
-}  # fmt: skip
 
 
 def check_path(path: str, *, root_ok: bool = False) -> str:
@@ -158,7 +155,7 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
     kind, remedy = _ERRORS.get(code, (TransportError, None))
     made = kind(f"could not {doing}: {text}", where=where, remedy=remedy)
     if isinstance(made, TransportError):
-        made.transient = code in _TRANSIENT
+        made.transient = code not in _ERRORS or code == errno.ETIMEDOUT
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import stat
@@ -59,18 +58,9 @@ def check_regular(mode: int, *, where: str) -> None:
 
 
 def open_file(where: str) -> OpenFile:
-    """The file that has the name now. It is kept open until many others were opened.
-
-    The deque needs no lock, which a forked child could find taken.
-    """
-    try:
-        file = OpenFile(where)
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-        _OPEN.clear()
-        file = OpenFile(where)
-    _OPEN.append(file)
+    """The file that has the name now. It is kept open until many others were opened."""
+    file = OpenFile(where)
+    _OPEN.append(file)  # without a lock, which a forked child could find taken
     return file
 
 

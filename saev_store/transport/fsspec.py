@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import os
 import tempfile
 import threading
@@ -13,10 +12,10 @@ from datetime import datetime
 from importlib import import_module
 from typing import Any, TypeVar
 
-from saev_store.errors import ArgumentError, NotFoundError, TransportError, kind_of
+from saev_store.errors import ArgumentError, NotFoundError, TransportError
 from saev_store.transport import base
 from saev_store.transport._errors import translated
-from saev_store.transport._fsspec_options import GOOGLE, NEAR_PROTOCOLS, WEB, open_filesystem, protocols_of, safe_url
+from saev_store.transport._fsspec_options import GOOGLE, NEAR_PROTOCOLS, open_filesystem, protocols_of, safe_url
 from saev_store.transport._loop import check_fork
 from saev_store.transport._remote import RemoteTransport
 from saev_store.transport.base import Entry, FileStat, Sink
@@ -39,20 +38,11 @@ _TURN = threading.RLock()
 class FsspecTransport(RemoteTransport):
     """Any fsspec URL. Each returned buffer is memory of its own.
 
-    Asynchronous file systems (object stores, HTTP) read all ranges of a call side by side, with a time-out of a minute plus one
-    second per MiB. The others (archives, caches, SFTP, …) read one range after the other, in one thread at a time, with the
-    time-outs of their library.
+    Asynchronous file systems (object stores, HTTP) read all ranges of a call side by side, with time-outs. The others (archives,
+    caches, SFTP, …) read one range after the other, in one thread at a time.
 
-    fsspec's answers have no version. The version of a file is looked up before its first range is read: an object that is replaced
-    later by one of the same length is not noticed. `ObstoreTransport` compares each answer. After `fork` the child gets a `ForkError`.
-
-    Args:
-        url: The root; chained URLs (`simplecache::s3://…`, `zip://…::file://…`) work.
-        storage_options: fsspec's own, and `conditional_create`.
-
-    Raises:
-        MissingDependencyError: no installed package serves the protocol.
-        ArgumentError: the file system refuses the options.
+    fsspec's answers have no version. That of a file is looked up before its first range is read: an object that is replaced later by
+    one of the same length is not noticed.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
@@ -81,10 +71,7 @@ class FsspecTransport(RemoteTransport):
         return f"{self._above}{below}{self._query}" if below else self._root
 
     def ask(self, operation: str, *arguments: object, nbytes: int = 0, **options: Any) -> Any:  # noqa: ANN401  # fsspec has no types
-        """The result of an operation of the file system.
-
-        An asynchronous operation has the time-out for `nbytes`, is cancelled then, and is tried again. The others are not.
-        """
+        """The result of an operation; an asynchronous one is tried again, and has the time-out for `nbytes`."""
         if self.is_async:
             begin = getattr(self.fs, f"_{operation}")
             return self.run(lambda: self.again(lambda: begin(*arguments, **options)), nbytes=nbytes)
@@ -105,8 +92,6 @@ class FsspecTransport(RemoteTransport):
                     raise
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-
-    # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
@@ -139,11 +124,8 @@ class FsspecTransport(RemoteTransport):
         return FileStat(size, next((str(found[name]) for name in _VERSIONS if found.get(name) is not None), ""))
 
     def _fetch(self, ranges: Sequence[tuple[str, int, int]], use: Callable[[int, Buffer], object]) -> None:
-        needed: dict[str, int] = {}
-        for path, _, end in ranges:
-            needed[path] = max(end, needed.get(path, 0))
-        for path, end in needed.items():
-            self._pin(path, self._pinned(path), end)
+        for path in {path for path, _, _ in ranges}:
+            self._pinned(path)
         if self.is_async:
             super()._fetch(ranges, use)
             return
@@ -166,18 +148,15 @@ class FsspecTransport(RemoteTransport):
 
         return await self.again(once)
 
-    def _checked(self, data: object, path: str, start: int, end: int) -> bytes:
-        """The bytes, of the length that was requested: fsspec can return errors as data, and servers may ignore ranges."""
-        if not self.is_async and isinstance(data, bytes) and len(data) < end - start:  # a file that was cut
+    def _checked(self, data: bytes, path: str, start: int, end: int) -> bytes:
+        """The bytes, of the length that was requested: servers may ignore ranges."""
+        missing = end - start - len(data)
+        if missing > 0 and not self.is_async:  # a file that was cut
             raise too_short(self.where(path), size=start + len(data), needed=end)
-        if not isinstance(data, bytes) or len(data) != end - start:
-            got = f"{len(data):,} bytes" if isinstance(data, bytes) else kind_of(data)
-            raise TransportError(
-                f"{got} came for the range {start:,}:{end:,}",
-                where=self.where(path),
-                remedy="Use a server that answers range requests; `python -m http.server` does not.",
-                transient=isinstance(data, bytes) and len(data) < end - start,
-            )
+        if missing:
+            message = f"{len(data):,} bytes came for the range {start:,}:{end:,}"
+            remedy = "Use a server that answers range requests; `python -m http.server` does not."
+            raise TransportError(message, where=self.where(path), remedy=remedy, transient=missing > 0)
         return data
 
     def list(self, path: str = "") -> Sequence[Entry]:
@@ -186,15 +165,9 @@ class FsspecTransport(RemoteTransport):
         with self.errors("list", self.where(path) if path else self.url):
             self.fs.invalidate_cache(key)
             found = self.ask("ls", key, detail=True)
-            if not found and path:
-                self.ask("info", key)  # archives of older releases list a folder that does not exist as empty
         entries: dict[str, Entry] = {}
         for info in found:
             named, size = str(info["name"]), info.get("size")
-            if self.protocols[0] in WEB:  # what a page links to, in this folder or elsewhere
-                named, above = html.unescape(named).partition("?")[0], f"{key.partition('?')[0].rstrip('/')}/"
-                if not named.startswith(above) or "/" in named.removeprefix(above).rstrip("/"):
-                    continue
             name = named.rstrip("/")
             if not name.strip("/") or name.strip("/") == key.strip("/"):  # the folder's own placeholder
                 continue
@@ -204,8 +177,6 @@ class FsspecTransport(RemoteTransport):
             entries[relative] = Entry(relative, is_dir, nbytes, None if is_dir else _modified_s(info))
         return [entries[name] for name in sorted(entries)]
 
-    # -- writing -------------------------------------------------------------------------------------------------------
-
     def put(self, path: str, data: Buffer) -> None:
         with self.errors("write", self.where(path)):
             self.make_parent(path)
@@ -213,11 +184,7 @@ class FsspecTransport(RemoteTransport):
             self.ask("pipe_file", self.key(path), bytes(data), nbytes=len(data))
 
     def create(self, path: str, data: Buffer) -> None:
-        """Create a file unless its name is taken.
-
-        Exclusive against all writers if the service has conditional writes (S3, GCS); elsewhere, and with
-        `conditional_create=False`, only against the threads of this process.
-        """
+        """Create a file unless its name is taken; where a service has no conditional writes, two processes may both succeed."""
         if not self.is_async or not self.is_conditional:
             with _TURN:
                 self._check_absent(path)
@@ -280,12 +247,8 @@ class SpooledSink(Sink):
             self._spool.close()
 
 
-def _modified_s(info: Mapping[str, object]) -> float | None:
+def _modified_s(info: Mapping[str, Any]) -> float | None:
     """Time of the last change of a file; the key differs between file systems."""
     found = next((info[name] for name in _MODIFIED if name in info), None)
-    if isinstance(found, str):
-        with suppress(ValueError):
-            found = datetime.fromisoformat(found)
-    if isinstance(found, datetime):
-        return found.timestamp()
-    return float(found) if isinstance(found, (int, float)) else None
+    found = datetime.fromisoformat(found) if isinstance(found, str) else found
+    return found.timestamp() if isinstance(found, datetime) else found

@@ -1,8 +1,7 @@
 """Files of this machine, through memory maps or `pread`.
 
-A map costs no copy, but the kernel can report trouble only with a signal. The size is therefore compared before each range is
-handed out, so that a file that was cut raises; a file that is cut in place *while* a view is being read still ends the process
-with SIGBUS. Use `engine="pread"` for files that others may cut.
+The kernel reports trouble with a map only with a signal. The size is therefore compared before each range is handed out; a file that
+is cut in place *while* a view is being read still ends the process.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Self
-
-import numpy as np
 
 from saev_store._runtime.threads import in_threads, n_threads
 from saev_store.errors import ArgumentError, CorruptShardError, TransportError, brief
@@ -28,7 +26,6 @@ from saev_store.transport.checks import (
     Request,
     check_path,
     check_ranges,
-    fill,
     os_errors,
     requests_into,
     too_big,
@@ -45,20 +42,11 @@ _ADVICE_BYTES = 128 << 10
 _MAX_MAPS = 8192
 #: Maps cost nothing: ranges are views, gaps are never touched.
 FREE = ReadCost(float("inf"), float("inf"))
-#: Skipping a gap saves a system call and a seek; 256 KiB are read in about the same time.
-_PREAD = ReadCost(256 << 10, 64 << 20)
+_PREAD = ReadCost(0, 64 << 20)
 
 
 class LocalTransport(Transport):
-    """Files below a folder of this machine.
-
-    Args:
-        root: The folder, which need not exist.
-        use_mmap: Return views of maps from `get_ranges`; False reads into fresh memory. If the system refuses a map, that range is
-            read.
-
-    Raises:
-        ArgumentError: the root is not a path the system could have.
+    """Files below a folder of this machine, which need not exist; without maps ranges are read into fresh memory.
 
     >>> LocalTransport(SAMPLE).size("metadata.json") > 0
     True
@@ -92,15 +80,8 @@ class LocalTransport(Transport):
         """Read these files only: sizes and times (ns) of the last change, by path. Pickles carry them."""
         self._expected, self._pins = dict(files), dict(files)
 
-    @property
-    def expects(self) -> bool:
-        """True if it reads the files of an opened store only."""
-        return bool(self._expected)
-
     def where(self, path: str) -> str:
         return f"{self.url}/{check_path(path)}"
-
-    # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         where = self.where(path)
@@ -176,7 +157,7 @@ class LocalTransport(Transport):
         """Fill the buffers with `preadv`, straight from the page cache; large reads with one thread per core."""
         for path, starts, buffers in reads:
             n = n_threads(sum(buffer.nbytes for buffer in buffers), part_bytes=_PART_BYTES)
-            cost = ReadCost(0 if self.use_mmap else self.cost.max_gap_bytes, float("inf") if n == 1 else _PART_BYTES)
+            cost = _PREAD if n == 1 else ReadCost(0, _PART_BYTES)
             requests = requests_into(self.where(path), starts, buffers, cost)
             with self._opened(path, max((request.end for request in requests), default=0)) as file:
                 in_threads(partial(_read, file.fd, where=self.where(path)), requests, n)
@@ -217,8 +198,6 @@ class LocalTransport(Transport):
     def close(self) -> None:
         self._pins, self._files, self._maps = dict(self._expected), {}, {}
         forget(self.url)
-
-    # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, path: str, data: Buffer) -> None:
         where = self.where(path)
@@ -270,8 +249,7 @@ def local_root(root: str | os.PathLike[str]) -> str:
     """The absolute path of a folder, which need not exist; `ArgumentError` if it is not a path the system could have."""
     try:
         path = os.fspath(root)
-        os.fsencode(path)
-        if path and "\0" not in path:
+        if os.fsencode(path) and "\0" not in path:
             with os_errors("the working directory", "find"):
                 return os.path.abspath(path)
     except (TypeError, UnicodeEncodeError):
@@ -284,17 +262,13 @@ def _version(status: os.stat_result) -> str:
 
 
 def _read(fd: int, request: Request[memoryview], *, where: str) -> None:
-    """Read the bytes of a request to their places."""
-    views, reached = list[memoryview](), request.start
-    for start, end, view in request.pieces:
-        if start != reached:  # a gap, or bytes that are wanted twice
-            scratch = np.empty(request.end - request.start, np.uint8)
-            _read_all(fd, [scratch.data], request.start, where=where)
-            fill(request, scratch.data)
-            return
-        views.append(view)
-        reached = end
-    _read_all(fd, views, request.start, where=where)
+    """Read the bytes of a request, which has no gaps, to their places."""
+    views = [view for _, _, view in request.pieces]
+    if sum(map(len, views)) == request.end - request.start:
+        _read_all(fd, views, request.start, where=where)
+        return
+    for start, _, view in request.pieces:  # some are wanted twice
+        _read_all(fd, [view], start, where=where)
 
 
 def _read_all(fd: int, views: list[memoryview], position: int, *, where: str) -> None:
@@ -310,9 +284,9 @@ def _read_all(fd: int, views: list[memoryview], position: int, *, where: str) ->
 
 def _entry(item: os.DirEntry[str], folder: str) -> Entry:
     path = f"{folder}/{item.name}" if folder else item.name
-    with contextlib.suppress(OSError):  # a link that leads nowhere, or to where one may not look
-        if item.is_dir():
-            return Entry(path, is_dir=True, size=None)
+    try:
         status = item.stat()
-        return Entry(path, is_dir=False, size=status.st_size, modified_s=status.st_mtime)
-    return Entry(path, is_dir=False, size=None)
+    except OSError:  # a link that leads nowhere, or to where one may not look
+        return Entry(path, is_dir=False, size=None)
+    is_dir = stat.S_ISDIR(status.st_mode)
+    return Entry(path, is_dir, None if is_dir else status.st_size, status.st_mtime)

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from saev_store.errors import ArgumentError, MissingDependencyError, NotFoundError, SaevStoreError, TransportError
+from saev_store._runtime.optional import need
+from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, TransportError
 from saev_store.transport._errors import shown, status_of, translated
 from saev_store.transport._loop import own_loop
 from saev_store.transport._obstore_options import open_store, place_of
@@ -31,41 +31,24 @@ _ABORT_TIMEOUT_S = 10
 
 
 class ObstoreTransport(RemoteTransport):
-    """`s3://` and `gs://` through obstore. Each returned buffer is read-only memory of its own.
-
-    Each answer has the ETag of its object, so that a file that is replaced while it is read is an error, never a mixture. An
-    operation has a time-out of a minute plus one second per MiB that it moves, retries included. After `fork`, reads and writes in
-    the child raise `ForkError`.
-
-    Args:
-        url: The root.
-        storage_options: As s3fs and gcsfs take them, or obstore's own names; `credential_provider` is a function that returns
-            fresh credentials; `conditional_create=False` is for services without conditional requests.
-
-    Raises:
-        ArgumentError: obstore has no equivalent for an option.
-        MissingDependencyError: obstore is not installed.
-    """
+    """`s3://` and `gs://` through obstore. Each answer has the ETag of its object: one that is replaced while it is read is an error."""
 
     #: A request costs its share of the latency (30 ms, 64 in flight) and 0.1 ms of CPU: the time of 70 kB at 1 Gbit/s.
     cost = ReadCost(70_000, REQUEST_BYTES)
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
         super().__init__(url, storage_options or {}, safe_url=url.rstrip("/"))
-        if find_spec("obstore") is None:
-            raise MissingDependencyError(
-                "the engine obstore is not installed", where=url, remedy="pip install 'saev_store[obstore]'"
-            )
+        need("obstore", install="saev-store[obstore]", where=url)
+        import obstore
+
+        self.api = obstore
         self.place = place_of(url, self.options)
         self.name = f"obstore:{self.place.kind}"
         try:
             self.store: ObjectStore = open_store(self.place, connect_timeout_s=CONNECT_TIMEOUT_S, connections=IN_FLIGHT)
         except Exception as error:
-            raise ArgumentError(
-                f"the engine obstore refuses these options: {shown(error, self.options)}",
-                where="storage_options",
-                remedy='Correct them, or use engine="fsspec".',
-            ) from None
+            message = f"the engine obstore refuses these options: {shown(error, self.options)}"
+            raise ArgumentError(message, where="storage_options", remedy='Or use engine="fsspec".') from None
 
     def loop(self) -> asyncio.AbstractEventLoop:
         return own_loop()
@@ -73,16 +56,12 @@ class ObstoreTransport(RemoteTransport):
     def key(self, path: str) -> str:
         return "/".join(part for part in (self.place.prefix, self._below(path)) if part)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
-
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        import obstore
-
         where, key = self.where(path), self.key(path)
 
         async def get() -> bytes:
             async with self.slots:
-                answer = await obstore.get_async(self.store, key)
+                answer = await self.api.get_async(self.store, key)
                 if max_bytes is not None and answer.meta["size"] > max_bytes:
                     raise too_big(where, size=answer.meta["size"], max_bytes=max_bytes)
                 return bytes(await answer.bytes_async())
@@ -93,17 +72,13 @@ class ObstoreTransport(RemoteTransport):
         return self.call("look at it", self.where(path), partial(self._stat, path))
 
     async def _stat(self, path: str) -> FileStat:
-        import obstore
-
-        return _file_stat(await obstore.head_async(self.store, self.key(path)))
+        return _file_stat(await self.api.head_async(self.store, self.key(path)))
 
     async def _get(self, path: str, start: int, end: int) -> memoryview:
         """The bytes of one request, of the object that was read before, or an error."""
-        import obstore
-
         try:
             async with self.slots:
-                answer = await obstore.get_async(self.store, self.key(path), options={"range": (start, end)})
+                answer = await self.api.get_async(self.store, self.key(path), options={"range": (start, end)})
                 self._pin(path, _file_stat(answer.meta), end)
                 data = memoryview(await answer.bytes_async())
         except Exception as error:
@@ -111,20 +86,14 @@ class ObstoreTransport(RemoteTransport):
                 self._pin(path, await self._stat(path), end)
             raise translated(error, self.options, doing="read", where=self.where(path)) from None
         if len(data) != end - start:
-            raise TransportError(
-                f"{len(data):,} bytes came for the range {start:,}:{end:,}", where=self.where(path), transient=True
-            )
+            message = f"{len(data):,} bytes came for the range {start:,}:{end:,}"
+            raise TransportError(message, where=self.where(path), transient=True)
         return data
 
     def list(self, path: str = "") -> Sequence[Entry]:
-        import obstore
-
         key, where = self.key(path), self.where(path) if path else self.url
-        found = self.call(
-            "list",
-            where,
-            lambda: obstore.list_with_delimiter_async(self.store, key or None),  # pyright: ignore[reportUnknownMemberType]  # Arrow tables, declared without types
-        )
+        work = partial(self.api.list_with_delimiter_async, self.store, key or None)  # pyright: ignore[reportUnknownMemberType]  # Arrow tables
+        found = self.call("list", where, work)
         base = f"{path}/" if path else ""
         folders = [base + name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
         entries = {name: Entry(name, is_dir=True, size=None) for name in folders}
@@ -136,50 +105,39 @@ class ObstoreTransport(RemoteTransport):
             raise NotFoundError("there is no such folder", where=where)
         return [entries[name] for name in sorted(entries)]
 
-    # -- writing -------------------------------------------------------------------------------------------------------
-
     def put(self, path: str, data: Buffer) -> None:
         self._put("write", path, bytes(data), mode="overwrite")
 
     def create(self, path: str, data: Buffer) -> None:
-        """Create an object unless its name is taken: the service decides between writers that race.
-
-        With `conditional_create=False` the name is looked at first, and two writers that race may both succeed.
-        """
         if not self.is_conditional:
             self._check_absent(path)
         self._put("create", path, bytes(data), mode="create" if self.is_conditional else "overwrite")
 
     def _put(self, doing: str, path: str, data: bytes, *, mode: Literal["create", "overwrite"]) -> None:
-        import obstore
-
         key, in_parts = self.key(path), mode == "overwrite" and len(data) > REQUEST_BYTES
 
         async def put() -> None:
             async with self.slots:
-                await obstore.put_async(self.store, key, data, mode=mode, use_multipart=in_parts)
+                await self.api.put_async(self.store, key, data, mode=mode, use_multipart=in_parts)
 
         self.unpin(path)
         self.call(doing, self.where(path), put, nbytes=len(data))
 
     def delete(self, path: str) -> None:
-        import obstore
-
         key = self.key(path)
 
         async def delete() -> None:
             with contextlib.suppress(FileNotFoundError):
-                await obstore.delete_async(self.store, key)
+                await self.api.delete_async(self.store, key)
             # A prefix is whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
-            listed = await obstore.list(self.store, prefix=key).collect_async()  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
+            listed = await self.api.list(self.store, prefix=key).collect_async()  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
             if found := [meta["path"] for meta in listed]:
-                await obstore.delete_async(self.store, found)
+                await self.api.delete_async(self.store, found)
 
         self.unpin(path)
         self.call("delete", self.where(path), delete)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> ObstoreSink:
-        """An upload that runs while it is written, and appears when it is committed."""
         self.loop()  # or a ForkError, before anything is written
         if not replace:
             self._check_absent(path)
@@ -192,40 +150,30 @@ class ObstoreTransport(RemoteTransport):
         same = (self.place.bucket, self.options) == (source.place.bucket, source.options) and self.name == source.name
         if not same or (nbytes := source.size(source_path)) > _MAX_COPY_BYTES:
             return False
-        import obstore
-
         old, new = source.key(source_path), self.key(path)
         self.unpin(path)
         # Services answer only when they have finished; up to a minute for each GiB.
-        self.call("copy", self.where(path), lambda: obstore.copy_async(self.store, old, new), nbytes=nbytes // 16)
+        self.call("copy", self.where(path), lambda: self.api.copy_async(self.store, old, new), nbytes=nbytes // 16)
         return True
 
 
 class ObstoreSink(Sink):
-    """A multipart upload that appears under its name when it is committed, and never in part.
-
-    Nothing survives a crash before `commit`.
-    """
+    """A multipart upload that appears under its name when it is committed, and never in part."""
 
     def __init__(self, transport: ObstoreTransport, path: str, *, used_nbytes: int, file_nbytes: int) -> None:
-        import obstore
-
         where, key = transport.where(path), transport.key(path)
         super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         self._transport, self._path, self._key = transport, path, key
         self._part_bytes = part_bytes(file_nbytes)
-        self._writer: AsyncWritableFile = obstore.open_writer_async(
+        self._writer: AsyncWritableFile = transport.api.open_writer_async(
             transport.store, key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
         )
 
     def _append(self, views: list[memoryview]) -> None:
-        """Hand bytes to obstore, which sends complete parts, and waits while too many are under way."""
         data = b"".join(views)
         self._call(lambda: self._writer.write(data), nbytes=len(data) + self._part_bytes * PARTS_IN_FLIGHT)
 
     def _finish(self) -> None:
-        """Send the rest, with zeros behind it, and complete the upload."""
-
         async def finish() -> None:
             for start in range(self._written, self._file_nbytes, self._part_bytes):
                 await self._writer.write(bytes(min(self._part_bytes, self._file_nbytes - start)))
@@ -236,7 +184,6 @@ class ObstoreSink(Sink):
         self._transport.unpin(self._path)
 
     def _release(self) -> None:
-        """Abort the upload: the service deletes its parts."""
         with contextlib.suppress(SaevStoreError):
             self._transport.call("abort the upload", self._where, partial(_abort, self._writer))
 
@@ -258,9 +205,5 @@ def _file_stat(meta: ObjectMeta) -> FileStat:
 
 
 async def _abort(writer: AsyncWritableFile) -> None:
-    # A part that is still in flight would arrive after the upload is aborted, and stay.
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
-            await writer.flush()
     async with asyncio.timeout(_ABORT_TIMEOUT_S):
         await writer.__aexit__(RuntimeError, RuntimeError("aborted"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types

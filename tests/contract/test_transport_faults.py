@@ -262,7 +262,7 @@ else:
     for number in range(1, n):
         os.link(folder + "/0.bin", folder + f"/{number}.bin")
     if limit == "descriptors":
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
     for number in range(n):
         parts = transport.get_ranges(f"{number}.bin", starts=[3], ends=[7])
         if bytes(parts[0]) != b"3456":
