@@ -34,10 +34,6 @@ def map_shards(function: Callable[[S], T], shards: Sequence[S], client: Client |
     Raises:
         ArgumentError: `client` is something else, or asynchronous.
         TransportError: no scheduler answers, it went away, or a shard was lost with several workers.
-        Exception: the error of `function`.
-
-    >>> list(map_shards(abs, [-3, 1, -2]))
-    [3, 1, 2]
     """
     if client is None:
         yield from ahead(function, shards, n_cores())

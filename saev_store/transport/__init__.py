@@ -1,7 +1,4 @@
-"""Transports read and write bytes on disks, in object stores and on servers, through one interface.
-
-`open_transport` chooses the back end for an address.
-"""
+"""Transports read and write bytes on disks, in object stores and on servers, through one interface."""
 
 from __future__ import annotations
 
@@ -10,14 +7,4 @@ from saev_store.transport.checks import Buffer, ReadCost
 from saev_store.transport.local import LocalTransport
 from saev_store.transport.open import Engine, open_transport
 
-__all__ = [
-    "Buffer",
-    "Engine",
-    "Entry",
-    "FileStat",
-    "LocalTransport",
-    "ReadCost",
-    "Sink",
-    "Transport",
-    "open_transport",
-]
+__all__ = ["Buffer", "Engine", "Entry", "FileStat", "LocalTransport", "ReadCost", "Sink", "Transport", "open_transport"]

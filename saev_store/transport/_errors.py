@@ -38,11 +38,7 @@ _TAKEN = re.compile(r"PreconditionFailed|pre-?condition|\b412\b|already exists",
 
 
 def redacted(text: str, options: Mapping[str, object]) -> str:
-    """`text` without the values of options, any of which may be a secret.
-
-    >>> redacted("AKID may not read", {"key": "AKID", "anon": False})
-    '*** may not read'
-    """
+    """`text` without the values of options, any of which may be a secret."""
     for value in options.values():
         if isinstance(value, Mapping):
             text = redacted(text, cast("Mapping[str, object]", value))
@@ -96,22 +92,10 @@ def translated(error: Exception, options: Mapping[str, object], *, doing: str, w
     code = error.errno if isinstance(error, OSError) else None
     if status is None and code in errno.errorcode and code not in {errno.EIO, errno.EBUSY}:
         return from_os_error(OSError(code, text), where=where, doing=doing)
-    message = f"could not {doing}: {text}"
+    message, remedy = f"could not {doing}: {text}", None
     if _CERTIFICATE.search("".join(traceback.format_exception(error))):  # also in what it came from
         remedy = 'Set SSL_CERT_FILE, or on S3 storage_options={"client_kwargs": {"verify": "/path/to/ca.pem"}}.'
         return TransportError(f"the server's certificate is not trusted: {message}", where=where, remedy=remedy)
-    return _of_status(status, message, doing=doing, where=where, passes=_passes(error, status))
-
-
-def _passes(error: Exception, status: int | None) -> bool:
-    """Return True if a later request may succeed."""
-    if status is not None:
-        return status in {409, 429} or (status >= 500 and status not in {501, 505})
-    is_final = type(error).__name__ in {"TooManyRedirects", "ClientConnectorDNSError"}
-    return not (is_final or isinstance(error, (TypeError, ValueError)))
-
-
-def _of_status(status: int | None, message: str, *, doing: str, where: str, passes: bool) -> SaevStoreError:
     if status == 404:
         return NotFoundError(message, where=where)
     if status in {401, 403}:
@@ -121,9 +105,12 @@ def _of_status(status: int | None, message: str, *, doing: str, where: str, pass
         return StoreExistsError("the file already exists", where=where)
     if status == 408:
         return DeadlineError(message, where=where, transient=True)
-    remedy = None
     if status == 501 and doing == "create":
         remedy = f"The service has no conditional requests. Pass storage_options={{{CONDITIONAL_CREATE!r}: False}}."
     elif status in {301, 307, 308, 400}:
         remedy = 'On S3, check the region: storage_options={"client_kwargs": {"region_name": …}}.'
+    is_final = type(error).__name__ in {"TooManyRedirects", "ClientConnectorDNSError"}
+    passes = not (is_final or isinstance(error, (TypeError, ValueError)))
+    if status is not None:
+        passes = status in {409, 429} or (status >= 500 and status not in {501, 505})
     return TransportError(message, where=where, remedy=remedy, transient=passes)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import os
+import sys
+import threading
+import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
 from saev_store.core.arguments import check_flag
-from saev_store.errors import NotFoundError, SaevStoreError, StoreExistsError, TransportError
+from saev_store.errors import ForkError, NotFoundError, SaevStoreError, StoreExistsError, TransportError
 from saev_store.names import joined_url
 from saev_store.transport._errors import CONDITIONAL_CREATE, translated
-from saev_store.transport._loop import run, within
 from saev_store.transport.base import FileReads, FileStat, Transport
 from saev_store.transport.checks import Buffer, check_path, check_ranges, fill, requests_into, requests_of, too_short
 
@@ -23,6 +27,11 @@ IN_FLIGHT = 64
 CONNECT_TIMEOUT_S = 5
 #: Time-out of an operation, and the speed that is as good as stalled: its share of the bytes is added.
 TIMEOUT_S, SLOWEST_BYTES_PER_S = 60.0, 1 << 20
+#: Seconds that a loop may take to notice that work is cancelled.
+_STUCK_S = 10.0
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_pid = -1
 
 
 class RemoteTransport(Transport):
@@ -140,7 +149,6 @@ class RemoteTransport(Transport):
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
     def _below(self, path: str) -> str:
-        """The path of a file below the client's address."""
         checked = check_path(path, root_ok=True)
         return "/".join(part for part in (self._folder, checked) if part)
 
@@ -174,3 +182,68 @@ class RemoteTransport(Transport):
         with contextlib.suppress(NotFoundError):
             self.stat(path)
             raise StoreExistsError("the file already exists", where=self.where(path))
+
+
+def own_loop() -> asyncio.AbstractEventLoop:
+    """The event loop that all clients of obstore share, in a thread of its own; `ForkError` if a parent process has used it."""
+    global _loop, _pid  # one per process, like the client's own threads
+    with _lock:
+        if _loop is None:
+            _loop, _pid = asyncio.new_event_loop(), os.getpid()
+            thread = threading.Thread(target=_loop.run_forever, name="saev_store-loop", daemon=True)
+            thread.start()
+            atexit.register(_stop, _loop, thread)
+    check_fork(_pid, where="engine")
+    return _loop
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End the loop at exit, and wait for the client's threads: before 3.14, Python aborts the process if one is inside Rust then."""
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(1.0)
+    ends_s = time.monotonic() + 1.0
+    while time.monotonic() < ends_s:
+        running = sys._current_frames()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # documented, in spite of its name
+        if not running.keys() - {known.ident for known in threading.enumerate()}:
+            return
+        time.sleep(0.001)
+
+
+def check_fork(pid: int, *, where: str) -> None:
+    if pid != os.getpid():
+        raise ForkError(
+            "a bucket or server was read before this process was forked; its client does not work in the child",
+            where=where,
+            remedy='Start workers with multiprocessing_context="spawn" (or "forkserver").',
+        )
+
+
+def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
+    """The result of `work()` on a loop that runs in another thread.
+
+    When this ends in any way, the work has ended too: after Ctrl-C, or a `TimeoutError` after `limit_s`, it is cancelled and waited
+    for. On the thread of the loop, which would wait for itself, it is a `TransportError`.
+    """
+    with contextlib.suppress(RuntimeError):
+        if asyncio.get_running_loop() is loop:
+            raise TransportError("a blocking call on the event loop that has to answer it", where="loop")
+    ended = threading.Event()
+
+    async def whole() -> T:
+        try:
+            return await within(work, limit_s)
+        finally:
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(whole(), loop)
+    try:
+        return future.result(limit_s + _STUCK_S)
+    except BaseException:
+        future.cancel()
+        ended.wait(_STUCK_S)
+        raise
+
+
+async def within(work: Callable[[], Awaitable[T]], limit_s: float) -> T:
+    async with asyncio.timeout(limit_s):
+        return await work()

@@ -93,10 +93,10 @@ class Sink(ABC):
 
 
 class Transport(ABC):
-    """Reads and writes files below one root; thread-safe.
+    """Reads and writes files below one root; thread-safe, with errors of `saev_store.errors`.
 
-    The first read of a file pins its version. If another file takes its name, reads raise `CorruptShardError` or `TransportError` or
-    continue with the first one; they never mix the two. `close` unpins all files.
+    The first read of a file pins its version. If another file takes its name, reads raise or continue with the first one; they never
+    mix the two. `close` unpins all files.
 
     Attributes:
         url: The root, without credentials and trailing slash.
@@ -111,9 +111,6 @@ class Transport(ABC):
     cost: ReadCost
     is_local = False
     local_path: str | None = None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
 
     def where(self, path: str) -> str:
         """The full name of a file, for messages; `UnsafeContentError` if `path` would leave the root."""

@@ -80,12 +80,7 @@ def byte_views(buffers: Sequence[memoryview], *, writable: bool) -> list[memoryv
 
 
 class ReadCost(NamedTuple):
-    """Rule for merging and cutting ranges.
-
-    Attributes:
-        max_gap_bytes: Reading this many unneeded bytes costs at most as much as another request.
-        max_request_bytes: A request is at most this long: longer ranges are cut, and merged ones stop growing.
-    """
+    """Rule for merging and cutting ranges: gaps that cost less to read than another request, and the longest request."""
 
     max_gap_bytes: float
     max_request_bytes: float

@@ -61,11 +61,7 @@ def make_folders(folder: str) -> None:
 
 
 class LocalSink(Sink):
-    """A file under construction at its final place, cut to its exact size at the end.
-
-    Raises:
-        StoreExistsError: it exists, and `replace` is false.
-    """
+    """A file under construction at its final place, cut to its exact size at the end."""
 
     _fd = -1
 
@@ -83,7 +79,6 @@ class LocalSink(Sink):
             write_all(self._fd, views, self._written)
 
     def _finish(self) -> None:
-        """Cut to exactly `file_nbytes`, and flush file and folder."""
         with os_errors(self._where, "commit"):
             os.ftruncate(self._fd, self._file_nbytes)
             os.fsync(self._fd)
@@ -120,7 +115,6 @@ def write_file(where: str, data: Buffer, *, replace: bool) -> None:
 
 
 def _new_file(where: str, data: Buffer) -> None:
-    """Create a durable file exclusively."""
     fd = os.open(where, os.O_WRONLY | _NEW, 0o666)
     try:
         write_all(fd, [memoryview(data)], 0)
@@ -138,12 +132,7 @@ _HELD: dict[tuple[int, str], object] = {}
 
 @contextlib.contextmanager
 def locked(where: str) -> Generator[None]:
-    """A block that holds `lockf` on a file, which is created and stays; the system releases it when the process ends.
-
-    Forked children do not hold it.
-
-    Raises:
-        WriterConflictError: another process or thread holds it.
+    """A block that holds `lockf` on a file, which stays, or `WriterConflictError`. It ends with the process; forked children have none.
 
     Warns:
         SaevStoreWarning: the file system has no locks.

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from saev_store.errors import ArgumentError, NotFoundError, TransportError
+from saev_store.errors import ArgumentError, MissingDependencyError, NotFoundError, TransportError
 from saev_store.transport import base
-from saev_store.transport._errors import translated
-from saev_store.transport._fsspec_options import GOOGLE, NEAR_PROTOCOLS, open_filesystem, protocols_of, safe_url
-from saev_store.transport._loop import check_fork
-from saev_store.transport._remote import RemoteTransport
+from saev_store.transport._errors import shown, translated
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport, check_fork
 from saev_store.transport.base import Entry, FileStat, Sink
 from saev_store.transport.checks import Buffer, ReadCost, os_errors, too_big, too_short
 
 T = TypeVar("T")
 
+#: Protocols that hold whole files in this process or on this machine.
+_NEAR_PROTOCOLS = {"file", "local", "memory", "zip", "tar"}
+_S3, _GOOGLE, _WEB = {"s3", "s3a"}, {"gs", "gcs"}, {"http", "https"}
+_EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_GOOGLE, "gcs")}
+#: With less, as by default, aiohttp stops and resumes the socket several times for each answer.
+_BUFFER_BYTES = 8 << 20
 #: A request through fsspec's clients is about a millisecond of Python: the time of 180 kB at 1 Gbit/s, with its latency.
 _FAR = ReadCost(180_000, 8 << 20)
 _NEAR = ReadCost(256 << 10, 64 << 20)
@@ -46,14 +51,14 @@ class FsspecTransport(RemoteTransport):
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
-        super().__init__(url, storage_options or {}, safe_url=safe_url(url))
+        super().__init__(url, storage_options or {}, safe_url=_safe_url(url))
         if "credential_provider" in self.options:
             raise ArgumentError("only obstore takes a credential_provider", where="storage_options")
-        self.protocols: Sequence[str] = protocols_of(url)
+        self.protocols: Sequence[str] = _protocols_of(url)
         self.name = f"fsspec:{'::'.join(self.protocols)}"
-        self.cost = _NEAR if NEAR_PROTOCOLS.issuperset(self.protocols) else _FAR
+        self.cost = _NEAR if _NEAR_PROTOCOLS.issuperset(self.protocols) else _FAR
         self._pid = os.getpid()
-        self.fs, root = open_filesystem(url, self.options)
+        self.fs, root = _open_filesystem(url, self.options)
         # By type: a caching file system pretends to have the attributes of the one it wraps.
         self.is_async = self.protocols[0] != "dir" and issubclass(
             type(self.fs), import_module("fsspec.asyn").AsyncFileSystem
@@ -94,7 +99,6 @@ class FsspecTransport(RemoteTransport):
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """The whole of a small file in one request; no more than `max_bytes + 1` bytes travel."""
         where, key = self.where(path), self.key(path)
         limits: dict[str, int] = {} if max_bytes is None else {"start": 0, "end": max_bytes + 1}
         with self.errors("read", where):
@@ -135,7 +139,6 @@ class FsspecTransport(RemoteTransport):
             use(number, self._checked(data, path, start, end))
 
     async def _get(self, path: str, start: int, end: int) -> bytes:
-        """The bytes of one request, on the loop of the file system."""
         key = self.key(path)
         cat, info = (getattr(self.fs, name) for name in ("_cat_file", "_info"))
         if (pinned := self._pins.get(self._below(path))) is None:
@@ -160,7 +163,6 @@ class FsspecTransport(RemoteTransport):
         return data
 
     def list(self, path: str = "") -> Sequence[Entry]:
-        """The names directly in a folder, sorted; never from a cache."""
         key = self.key(path)
         with self.errors("list", self.where(path) if path else self.url):
             self.fs.invalidate_cache(key)
@@ -204,13 +206,11 @@ class FsspecTransport(RemoteTransport):
                 self.ask("rmdir" if infos[name].get("type") == "directory" else "rm_file", name)
 
     def open_sink(self, path: str, *, used_nbytes: int, file_nbytes: int, replace: bool = False) -> SpooledSink:
-        """A file that is collected on this machine and uploaded when it is committed."""
         if not replace:
             self._check_absent(path)
         return SpooledSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
     def make_parent(self, path: str) -> None:
-        """Make the folder of a file if the file system has folders."""
         if not self.is_async:
             self.fs.makedirs(self.key(path).rpartition("/")[0] or "/", exist_ok=True)
 
@@ -229,7 +229,6 @@ class SpooledSink(Sink):
             self._spool.writelines(views)
 
     def _finish(self) -> None:
-        """Upload the whole file under its name."""
         transport = self._transport
         with os_errors(self._where, "collect"):
             self._spool.truncate(self._file_nbytes)
@@ -237,7 +236,7 @@ class SpooledSink(Sink):
         with transport.errors("upload", self._where):
             transport.make_parent(self._path)
             # gcsfs compares no checksum unless it is asked to; s3fs adds a CRC32 to every part by itself.
-            options = {"consistency": "md5"} if transport.protocols[0] in GOOGLE else {}
+            options = {"consistency": "md5"} if transport.protocols[0] in _GOOGLE else {}
             key = transport.key(self._path)
             transport.ask("put_file", f"/dev/fd/{self._spool.fileno()}", key, nbytes=self._file_nbytes, **options)
         transport.unpin(self._path)
@@ -252,3 +251,71 @@ def _modified_s(info: Mapping[str, Any]) -> float | None:
     found = next((info[name] for name in _MODIFIED if name in info), None)
     found = datetime.fromisoformat(found) if isinstance(found, str) else found
     return found.timestamp() if isinstance(found, datetime) else found
+
+
+def _open_filesystem(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
+    """The file system behind an address, and its name of the address."""
+    protocols, where = _protocols_of(url), _safe_url(url)
+    try:
+        ours = _tuned(protocols[0], options) if len(protocols) == 1 else dict(options)
+        for protocol in set(protocols) if len(protocols) > 1 else ():
+            if found := _tuned(protocol, cast("Mapping[str, object]", ours.get(protocol) or {})):
+                ours[protocol] = found
+        return import_module("fsspec.core").url_to_fs(url, **ours)
+    except Exception as error:
+        text = shown(error, options)
+        if isinstance(error, ImportError) or "Protocol not known" in text:
+            extras = sorted({_EXTRAS[protocol] for protocol in protocols if protocol in _EXTRAS})
+            raise MissingDependencyError(
+                f"this address needs more than is installed: {text}",
+                where=where,
+                remedy=f"pip install 'saev_store[{','.join(extras)}]'" if extras else "Check the address.",
+            ) from error
+        if isinstance(error, (AttributeError, TypeError, ValueError)):
+            raise ArgumentError(f"{where} cannot be opened so: {text}", where="storage_options") from None
+        raise translated(error, options, doing="open", where=where) from None
+
+
+def _tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
+    """The options of one file system, with ours if the caller gives none: connections and time-outs."""
+    if protocol in _S3:
+        config = {
+            "max_pool_connections": IN_FLIGHT,  # botocore's default is 10
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "read_timeout": base.READ_TIMEOUT_S,
+            # s3fs retries too, and the two multiply. This one is for status 429, which s3fs does not retry.
+            "retries": {"max_attempts": 1, "mode": "standard"},
+            **cast("Mapping[str, object]", options.get("config_kwargs") or {}),
+        }
+        return {"use_listings_cache": False, **options, "config_kwargs": config}
+    if protocol not in _GOOGLE | _WEB:
+        return dict(options)
+    from aiohttp import ClientTimeout
+
+    timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=base.READ_TIMEOUT_S)
+    if protocol in _GOOGLE:
+        return {"use_listings_cache": False, "requests_timeout": timeout, **options}
+    client = cast("Mapping[str, object]", options.get("client_kwargs") or {})
+    # To a client that takes compressed answers some servers send the whole file, compressed.
+    headers = {"Accept-Encoding": "identity", **cast("Mapping[str, str]", options.get("headers") or {})}
+    ours = {"timeout": timeout, "read_bufsize": _BUFFER_BYTES, **client}
+    return {"use_listings_cache": False, **options, "client_kwargs": ours, "headers": headers}
+
+
+def _safe_url(url: str) -> str:
+    """A URL that may be shown: without user, password, query and trailing slash."""
+    links: list[str] = []
+    for link in url.split("::"):
+        is_near = _protocol(link) in _NEAR_PROTOCOLS
+        shown = link if is_near else re.sub(r"://[^/]*@", "://", re.split(r"[?#]", link, maxsplit=1)[0])
+        links.append(shown if shown.endswith("://") else shown.rstrip("/"))
+    return "::".join(links)
+
+
+def _protocols_of(url: str) -> tuple[str, ...]:
+    return tuple(_protocol(link) for link in url.split("::"))
+
+
+def _protocol(link: str) -> str:
+    head, separator, _ = link.partition("://")
+    return head.lower() if separator or head.isidentifier() else "file"

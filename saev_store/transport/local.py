@@ -105,7 +105,6 @@ class LocalTransport(Transport):
             return _version(file.status)
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        """One read-only buffer per range; with maps a view that keeps its map alive, also after `close`."""
         needed = check_ranges(self.where(path), starts, ends)
         view = self.map_prefix(path, needed)
         if view is not None:
@@ -127,7 +126,6 @@ class LocalTransport(Transport):
                         os.posix_fadvise(file.fd, at, min(_ADVICE_BYTES, end - at), os.POSIX_FADV_WILLNEED)
 
     def map_prefix(self, path: str, nbytes: int) -> memoryview | None:
-        """A read-only view of the first bytes of a file; None without maps, and if the system refuses one more."""
         if not self.use_mmap:
             return None
         with self._opened(path, nbytes) as file:
@@ -154,7 +152,6 @@ class LocalTransport(Transport):
         self.map_prefix(path, nbytes)  # finds the error again, and names it
 
     def readinto_files(self, reads: Iterable[FileReads]) -> None:
-        """Fill the buffers with `preadv`, straight from the page cache; large reads with one thread per core."""
         for path, starts, buffers in reads:
             n = n_threads(sum(buffer.nbytes for buffer in buffers), part_bytes=_PART_BYTES)
             cost = _PREAD if n == 1 else ReadCost(0, _PART_BYTES)

@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from urllib.parse import urlsplit
 
-from saev_store._runtime.optional import need
-from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, TransportError
+from saev_store.errors import ArgumentError, MissingDependencyError, NotFoundError, SaevStoreError, TransportError
+from saev_store.transport import base
 from saev_store.transport._errors import shown, status_of, translated
-from saev_store.transport._loop import own_loop
-from saev_store.transport._obstore_options import open_store, place_of
-from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport
-from saev_store.transport.base import Entry, FileStat, Sink, Transport
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport, own_loop
+from saev_store.transport.base import Entry, FileStat, Sink
 from saev_store.transport.checks import Buffer, ReadCost, too_big
 
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile, ObjectMeta
     from obstore.store import ObjectStore
 
+_KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+#: obstore's names of s3fs's options; the last one wins.
+_RENAMED = {
+    "anon": "skip_signature",
+    "requester_pays": "request_payer",
+    "key": "access_key_id",
+    "secret": "secret_access_key",
+    "token": "session_token",
+    "endpoint_url": "endpoint",
+    "client_kwargs.endpoint_url": "endpoint",
+    "client_kwargs.region_name": "region",
+}
+#: Options that give the credentials.
+_GIVEN = {"access_key_id", "credential_provider", "application_credentials"}
 #: Longest request, and length of the parts of an upload; S3 requires at least 5 MiB and at most 10,000 parts.
 REQUEST_BYTES, _MAX_PARTS = 8 << 20, 9_000
 #: Parts of one upload that are under way at the same time.
 PARTS_IN_FLIGHT = 8
-#: S3 copies larger objects in parts only.
-_MAX_COPY_BYTES = 5 << 30
-_ABORT_TIMEOUT_S = 10
 
 
 class ObstoreTransport(RemoteTransport):
@@ -38,14 +50,16 @@ class ObstoreTransport(RemoteTransport):
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
         super().__init__(url, storage_options or {}, safe_url=url.rstrip("/"))
-        need("obstore", install="saev-store[obstore]", where=url)
-        import obstore
-
+        try:
+            import obstore
+        except ImportError as error:
+            remedy = "Run: pip install 'saev-store[obstore]'"
+            raise MissingDependencyError("obstore is not installed", where=url, remedy=remedy) from error
         self.api = obstore
-        self.place = place_of(url, self.options)
+        self.place = _place_of(url, self.options)
         self.name = f"obstore:{self.place.kind}"
         try:
-            self.store: ObjectStore = open_store(self.place, connect_timeout_s=CONNECT_TIMEOUT_S, connections=IN_FLIGHT)
+            self.store: ObjectStore = _open_store(self.place)
         except Exception as error:
             message = f"the engine obstore refuses these options: {shown(error, self.options)}"
             raise ArgumentError(message, where="storage_options", remedy='Or use engine="fsspec".') from None
@@ -92,8 +106,7 @@ class ObstoreTransport(RemoteTransport):
 
     def list(self, path: str = "") -> Sequence[Entry]:
         key, where = self.key(path), self.where(path) if path else self.url
-        work = partial(self.api.list_with_delimiter_async, self.store, key or None)  # pyright: ignore[reportUnknownMemberType]  # Arrow tables
-        found = self.call("list", where, work)
+        found = self.call("list", where, lambda: self.api.list_with_delimiter_async(self.store, key or None))  # pyright: ignore[reportUnknownMemberType]  # Arrow tables
         base = f"{path}/" if path else ""
         folders = [base + name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
         entries = {name: Entry(name, is_dir=True, size=None) for name in folders}
@@ -143,19 +156,6 @@ class ObstoreTransport(RemoteTransport):
             self._check_absent(path)
         return ObstoreSink(self, path, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
 
-    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
-        """Let the service copy an object; False from another bucket or client, and for objects above 5 GiB."""
-        if not isinstance(source, ObstoreTransport):
-            return False
-        same = (self.place.bucket, self.options) == (source.place.bucket, source.options) and self.name == source.name
-        if not same or (nbytes := source.size(source_path)) > _MAX_COPY_BYTES:
-            return False
-        old, new = source.key(source_path), self.key(path)
-        self.unpin(path)
-        # Services answer only when they have finished; up to a minute for each GiB.
-        self.call("copy", self.where(path), lambda: self.api.copy_async(self.store, old, new), nbytes=nbytes // 16)
-        return True
-
 
 class ObstoreSink(Sink):
     """A multipart upload that appears under its name when it is committed, and never in part."""
@@ -184,8 +184,11 @@ class ObstoreSink(Sink):
         self._transport.unpin(self._path)
 
     def _release(self) -> None:
+        async def abort() -> None:
+            await self._writer.__aexit__(RuntimeError, RuntimeError("aborted"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
+
         with contextlib.suppress(SaevStoreError):
-            self._transport.call("abort the upload", self._where, partial(_abort, self._writer))
+            self._transport.call("abort the upload", self._where, abort)
 
     def _call(self, work: Callable[[], Awaitable[object]], *, nbytes: int) -> None:
         try:
@@ -204,6 +207,104 @@ def _file_stat(meta: ObjectMeta) -> FileStat:
     return FileStat(meta["size"], meta.get("e_tag") or str(meta.get("last_modified")))
 
 
-async def _abort(writer: AsyncWritableFile) -> None:
-    async with asyncio.timeout(_ABORT_TIMEOUT_S):
-        await writer.__aexit__(RuntimeError, RuntimeError("aborted"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
+class Place(NamedTuple):
+    """An address, its path without slashes at its ends, and options of obstore."""
+
+    kind: str
+    bucket: str
+    prefix: str
+    config: Mapping[str, object]
+
+
+def _place_of(url: str, options: Mapping[str, object]) -> Place:
+    """An address with options, as obstore takes them; `ArgumentError` if it has no store for the address."""
+    scheme, _, rest = url.partition("://")
+    bucket, kind = urlsplit(url).netloc, _KINDS.get(scheme)
+    if kind is None or not bucket or not {"?", "#", "@"}.isdisjoint(url) or "::" in url:
+        raise ArgumentError(
+            f"obstore serves {', '.join(_KINDS)}, a bucket and a path, without user, '?' and '#'",
+            where="url",
+        )
+    config = dict(options)
+    if isinstance(client := config.get("client_kwargs"), Mapping):
+        del config["client_kwargs"]
+        config |= {f"client_kwargs.{name}": item for name, item in cast("Mapping[str, object]", client).items()}
+    if kind == "s3":
+        _read_s3(config)
+    elif (token := config.pop("token", None)) == "anon":
+        config["skip_signature"] = True
+    elif token is not None:  # a file
+        config["application_credentials"] = token
+    return Place(kind, bucket, rest.partition("/")[2].strip("/"), config)
+
+
+def _read_s3(config: dict[str, object]) -> None:
+    for theirs, ours in _RENAMED.items():
+        if (value := config.pop(theirs, None)) is not None:
+            config[ours] = value
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if "endpoint" in config or endpoint:
+        # obstore reads the environment too, and the second key of it would win over every option.
+        config["endpoint"] = config["aws_endpoint_url_s3"] = config.get("endpoint", endpoint)
+    if bundle := os.environ.get("AWS_CA_BUNDLE"):
+        config.setdefault("client_kwargs.verify", bundle)
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if "region" not in config and (region or "endpoint" in config):  # only AWS itself minds
+        config["region"] = region or "us-east-1"
+    if {"access_key_id", "secret_access_key"} <= config.keys():
+        config.setdefault("skip_signature", False)
+        # The token of the environment belongs to other keys, and only a provider leaves it out.
+        if "session_token" not in config:
+            key, secret = config.pop("access_key_id"), config.pop("secret_access_key")
+            config["credential_provider"] = partial(_credential, key, secret)
+
+
+def _credential(key: object, secret: object) -> dict[str, object]:
+    return {"access_key_id": key, "secret_access_key": secret, "token": None, "expires_at": None}
+
+
+def resolves_alike(place: Place) -> bool:
+    """Return True if obstore finds what fsspec's file systems find, which also read files, profiles and the machine's identity."""
+    given, environment = place.config, os.environ
+    is_known = given.get("skip_signature") is True or bool(_GIVEN & given.keys())
+    if place.kind == "gs":  # emulators speak the other one of Google's two interfaces
+        is_known |= "GOOGLE_APPLICATION_CREDENTIALS" in environment
+        return is_known and "STORAGE_EMULATOR_HOST" not in environment
+    has_keys = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= environment.keys()
+    is_known |= has_keys and "AWS_PROFILE" not in environment
+    configured = "AWS_ENDPOINT" in environment or os.path.exists(
+        os.path.expanduser(environment.get("AWS_CONFIG_FILE", "~/.aws/config"))
+    )
+    is_found = "endpoint" in given or ("region" in given and not configured)
+    return is_known and is_found
+
+
+def _open_store(place: Place) -> ObjectStore:
+    """The client of a bucket; any exception if obstore refuses an option."""
+    from obstore import store as stores
+
+    config = dict(place.config)
+    verify = config.pop("client_kwargs.verify", None)
+    client_options: dict[str, object] = {
+        "allow_http": any(str(value).lower().startswith("http://") for value in config.values()),
+        "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
+        "read_timeout": timedelta(seconds=base.READ_TIMEOUT_S),
+        # For the whole request, body included: the deadline of `RemoteTransport.run` is what counts.
+        "timeout": timedelta(hours=1),
+        # A request that begins before the last connection is back opens another one.
+        "pool_max_idle_per_host": str(2 * IN_FLIGHT),
+    }
+    if isinstance(verify, str):
+        with open(verify, encoding="latin-1") as file:
+            client_options["root_certificate"] = file.read()
+    elif verify is False:
+        client_options["allow_invalid_certificates"] = True
+    given = {name: config.pop(name) for name in ("credential_provider",) if name in config}
+    retry: dict[str, object] = {
+        # The waits are random: only their sum is limited.
+        "max_retries": 1000,
+        "retry_timeout": timedelta(seconds=base.RETRY_S),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3), "base": 3},
+    }
+    make = stores.S3Store if place.kind == "s3" else stores.GCSStore
+    return make(place.bucket, config=config, client_options=client_options, retry_config=retry, **given)  # pyright: ignore[reportArgumentType]  # typed dictionaries

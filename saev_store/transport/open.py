@@ -25,10 +25,9 @@ def open_transport(
 
     Args:
         url: A path (`~` is expanded), a `file://` URL or any fsspec URL, chained ones included.
-        storage_options: As fsspec's file systems take them: credentials, end points, … They win over the environment.
+        storage_options: As fsspec's file systems take them. They win over the environment.
         engine: `"auto"` maps local files; for `s3://` and `gs://` it uses obstore if that is installed, knows all the options and
-            finds the end point and the credentials that fsspec would find; fsspec for the rest. `"mmap"`, `"pread"`, `"fsspec"`
-            and `"obstore"` choose one engine.
+            finds what fsspec would find; fsspec for the rest. `"mmap"`, `"pread"`, `"fsspec"` and `"obstore"` choose one.
 
     Raises:
         ArgumentError: `url` is not an address, `engine` is unknown, or a local engine is requested for a remote address.
@@ -39,11 +38,11 @@ def open_transport(
     """
     if engine not in get_args(Engine):
         raise ArgumentError(f"engine must be one of {', '.join(get_args(Engine))}, got {brief(engine)}", where="engine")
-    options = {} if storage_options is None else storage_options
+    options: Mapping[str, object] = {} if storage_options is None else storage_options
     if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
         raise ArgumentError(f"must be a mapping, got {kind_of(options)}", where="storage_options")
-    text: object = os.fspath(url) if isinstance(url, os.PathLike) else url
-    if not isinstance(text, str) or not text or "\0" in text:
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if not isinstance(text, str) or not text or "\0" in text:  # pyright: ignore[reportUnnecessaryIsInstance]  # as above
         raise ArgumentError(f"must be a path or a URL as str, got {brief(text)}", where="url")
     scheme, separator, rest = text.partition("://")
     if separator and "::" not in scheme:  # neither client knows schemes in capitals
@@ -67,12 +66,11 @@ def open_transport(
 
 
 def _through_obstore(url: str, options: Mapping[str, object]) -> Transport | None:
-    """A transport through obstore if it can do all that fsspec's client would, at the same end point, with the same credentials."""
+    """A transport through obstore if it does what fsspec's client would, with the same end point and credentials."""
     client = _CLIENTS.get(url.partition("://")[0])
     if client is None or find_spec("obstore") is None:
         return None
-    from saev_store.transport._obstore_options import resolves_alike
-    from saev_store.transport.obstore import ObstoreTransport
+    from saev_store.transport.obstore import ObstoreTransport, resolves_alike
 
     with suppress(ArgumentError):
         made = ObstoreTransport(url, options)
