@@ -93,9 +93,10 @@ def behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _c_library() -> ctypes.CDLL | None:
-    if os.name == "nt":
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+    except TypeError:  # on Windows
         return None
-    library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
