@@ -16,7 +16,6 @@ from saev_store.cli._common import (
     emit_json,
     load_tokenizer,
     pairs_of,
-    problem_dicts,
     storage_options,
 )
 from saev_store.errors import ArgumentError
@@ -167,12 +166,11 @@ def prepare(
         progress=progress,
     )
     if not as_json:
-        emit(str(made))
+        emit(repr(made))
         return
     emit_json({
         "url": made.url,
-        "n_samples": made.n_samples,
-        "shards": dict(made.shards),
-        "splits": {name: list(shards) for name, shards in made.splits.items()},
-        "problems": problem_dicts(made.problems),
+        "n_samples": len(made),
+        "shards": dict(zip(made.shards, made.documents.counts.tolist(), strict=True)),
+        "splits": {name: list(shards) for name, shards in made.documents.splits.items()},
     })  # fmt: skip

@@ -28,7 +28,7 @@ def photos(tmp_path: Path) -> Path:
 def test_prepare_makes_a_data_set_that_ls_lists(run, photos):
     fields = ("--sample-type", "TextSample", "--field", "text=json[caption]")
     found = run("prepare", photos, "--split", "8,1,1", *fields, "--no-progress", "--json").json
-    assert set(found) == {"url", "n_samples", "shards", "splits", "problems"}
+    assert set(found) == {"url", "n_samples", "shards", "splits"}
     assert (found["n_samples"], len(found["splits"]["train"])) == (20, 8)
     assert EnergonDataset(photos).split("val").sample(0).text == "c80"
     assert [run("ls", photos / name).out for name in ("", "x")] == ["x/\n", "x/y/\n"]

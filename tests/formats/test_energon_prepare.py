@@ -101,9 +101,12 @@ def test_prepared_tars_of_every_format_are_read_back(tmp_path):
         if place:
             fsspec.filesystem("memory").put(str(folder), str(folder), recursive=True)
         made = prepare(f"{place}{folder}", split="1,1,1", progress=False)
-        assert made.n_samples == len(truth)
-        assert {name: len(shards) for name, shards in made.splits.items()} == {"train": 2, "val": 2, "test": 2}
-        assert f"{made.n_samples} samples" in str(made)
+        assert len(made) == len(truth)
+        assert {name: len(shards) for name, shards in made.documents.splits.items()} == {
+            "train": 2,
+            "val": 2,
+            "test": 2,
+        }
         dataset = EnergonDataset(f"{place}{folder}")
         check(dataset, truth)
         assert (dataset.sample_type, sum(len(dataset.split(name)) for name in dataset.splits)) == (
@@ -132,8 +135,8 @@ def test_prepare_takes_tars_in_the_order_of_folders(tmp_path):
     assert list(made.shards) == ["a/0.tar", "a/1.tar", "a-b/0.tar", "b.tar"]
     (tmp_path / "a/1.tar").write_bytes(tar_bytes([]))
     made = prepare(tmp_path, split="1,0,0", overwrite=True, progress=False)
-    assert dict(made.splits) == {"train": ["a/0.tar", "a-b/0.tar", "b.tar"], "val": [], "test": []}
-    assert (len(EnergonDataset(tmp_path)), made.problems) == (6, [])
+    assert dict(made.documents.splits) == {"train": ("a/0.tar", "a-b/0.tar", "b.tar"), "val": (), "test": ()}
+    assert len(made) == 6
 
 
 def test_preparing_again_keeps_what_is_not_given_and_replaces_what_is(tmp_path):
@@ -145,7 +148,7 @@ def test_preparing_again_keeps_what_is_not_given_and_replaces_what_is(tmp_path):
     before = content(meta)
     again = prepare(tmp_path, overwrite=True, progress=False)
     assert content(meta) == before
-    assert dict(again.splits) == {"train": ("0.tar",), "val": ("1.tar",)}
+    assert dict(again.documents.splits) == {"train": ("0.tar",), "val": ("1.tar",)}
     (meta / "split.json").write_text('{"split_parts": {"old": ["0.tar"]}}')  # of an older Energon
     (meta / ".info.yaml").write_text("shard_counts: {gone.tar: 9}")
     (meta / ".saev_store.tmp-1-2").write_bytes(b"of a preparation that was killed")
@@ -264,10 +267,10 @@ def test_patterns_assign_shards_whose_path_begins_so(tmp_path):
         split_parts=["train:train/.*", r"train:val/\d{2}\.", "val:val/", "none:x", "none:train_"],
         progress=False,
     )
-    assert dict(made.splits) == {
-        "train": ["train/00.tar", "train/01.tar", "val/00.tar"],
-        "val": ["val/00.tar"],
-        "none": [],
+    assert dict(made.documents.splits) == {
+        "train": ("train/00.tar", "train/01.tar", "val/00.tar"),
+        "val": ("val/00.tar",),
+        "none": (),
     }
     assert (tmp_path / ".nv-meta/split.yaml").read_text() == (
         "split_parts:\n  train:\n  - train/{00..01}.tar\n  - val/00.tar\n  val:\n  - val/00.tar\n  none: []\nexclude: []\n"

@@ -77,7 +77,7 @@ def test_energon(place):
     with pytest.raises(NotFoundError):
         open_source(f"{url}/shards/none", options, engine=engine)
     made = prepare("", transport=transport, split="3,1,1", progress=False)
-    assert (made.n_samples, {name: len(found) for name, found in made.splits.items()}) == (
+    assert (len(made), {name: len(found) for name, found in made.documents.splits.items()}) == (
         15, {"train": 3, "val": 1, "test": 1},
     )  # fmt: skip
     dataset = open_source(url, options, engine=engine)

@@ -120,7 +120,7 @@ def test_every_split_is_theirs(tmp_path, options):
     write_dataset(tmp_path / "d", n_shards=10, odd=False)
     made = prepare(tmp_path / "d", **options, progress=False)
     dataset = EnergonDataset(tmp_path / "d")
-    assert sum(map(len, made.splits.values())) == 10
+    assert sum(map(len, made.documents.splits.values())) == 10
     for name in made.splits:
         ours = dataset.split(name)
         expected = {ours.key(i): {part: digest(data) for part, data in ours[i].parts.items()} for i in range(len(ours))}
@@ -144,7 +144,7 @@ def test_what_webdataset_writes_is_prepared_and_read(tmp_path):
     found = peer("shards", tmp_path)
     made = prepare(tmp_path, split="1,0,0", progress=False)
     dataset = EnergonDataset(tmp_path)
-    assert made.n_samples == len(found) == 26
+    assert len(made) == len(found) == 26
     assert [
         [sample.key, {part: digest(data) for part, data in sample.parts.items()}]
         for batch in dataset.batches(10) for sample in batch

@@ -6,7 +6,6 @@ Energon 5 and 6 write `.info.yaml`, 7 writes `.info.json`; the other documents a
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +30,6 @@ _MAX_JSON_NBYTES = 256 << 20
 MAX_YAML_NBYTES = 1 << 20
 _MAX_DEPTH = 32
 MODULE = "megatron.energon"
-#: The writer that `.info.json` names: the release of Energon whose files ours are equal to.
-_FORMAT_VERSION = "7.4.1"
 #: Modules of sample types that Energon does not export with the others.
 _MODULES = {"VQAOCRSample": f"{MODULE}.flavors.vqa_and_ocr"}
 SPLITS = ("train", "val", "test")
@@ -160,26 +157,16 @@ def _read_definition(transport: Transport) -> tuple[str | None, dict[str, FieldP
     return name, field_map
 
 
-def info_bytes(shards: Mapping[str, int]) -> bytes:
-    """The content of `.info.json` for shards in order, with their numbers of samples."""
-    document = {"energon_version": _FORMAT_VERSION, "shard_counts": dict(shards)}
-    return json.dumps(document, indent=2, ensure_ascii=False).encode()
-
-
-def split_bytes(splits: Mapping[str, Sequence[str]]) -> bytes:
-    """The content of `split.yaml`; consecutive shards are collapsed into braces."""
-    return _dump({"split_parts": {name: collapse(shards) for name, shards in splits.items()}, "exclude": []})
-
-
 def definition_bytes(sample_type: str, field_map: Mapping[str, str]) -> bytes:
     """The content of `dataset.yaml` for one of Energon's sample types."""
     if sample_type == CRUDE:
-        return _dump({"__module__": MODULE, "__class__": CRUDE})
+        return yaml_bytes({"__module__": MODULE, "__class__": CRUDE})
     module = _MODULES.get(sample_type, MODULE)
-    return _dump({"sample_type": {"__module__": module, "__class__": sample_type}, "field_map": dict(field_map)})
+    return yaml_bytes({"sample_type": {"__module__": module, "__class__": sample_type}, "field_map": dict(field_map)})
 
 
-def _dump(value: object) -> bytes:
+def yaml_bytes(value: object) -> bytes:
+    """A document of ours."""
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=2**20).encode()
 
 
@@ -310,23 +297,13 @@ def deal(shards: Sequence[str], shares: Sequence[Fraction]) -> dict[str, list[st
 
 def patterns_of(split_parts: Sequence[str]) -> dict[str, list[re.Pattern[str]]]:
     """The regular expressions of each split, from texts such as `"train:shards/train_.*"`."""
-    if isinstance(split_parts, str) or not isinstance(split_parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"{brief(split_parts)} is not a list of patterns", where="split_parts")
     found: dict[str, list[re.Pattern[str]]] = {}
-    for item in split_parts:
-        name, _, pattern = item.partition(":") if isinstance(item, str) else ("", "", "")  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        if not name or not pattern:
-            raise ArgumentError(f"{brief(item)} is not written 'train:shards/train_.*'", where="split_parts")
+    for item in split_parts if isinstance(split_parts, (list, tuple)) else [None]:
+        name, _, pattern = item.partition(":") if isinstance(item, str) else ("", "", "")
         try:
             found.setdefault(name, []).append(re.compile(pattern))
         except re.error as error:
             raise ArgumentError(f"{brief(pattern)} is not a regular expression: {error}", where="split_parts") from None
+        if not name or not pattern:
+            raise ArgumentError("each must be written 'train:shards/train_.*'", where="split_parts")
     return found
-
-
-def matching(shards: Sequence[str], patterns: Mapping[str, Sequence[re.Pattern[str]]]) -> dict[str, list[str]]:
-    """The shards whose path begins with a pattern of each split."""
-    return {
-        name: [shard for shard in shards if any(pattern.match(shard) for pattern in each)]
-        for name, each in patterns.items()
-    }

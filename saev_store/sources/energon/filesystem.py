@@ -69,7 +69,7 @@ class EnergonFileSystem(AbstractFileSystem):
         path = self._strip_protocol(path)
         key, name = split_name(path) or ("", "")
         with contextlib.suppress(SelectionError):
-            for part in self.dataset.parts(key) if key else ():
+            for part in self.dataset.parts(key):
                 if part.name == name:
                     return {"name": path, "size": part.nbytes, "type": "file"}
         if not path or next(self.entries(path), None) is not None:
@@ -96,10 +96,8 @@ class EnergonFileSystem(AbstractFileSystem):
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """The bytes of a part, or a range of them; negative numbers count from the end."""
         path = self._strip_protocol(path)
-        found = split_name(path)
         with contextlib.suppress(SelectionError):
-            if found is not None:
-                return self.dataset.part(*found, start=start, end=end)
+            return self.dataset.part(*(split_name(path) or (path, "")), start=start, end=end)
         raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | str = "default", **options: Any) -> _PartFile:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec's own subclasses narrow it, too

@@ -3,57 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead, in_threads
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError, StoreExistsError, brief
-from saev_store.names import printable
-from saev_store.problems import Problem
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, NotFoundError, StoreExistsError, brief
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.address import Url
 from saev_store.sources.energon import documents, keys
 from saev_store.sources.energon.index_sqlite import build_index
-from saev_store.sources.energon.reader import N_THREADS
+from saev_store.sources.energon.reader import N_THREADS, EnergonDataset
 from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES, FieldPath, check_fields
 from saev_store.sources.energon.tars import Shard, scan_shard
 from saev_store.store.opening import exists
 from saev_store.transport import Engine, Transport, open_transport
 from saev_store.transport.durable import TEMP_PREFIX
 
+#: The writer that `.info.json` names: the release of Energon whose files ours are equal to.
+_FORMAT_VERSION = "7.4.1"
 #: Contains the lock.
 WORK_FOLDER = f"{keys.META}/.saev_store"
-
-
-@dataclass
-class Prepared:
-    """A data set that `prepare` has written.
-
-    Attributes:
-        url: Its address, without credentials.
-        shards: Its tars and the number of samples of each, in the order of the index.
-        splits: The tars of each split.
-        problems: Warnings about the tars.
-    """
-
-    url: str
-    shards: dict[str, int] = field(default_factory=dict[str, int])
-    splits: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    problems: list[Problem] = field(default_factory=list[Problem])
-
-    @property
-    def n_samples(self) -> int:
-        """Samples of all shards."""
-        return sum(self.shards.values())
-
-    def __str__(self) -> str:
-        lines = [f"{self.url}: {self.n_samples:,} samples in {len(self.shards):,} shards"]
-        lines += [f"  {name}: {len(shards):,} shards" for name, shards in self.splits.items()]
-        return printable("\n".join([*lines, *(f"  {problem}" for problem in self.problems)]))
 
 
 def prepare(
@@ -68,8 +41,8 @@ def prepare(
     progress: bool | None = None,
     engine: Engine = "auto",
     transport: Transport | None = None,
-) -> Prepared:
-    """Index the tars below a folder, assign them to splits, and write `.nv-meta` next to them. The tars are not changed.
+) -> EnergonDataset:
+    """Index the tars below a folder, write `.nv-meta` next to them, and return the data set. The tars are not changed.
 
     Nothing is replaced before all tars were read. `.info.json`, which makes the folder a data set, is deleted first and
     written last, so an interrupted call leaves a complete data set or none; repeat it.
@@ -77,7 +50,7 @@ def prepare(
     Args:
         url: The folder: a path, any fsspec URL; ignored with `transport`.
         storage_options: Options of the fsspec file system.
-        split: Ratio of train, val and test, such as `"8,1,1"`; every shard is assigned, in order.
+        split: Ratio of train, val and test, such as `"8,1,1"`; every tar with samples is assigned, in order.
         split_parts: Instead of shares: `"train:shards/train_.*"`, a name and a regular expression that the beginning of
             a shard's path must match.
         sample_type: One of `SAMPLE_TYPES`, or `"CrudeWebdataset"`, the default if there is no `dataset.yaml`.
@@ -91,7 +64,7 @@ def prepare(
         ArgumentError: no split is given, or the sample type and field map do not fit.
         NotFoundError: there is no tar.
         StoreExistsError: it is prepared already, and `overwrite` is false.
-        CorruptShardError: a tar is damaged or cut. Nothing is published.
+        CorruptShardError: a tar is damaged or cut, or has no end marker. Nothing is published.
         DocumentError: two samples share a key.
         WriterConflictError: another process prepares it.
     """
@@ -103,15 +76,17 @@ def prepare(
         raise ArgumentError("pass either split='8,1,1' or split_parts=…", where="split")
     _check_unprepared(there, overwrite=overwrite)
     tars = _find_tars(there)
-    made, offsets = Prepared(there.url), dict[str, bytes]()
+    counts, offsets = dict[str, int](), dict[str, bytes]()
 
     def scanned() -> Iterator[Shard]:
         for shard in ahead(partial(scan_shard, there), list(tars), 1 if there.is_local else N_THREADS):
-            made.shards[shard.name] = len(shard.samples)
-            offsets[shard.name] = np.array([*(sample.offset for sample in shard.samples), shard.end], "<u8").tobytes()
-            if not shard.has_end_marker:
+            if shard.samples and shard.end == shard.nbytes:
                 message = "it has no end marker: it may have been cut between two files"
-                made.problems.append(Problem("odd_tar", message, shard.name, severity="warning"))
+                raise CorruptShardError(
+                    message, where=there.where(shard.name), remedy="Copy it again, or append 1 KiB of zeros."
+                )
+            counts[shard.name] = len(shard.samples)
+            offsets[shard.name] = np.array([*(sample.offset for sample in shard.samples), shard.end], "<u8").tobytes()
             bar.advance(shard.nbytes)
             yield shard
 
@@ -122,13 +97,16 @@ def prepare(
     ):
         _check_unprepared(there, overwrite=overwrite)  # finding all tars may take long
         uuid = build_index(index.temporary, scanned(), where=there.url)
-        filled = [tar for tar, count in made.shards.items() if count]
+        filled = [tar for tar, count in counts.items() if count]
         if shares is not None:
-            made.splits = documents.deal(filled, shares)
+            splits = documents.deal(filled, shares)
         elif patterns:
-            made.splits = documents.matching(filled, patterns)
+            splits = {
+                name: [tar for tar in filled if any(pattern.match(tar) for pattern in each)]
+                for name, each in patterns.items()
+            }
         else:  # before anything is replaced: it may name shards that no longer exist
-            made.splits = documents.read_splits(there, list(tars))[0]
+            splits = documents.read_splits(there, list(tars))[0]
         # Until .info.json is written again, the folder is not a data set.
         there.delete(keys.INFO_JSON)
         there.delete(keys.INFO_YAML)
@@ -137,13 +115,15 @@ def prepare(
         there.put(keys.INDEX_UUID, uuid.encode())
         if shares is not None or patterns:
             there.delete(keys.SPLIT_JSON)
-            there.put(keys.SPLIT_YAML, documents.split_bytes(made.splits))
+            collapsed = {name: documents.collapse(each) for name, each in splits.items()}
+            there.put(keys.SPLIT_YAML, documents.yaml_bytes({"split_parts": collapsed, "exclude": list[str]()}))
         if definition is not None or not exists(there, keys.DATASET_YAML):
             there.put(keys.DATASET_YAML, definition or documents.definition_bytes(CRUDE, {}))
-        there.put(keys.INFO_JSON, documents.info_bytes(made.shards))
+        info = {"energon_version": _FORMAT_VERSION, "shard_counts": counts}
+        there.put(keys.INFO_JSON, json.dumps(info, indent=2, ensure_ascii=False).encode())
         _delete_leftovers(there)
         there.delete(WORK_FOLDER)
-    return made
+    return EnergonDataset("", transport=there)
 
 
 def _check_unprepared(transport: Transport, *, overwrite: bool) -> None:

@@ -32,7 +32,7 @@ from saev_store.sources.energon._view import View
 from saev_store.sources.energon.documents import Documents, read_documents
 from saev_store.sources.energon.index_sqlite import SqliteIndex, open_index
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
-from saev_store.sources.energon.samples import SAMPLE_TYPES, CrudeSample, Sample, build, resolve
+from saev_store.sources.energon.samples import SAMPLE_TYPES, CrudeSample, Sample, resolve
 from saev_store.sources.energon.tars import BLOCK, Part, Place, is_header_of, parse_sample, read_tar_idx, scan_shard
 from saev_store.transport import Engine, Transport, open_transport
 
@@ -188,10 +188,7 @@ class EnergonDataset(Source[RawSample]):
 
     def file(self, name: str) -> bytes:
         """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`."""
-        found = split_name(name)
-        if found is None:
-            raise SelectionError(f"{brief(name)} is not the name of a part: it has no dot", where="name")
-        return self.part(*found)
+        return self.part(*(split_name(name) or (name, "")))
 
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position."""
@@ -202,9 +199,7 @@ class EnergonDataset(Source[RawSample]):
         found = self._with_key(key)
         position = self.view.position(*found[0]) if len(found) == 1 else None
         if position is None:
-            raise SelectionError(
-                f"{len(found)} samples have the key {brief(key)}, or it is not in the split", where="key"
-            )
+            raise SelectionError(f"{len(found)} samples have the key {brief(key)}, or none in the split", where="key")
         return position
 
     def _with_key(self, key: str) -> list[tuple[int, int]]:
@@ -281,11 +276,11 @@ class EnergonDataset(Source[RawSample]):
         """Stored parts, such as those of `rows`, as the sample type that `dataset.yaml` names; raises as `sample`."""
         kind, field_map = SAMPLE_TYPES.get(self.sample_type or ""), self.documents.field_map
         where = joined_url(self.url, f"{raw.shard}/{raw.key}")
-        values: dict[str, object] = {"parts": raw.parts}
-        if kind is not None and field_map:
-            values = {name: resolve(path, raw.parts, where=where) for name, path in field_map.items()}
-        values |= {"__key__": raw.key, "__restore_key__": (self.url, raw.shard, raw.sample_index)}
-        return build(kind if kind is not None and field_map else CrudeSample, values, where=where)
+        origin = {"__key__": raw.key, "__restore_key__": (self.url, raw.shard, raw.sample_index)}
+        if kind is None or not field_map:
+            return CrudeSample(parts=raw.parts, **origin)  # type: ignore[arg-type]  # the fields above
+        values = {name: resolve(path, raw.parts, where=where) for name, path in field_map.items()}
+        return kind(**origin, **values)  # type: ignore[arg-type]  # the field map was compared with the fields
 
     def split(self, name: str) -> Self:
         """The samples of one split, without excluded ones; `"all"` is every sample, unless a split has that name.
@@ -301,6 +296,7 @@ class EnergonDataset(Source[RawSample]):
             excluded = {
                 (shard, number)
                 for path, key in documents.exclude
+                if path in documents.splits[name]
                 for shard, number in self._with_key(key)
                 if shard == numbers[path] and number < documents.counts[shard]
             }

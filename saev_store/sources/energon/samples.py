@@ -78,12 +78,9 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {
     **{name: _made(name, *each) for name, each in _FIELDS.items()},
 }
 
-#: Fields whose lists of numbers become arrays.
-_ARRAYS = ("answer_weights", "block_boxes", "lines_boxes", "words_boxes", "chars_boxes")
-
 
 def _rebuilt(name: str, values: dict[str, object]) -> Sample:
-    return build(SAMPLE_TYPES.get(name, CrudeSample), values, where=name)
+    return SAMPLE_TYPES.get(name, CrudeSample)(**values)  # type: ignore[arg-type]  # of an object of this class
 
 
 def check_fields(sample_type: str, names: Collection[str], *, where: str) -> None:
@@ -92,21 +89,6 @@ def check_fields(sample_type: str, names: Collection[str], *, where: str) -> Non
     if not set(required) <= set(names) <= {*required, *optional}:
         rule = f"{sample_type} has the fields {', '.join([*required, *optional])}"
         raise DocumentError(f"field_map has {', '.join(names) or 'nothing'}; {rule}", where=where)
-
-
-def build(kind: type[Sample], values: Mapping[str, object], *, where: str) -> Sample:
-    """A sample of one of the types, from its fields."""
-    fields = dict(values)
-    for name in _ARRAYS:
-        if isinstance(fields.get(name), list):
-            try:
-                array = np.asarray(fields[name])
-            except ValueError:
-                array = np.asarray(None)
-            if array.dtype.kind not in "iufb":
-                raise DocumentError(f"{name} is {brief(values[name])}; it must be numbers in even rows", where=where)
-            fields[name] = array
-    return kind(**fields)  # type: ignore[arg-type]  # the fields are those of the kind that was chosen
 
 
 # -- field maps --------------------------------------------------------------------------------------------------------

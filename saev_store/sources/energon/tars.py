@@ -47,13 +47,12 @@ class Place(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A tar whose headers were read: its path, size, samples, the end of the last one, and whether zeros follow it."""
+    """A tar whose headers were read: its path, size, samples, and the end of the last one."""
 
     name: str
     nbytes: int
     samples: list[Place]
     end: int
-    has_end_marker: bool
 
 
 class _Headers:
@@ -136,15 +135,14 @@ def _scan(headers: _Headers, name: str, *, where: str) -> Shard:
             seen.add(part)
             samples[-1].parts.append(Part(part, info.offset_data, info.size))
         headers.seek(end)
-        behind = headers.read(BLOCK)
-        if any(behind):
+        if any(headers.read(BLOCK)):
             raise tarfile.ReadError(f"the header at {end:,} is cut or damaged")
     except _TAR_ERRORS as error:
         message, remedy = f"it is not a tar that can be read: {error}", "Copy the tar again, or write it again."
         raise CorruptShardError(message, where=where, remedy=remedy) from None
     ends = [*(sample.offset for sample in samples[1:]), end]
     samples = [each._replace(nbytes=after - each.offset) for each, after in zip(samples, ends, strict=False)]
-    return Shard(name, headers.nbytes, samples, end if samples else 0, bool(behind))
+    return Shard(name, headers.nbytes, samples, end if samples else 0)
 
 
 def is_header_of(headers: Buffer, *, name: str, nbytes: int) -> bool:
