@@ -1,8 +1,4 @@
-"""Validation: finds problems of a store and the examples that each makes unreadable.
-
-`quick_checks` compares names and sizes, `validate` can also read every byte. Both take a transport and the parsed documents,
-not a store, so they work on stores that do not open.
-"""
+"""Validation: finds problems of a store and the examples that each makes unreadable, also of stores that do not open."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""`validate`: the quick checks, and on request a check of all bytes.
-
-The deep check reads the bytes of all examples and token arrays once, in bounded memory. Threads read pieces that fit a core's
-cache and scan them there, so each byte crosses memory once. The caller's thread combines the results in order.
-"""
+"""`validate`: the quick checks, and on request a check of all bytes, which are read once, in pieces that fit a core's cache."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,12 +18,12 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_flag
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.token_arrays import LABELS, TokenArray
-from saev_store.documents import Metadata, ShardsIndex, rewriting
+from saev_store.documents import Metadata, ShardsIndex
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError
 from saev_store.names import DIGESTS_NAME
-from saev_store.problems import Problem, Severity
+from saev_store.problems import Problem
 from saev_store.transport import Transport
-from saev_store.validation.quick import Survey, check_survey, survey_store, token_array_kind
+from saev_store.validation.quick import Survey, check_survey, survey_store, token_array_kind, token_array_remedy
 from saev_store.validation.report import Ranges, Report, merge_ranges
 from saev_store.validation.scan import NO_RUNS, merge_runs, scan_piece, whole_units
 
@@ -53,25 +49,12 @@ def validate(
     client: Client | str | None = None,
     progress: bool | None = None,
 ) -> Report:
-    """Find all problems of a store, and the examples that they make unreadable.
+    """Find all problems of a store, and the examples that they make unreadable; see `ShardStore.validate`.
 
-    Args:
-        transport: Rooted at the store's folder.
-        metadata: The parsed `metadata.json`.
-        index: The parsed `shards.json`.
-        dirname: The folder's name, compared with the content hash; None skips this check.
-        deep: Read the bytes of all examples and token arrays, in a few buffers of fixed size: compare with digests.json where
-            there is one, find rows that were never written, and non-finite numbers.
-        client: With `deep`, a `distributed.Client` or the address of a scheduler, whose workers read the files at the same
-            address; default: threads of this process.
-        progress: Show a bar on stderr; None: when it is a terminal.
-
-    Returns:
-        The report. Damage is part of it and never raised; call `raise_if_bad` to raise it.
+    Damage is part of the report and never raised.
 
     Raises:
         ArgumentError: `deep` or `progress` is not a boolean, the client is asynchronous, or there is one without `deep`.
-        MissingDependencyError: `client` is an address, and distributed is not installed.
         SaevStoreError: the folder cannot be accessed, no scheduler answers, or workers died, one after the other.
     """
     deep, progress = check_flag(deep, name="deep"), check_flag(progress, name="progress", other=None)
@@ -85,11 +68,18 @@ def validate(
     files = _files_of(metadata, index, seen) if deep else []
     if deep:
         digests, found = _digests_of(transport, metadata, seen)
-        problems += found
         with Progress(sum(file.nbytes for file in files), "validating", shown=progress) as bar:
-            problems += _judge(
-                layout, _read_all(transport, layout, digests.block_bytes, files, client, bar.advance), digests
-            )
+
+            def counted(block: _Block) -> _Block:
+                bar.advance(block.end - block.start)
+                return block
+
+            if client is None:
+                blocks: Iterable[_Block] = _read(transport, layout, digests.block_bytes, files)
+            else:
+                read_file = partial(_read_file, transport, layout, digests.block_bytes)
+                blocks = chain.from_iterable(map_shards(read_file, files, client))
+            problems += [*found, *_judge(layout, map(counted, blocks), digests)]
     return Report(
         url=transport.url,
         n_examples=layout.n_examples,
@@ -101,55 +91,38 @@ def validate(
     )
 
 
-# -- digests -----------------------------------------------------------------------------------------------------------
-
-
 def _digests_of(transport: Transport, metadata: Metadata, seen: Survey) -> tuple[Digests, list[Problem]]:
     """The digests of files, and problems of their document: what was not compared is not called right."""
     from saev_store.writer import Digests, load_digests
 
-    problems: list[Problem] = []
-
-    def found(kind: str, message: str, *, severity: Severity = "error", where: str = DIGESTS_NAME) -> None:
-        problems.append(Problem(kind, message, where=where, severity=severity))
-
-    layout, digests = metadata.layout, None
+    layout, problems, none = metadata.layout, list[Problem](), Digests(_DEFAULT_BLOCK_BYTES, {})
     try:
         digests = load_digests(transport)
-        if digests is None:
-            message = (
-                "there is no digests.json, so changed bits cannot be detected; `saev-store copy` makes a copy with one"
-            )
-            found("digests_absent", message, severity="info")
-        elif digests.block_bytes % layout.itemsize:
-            message = f"block_bytes is {digests.block_bytes}; it must be a multiple of {layout.itemsize}"
-            raise DocumentError(message, where=DIGESTS_NAME)
     except SaevStoreError as error:
-        kind, digests = "digests_document" if isinstance(error, DocumentError) else "unreadable_digests", None
-        found(kind, f"digests.json cannot be used, so contents were not compared with it: {error.message}")
+        kind = "digests_document" if isinstance(error, DocumentError) else "unreadable_digests"
+        return none, [Problem(kind, f"contents were not compared with digests.json: {error.message}", DIGESTS_NAME)]
     if digests is None:
-        return Digests(_DEFAULT_BLOCK_BYTES, {}), problems
+        message = (
+            "there is no digests.json, so changed bits cannot be detected; `saev-store copy` makes a copy with one"
+        )
+        return none, [Problem("digests_absent", message, DIGESTS_NAME, severity="info")]
+    if digests.block_bytes % layout.itemsize:
+        message = f"block_bytes is {digests.block_bytes}; it must be a multiple of {layout.itemsize}"
+        return none, [Problem("digests_document", message, DIGESTS_NAME)]
     lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
     lengths |= {array.file_name: array.nbytes(layout) for array in metadata.recordable}
     usable = {name: entry for name, entry in digests.files.items() if entry.nbytes == lengths.get(name)}
-    labels, is_optional = (
-        LABELS.file_name,
-        not metadata.declares_token_arrays,
-    )  # others may have written them afterwards
-    for name in lengths:
-        if name in usable:
-            continue
-        if name != labels or not is_optional or name in digests.files:
-            found("digests_document", f"{name} has no entry of its size in digests.json, so it was not compared")
+    labels = None if metadata.declares_token_arrays else LABELS.file_name  # others may have written them afterwards
+    for name in [name for name in lengths if name not in usable]:
+        message = f"{name} has no entry of its size in digests.json, so it was not compared"
+        if name != labels or name in digests.files:
+            problems.append(Problem("digests_document", message, DIGESTS_NAME))
         elif name in seen.files:
-            found("digests_absent", f"{name} has no entry in digests.json, so it was not compared", severity="info")
-    if is_optional and labels in usable and labels not in {*seen.files, *seen.others}:
-        message = f"{labels} is not there, but digests.json has its digests. Copy it again, or {rewriting(LABELS.name)}"
-        found("missing_labels", message, where=labels)
+            problems.append(Problem("digests_absent", message, DIGESTS_NAME, severity="info"))
+    if labels in usable and labels not in {*seen.files, *seen.others}:
+        message = f"{labels} is not there, but digests.json has its digests. {token_array_remedy(LABELS)}"
+        problems.append(Problem("missing_labels", message, labels))
     return Digests(digests.block_bytes, usable), problems
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 class _File(NamedTuple):
@@ -162,29 +135,23 @@ class _File(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """One block of a file."""
-
-    file: _File
-    start: int
-    end: int
-
-
-class _Seen(NamedTuple):
-    """Result of reading a block.
+    """One block of a file, and the result of reading it.
 
     Attributes:
-        block: The block.
+        file, start, end: The bytes of the block.
         digest: Its digest; "" if it could not be read.
         zero_runs: Ranges of elements of the shard that are zero, as `scan_piece` describes.
         n_odd: Count of elements of a shard that are infinite or NaN, or of pieces of a token array that are not its values.
         error: The reason if it could not be read, else "".
     """
 
-    block: _Block
-    digest: str
-    zero_runs: IntArray
-    n_odd: int
-    error: str
+    file: _File
+    start: int
+    end: int
+    digest: str = ""
+    zero_runs: IntArray = NO_RUNS
+    n_odd: int = 0
+    error: str = ""
 
 
 def _files_of(metadata: Metadata, index: ShardsIndex, seen: Survey) -> list[_File]:
@@ -201,30 +168,12 @@ def _files_of(metadata: Metadata, index: ShardsIndex, seen: Survey) -> list[_Fil
     return [file for file in files if file.nbytes]
 
 
-def _read_all(
-    transport: Transport,
-    layout: Layout,
-    block_bytes: int,
-    files: Sequence[_File],
-    client: Client | str | None,
-    advance: Callable[[int], None],
-) -> Iterator[_Seen]:
-    """All blocks of all files, in order, read by this process or by the workers of a cluster; `advance` gets their lengths."""
-    if client is None:
-        parts: Iterable[Iterable[_Seen]] = [_read(transport, layout, block_bytes, files)]
-    else:
-        parts = map_shards(partial(_read_file, transport, layout, block_bytes), files, client)
-    for seen in chain.from_iterable(parts):
-        advance(seen.block.end - seen.block.start)
-        yield seen
-
-
-def _read_file(transport: Transport, layout: Layout, block_bytes: int, file: _File) -> list[_Seen]:
+def _read_file(transport: Transport, layout: Layout, block_bytes: int, file: _File) -> list[_Block]:
     """All blocks of a file, read by a worker of a cluster."""
     return list(_read(transport, layout, block_bytes, [file]))
 
 
-def _read(transport: Transport, layout: Layout, block_bytes: int, files: Iterable[_File]) -> Iterator[_Seen]:
+def _read(transport: Transport, layout: Layout, block_bytes: int, files: Iterable[_File]) -> Iterator[_Block]:
     """All blocks of some files, in order, read ahead by threads."""
     is_near = transport.is_local or transport.cost.max_gap_bytes == math.inf
     piece_bytes, n_threads = (_LOCAL_PIECE_BYTES, _LOCAL_THREADS) if is_near else (block_bytes, _REMOTE_THREADS)
@@ -236,7 +185,7 @@ def _read(transport: Transport, layout: Layout, block_bytes: int, files: Iterabl
     return ahead(partial(_read_block, transport, layout, piece_bytes), blocks, n_threads)
 
 
-def _read_block(transport: Transport, layout: Layout, piece_bytes: int, block: _Block) -> _Seen:
+def _read_block(transport: Transport, layout: Layout, piece_bytes: int, block: _Block) -> _Block:
     digest, runs, n_odd, array = xxh3_128(), [NO_RUNS], 0, block.file.array
     buffer = memoryview(bytearray(min(piece_bytes, block.end - block.start)))
     try:
@@ -247,93 +196,67 @@ def _read_block(transport: Transport, layout: Layout, piece_bytes: int, block: _
             if array is not None:
                 n_odd += not array.is_valid(piece)
                 continue
-            found = scan_piece(piece, start=start // layout.itemsize, d_model=layout.d_model, dtype=layout.dtype)
-            n_odd += found.n_nonfinite
-            runs.append(found.zero_runs)
+            found, n = scan_piece(piece, start=start // layout.itemsize, d_model=layout.d_model, dtype=layout.dtype)
+            n_odd += n
+            runs.append(found)
     except SaevStoreError as error:
-        return _Seen(block, "", NO_RUNS, 0, error.message)
-    return _Seen(block, digest.hexdigest(), np.concatenate(runs), n_odd, "")
+        return block._replace(error=error.message)
+    return block._replace(digest=digest.hexdigest(), zero_runs=np.concatenate(runs), n_odd=n_odd)
 
 
-# -- judging -----------------------------------------------------------------------------------------------------------
-
-
-def _judge_array(array: TokenArray, blocks: Sequence[_Seen], digests: Digests) -> Iterator[Problem]:
-    name, what = array.file_name, token_array_kind(array)
-    remedy = f"Vectors are readable, {array.name} are not. Copy the file again, or {rewriting(array.name)}"
-    promised = digests.files[name].digests if name in digests.files else ()
-    n_wrong = sum(block.digest != digest for block, digest in zip(blocks, promised, strict=False))
+def _judge_array(array: TokenArray, blocks: Sequence[_Block], promised: Sequence[str]) -> Iterator[Problem]:
+    name, what, remedy = array.file_name, token_array_kind(array), token_array_remedy(array)
     if error := next((block.error for block in blocks if block.error), ""):
-        yield Problem(f"unreadable_{what}", f"{name} cannot be read: {error}. {remedy}", where=name)
-    elif n_wrong:
-        message = f"{n_wrong} of the {len(blocks)} blocks of {name} are not what was written. {remedy}"
-        yield Problem(f"{what}_digest_mismatch", message, where=name)
+        yield Problem(f"unreadable_{what}", f"{name} cannot be read: {error}. {remedy}", name)
+    elif any(block.digest != digest for block, digest in zip(blocks, promised, strict=False)):
+        yield Problem(f"{what}_digest_mismatch", f"{name} is not what was written. {remedy}", name)
     elif any(block.n_odd for block in blocks):
-        yield Problem(f"{what}_values", f"{name} holds bytes other than 0 and 1, so not bools. {remedy}", where=name)
+        yield Problem(f"{what}_values", f"{name} holds bytes other than 0 and 1, so not bools. {remedy}", name)
 
 
-def _judge_shard(layout: Layout, blocks: Sequence[_Seen], digests: Digests) -> tuple[list[Problem], int]:
-    """Problems that the bytes of a shard show, and the number of zero vectors in examples that are not zero."""
-    file, problems = blocks[0].block.file, list[Problem]()
-    name, n_examples = file.name, layout.examples_in(file.shard_idx)
-    first, used = file.shard_idx * layout.examples_per_shard, layout.used_nbytes(file.shard_idx)
-
-    def found(kind: str, message: str, lost: Ranges = (), severity: Severity = "error") -> None:
-        problems.append(Problem(kind, message, where=name, severity=severity, lost=lost))
+def _judge_shard(
+    layout: Layout, blocks: Sequence[_Block], promised: Sequence[str], block_bytes: int
+) -> Iterator[Problem]:
+    """Problems that the bytes of a shard show."""
+    file = blocks[0].file
+    name, first, used = file.name, file.shard_idx * layout.examples_per_shard, layout.used_nbytes(file.shard_idx)
 
     def touched(blocks: Iterable[_Block]) -> Ranges:
         size = layout.example_nbytes
         return merge_ranges((first + block.start // size, first - (-block.end // size)) for block in blocks)
 
-    if unread := [seen.block for seen in blocks if seen.error]:
-        error = next(seen.error for seen in blocks if seen.error)
-        message = f"{len(unread)} of the {len(blocks)} blocks of {name} cannot be read: {error}"
-        found("unreadable_shard", message, touched(unread))
-    promised = digests.files[name].digests if name in digests.files else ()
+    if unread := [block for block in blocks if block.error]:
+        yield Problem("unreadable_shard", f"{name} cannot be read: {unread[0].error}", name, lost=touched(unread))
     wrong = [
-        seen.block
-        for seen, digest in zip(blocks, promised, strict=False)
+        block
+        for block, digest in zip(blocks, promised, strict=False)
         # A block that a short file cuts is part of `short_shard`.
-        if not seen.error and seen.digest != digest and seen.block.end in {seen.block.start + digests.block_bytes, used}
+        if not block.error and block.digest != digest and block.end in {block.start + block_bytes, used}
     ]
     if wrong:
-        message = (
-            f"{len(wrong)} of the {len(promised)} blocks of {name} are not what was written, the first at byte "
-            f"{wrong[0].start:,}; all examples in these blocks are suspect"
-        )
-        found("digest_mismatch", message, touched(wrong))
-    if n_odd := sum(seen.n_odd for seen in blocks):
+        message = f"{len(wrong)} of the {len(promised)} blocks of {name} are not what was written"
+        yield Problem("digest_mismatch", f"{message}, the first at byte {wrong[0].start:,}", name, lost=touched(wrong))
+    if n_odd := sum(block.n_odd for block in blocks):
         message = f"{n_odd:,} numbers in {name} are infinite or not a number; the recorded model may have overflowed"
-        found("non_finite", message, severity="warning")
-    runs = merge_runs(np.concatenate([seen.zero_runs for seen in blocks]))
-    zero = whole_units(runs, layout.vectors_per_example * layout.d_model)
-    n_zero, n_zero_vectors = (
-        int((units[:, 1] - units[:, 0]).sum()) for units in (zero, whole_units(runs, layout.d_model))
-    )
-    if n_zero:
-        message = f"{n_zero:,} of the {n_examples:,} examples of {name} are nothing but zeros"
+        yield Problem("non_finite", message, name, severity="warning")
+    runs = merge_runs(np.concatenate([block.zero_runs for block in blocks]))
+    zero = merge_ranges(whole_units(runs, layout.vectors_per_example * layout.d_model).tolist())
+    if zero:
+        n_zero = sum(end - start for start, end in zero)
+        message = f"{n_zero:,} of the {layout.examples_in(file.shard_idx):,} examples of {name} are nothing but zeros"
         if promised and file.nbytes == used and not (unread or wrong):
-            found("zero_rows", f"{message}, and were recorded like this, as digests.json shows", severity="warning")
+            message = f"{message}, and were recorded like this, as digests.json shows"
+            yield Problem("zero_rows", message, name, severity="warning")
         else:
-            lost = merge_ranges((first + start, first + end) for start, end in zero.tolist())
-            found("zero_rows", f"{message}, as rows that were never written are", lost)
-    return problems, n_zero_vectors - n_zero * layout.vectors_per_example
+            lost = tuple((first + start, first + end) for start, end in zero)
+            yield Problem("zero_rows", f"{message}, as rows that were never written are", name, lost=lost)
 
 
-def _judge(layout: Layout, seen: Iterable[_Seen], digests: Digests) -> list[Problem]:
+def _judge(layout: Layout, blocks: Iterable[_Block], digests: Digests) -> Iterator[Problem]:
     """Problems that only the bytes show."""
-    problems, n_zero_vectors = list[Problem](), 0
-    for file, found in groupby(seen, key=lambda seen: seen.block.file):
-        blocks = list(found)
+    for file, found in groupby(blocks, key=lambda block: block.file):
+        promised = digests.files[file.name].digests if file.name in digests.files else ()
         if file.array is not None:
-            problems += _judge_array(file.array, blocks, digests)
-            continue
-        of_shard, n = _judge_shard(layout, blocks, digests)
-        problems += of_shard
-        n_zero_vectors += n
-    if n_zero_vectors:
-        message = (
-            f"{n_zero_vectors:,} vectors are zero in examples that are not; models that mask or gate tokens make these"
-        )
-        problems.append(Problem("zero_vectors", message, severity="info"))
-    return problems
+            yield from _judge_array(file.array, list(found), promised)
+        else:
+            yield from _judge_shard(layout, list(found), promised, digests.block_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from saev_store.transport import Transport
 
 #: Concurrent size requests where the transport cannot list.
 _N_THREADS = 16
-_EUID = os.geteuid() if hasattr(os, "geteuid") else -1  # Windows has no users by number
 _NOT_THERE = ("missing", "it is not there; was it purged, or not copied?")
 _NO_FILE = (-1, 0)
 
@@ -38,22 +38,13 @@ class Survey:
 
 
 def survey(transport: Transport, names: Sequence[str]) -> Survey:
-    """Survey a folder with as few requests as the transport allows.
-
-    A stat for each name locally, one listing where there is one, otherwise one size request for each of `names`, in parallel.
-
-    Raises:
-        SaevStoreError: the folder cannot be accessed.
-    """
+    """Survey a folder: a stat for each name locally, else one listing, and a request for each size that it does not have."""
     if transport.local_path is not None and os.path.isdir(transport.local_path):
         return _look(transport.local_path, names)
     sizes: dict[str, int | None] = dict.fromkeys(names)
     others: dict[str, tuple[str, str]] = {}
-    try:
+    with contextlib.suppress(SaevStoreError):  # a bucket may allow reading without listing
         entries = transport.list()
-    except SaevStoreError:
-        pass  # a bucket may allow reading without listing
-    else:
         if not sizes.keys().isdisjoint(entry.name for entry in entries):
             sizes = {entry.name: entry.size for entry in entries if not entry.is_dir}
             others = {entry.name: ("not_a_file", "it is a folder") for entry in entries if entry.is_dir}
@@ -81,14 +72,10 @@ def _look(folder: str, names: Sequence[str]) -> Survey:
         except OSError as error:
             others[name] = "unreadable", f"its status cannot be read ({error.strerror})"
         else:
-            mode = status.st_mode
-            if not stat.S_ISREG(mode):
-                others[name] = "not_a_file", "it is a folder, or another thing that is not a regular file"
-            # Files are usually ours and readable: this saves one system call per shard.
-            elif (mode & stat.S_IRUSR and status.st_uid == _EUID) or os.access(path, os.R_OK):
+            if stat.S_ISREG(status.st_mode):
                 files[name] = status.st_size, status.st_mtime_ns
             else:
-                others[name] = "unreadable", "its permissions do not allow reading it"
+                others[name] = "not_a_file", "it is a folder, or another thing that is not a regular file"
     return Survey(files, others)
 
 
@@ -101,38 +88,21 @@ def _ask(transport: Transport, name: str) -> int | tuple[str, str] | None:
         return "unreadable", error.message
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
 def quick_checks(
     transport: Transport, metadata: Metadata, index: ShardsIndex, *, dirname: str | None = None
 ) -> list[Problem]:
-    """All problems that names and sizes show, including those of the documents.
-
-    One stat for each file locally, one listing remotely: 1,000 shards take a few milliseconds on a local disk.
-
-    Args:
-        transport: Rooted at the store's folder.
-        metadata: The parsed `metadata.json`.
-        index: The parsed `shards.json`.
-        dirname: The folder's name, compared with the content hash; None skips this check.
-
-    Returns:
-        Errors, warnings and infos, in the order of the documents, then of the shards. A shard's acceptable sizes are
-        exactly its used bytes (cut), the full capacity (padded), or whole examples in between; any other size is a
-        problem with the examples that it makes unreadable.
-    """
+    """All problems that names and sizes show, including those of the documents; `dirname` is compared with the content hash."""
     return check_survey(survey_store(transport, metadata, index), metadata, index, dirname=dirname)
 
 
 def survey_store(transport: Transport, metadata: Metadata, index: ShardsIndex) -> Survey:
-    """Survey of the listed shards, the token arrays, and the shard behind the last one."""
+    """Survey of the listed shards and the token arrays."""
     arrays = [array.file_name for array in metadata.recordable]
-    return survey(transport, [*index.names, *arrays, shard_name(index.n_listed)])
+    return survey(transport, [*index.names, *arrays])
 
 
 def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirname: str | None) -> list[Problem]:
-    """`quick_checks` on an existing survey. Pure."""
+    """`quick_checks` on an existing survey."""
     layout = metadata.layout
     problems = [*metadata.problems, *check_dirname(metadata, dirname)]
     for shard_idx, name in enumerate(index.names):
@@ -142,9 +112,6 @@ def check_survey(seen: Survey, metadata: Metadata, index: ShardsIndex, *, dirnam
             problems.append(problem)
     for array in metadata.recordable:
         problems += _check_token_array(layout, array, seen, is_declared=metadata.declares_token_arrays)
-    if (unlisted := shard_name(index.n_listed)) in seen.files:
-        message = f"{unlisted} is there, but shards.json lists only {index.n_listed} shards; it is not read"
-        problems.append(Problem("unlisted_shard", message, where=unlisted, severity="warning"))
     return problems
 
 
@@ -152,14 +119,11 @@ def check_dirname(metadata: Metadata, dirname: str | None) -> Iterator[Problem]:
     """A warning if no recipe of any version makes the folder's name from its document."""
     if dirname is None or match_hash(metadata, dirname) is not None:
         return
-    yield Problem(
-        "hash_mismatch",
-        f"the folder is named {dirname!r}, but no recipe makes that name from metadata.json; the one of its "
-        f"version gives {metadata.hash}. The metadata was changed after recording, or the folder renamed: check that it "
-        "describes this store",
-        where="metadata.json",
-        severity="warning",
+    message = (
+        f"the folder is named {dirname!r}, but no recipe makes that name from metadata.json; the one of its version gives "
+        f"{metadata.hash}. The metadata was changed, or the folder renamed: check that it describes this store"
     )
+    yield Problem("hash_mismatch", message, where="metadata.json", severity="warning")
 
 
 def _check_shard(layout: Layout, shard_idx: int, size: int, seen: Survey) -> Problem | None:
@@ -168,39 +132,27 @@ def _check_shard(layout: Layout, shard_idx: int, size: int, seen: Survey) -> Pro
     start, end = layout.example_range(shard_idx)
     lost = ((start, end),) if start < end else ()
     severity: Severity = "error" if lost else "warning"  # a trailing shard without examples costs nothing
+    used, full, row = layout.used_nbytes(shard_idx), layout.shard_nbytes, layout.example_nbytes
     if size < 0:
         state, why = seen.others.get(name, _NOT_THERE)
         if state == "missing" and not lost:
             return None
-        kind = state if state == "not_a_file" else f"{state}_shard"
-        return Problem(kind, f"{name} cannot be read: {why}", where=name, severity=severity, lost=lost)
-    used, full, row = layout.used_nbytes(shard_idx), layout.shard_nbytes, layout.example_nbytes
-    if size < used:
-        kept = size // row
-        return Problem(
-            "short_shard",
-            f"{name} has {size:,} bytes, but its {end - start} examples take {used:,}; the first {kept} are whole",
-            where=name,
-            lost=((start + kept, end),),
+        kind, message = state if state == "not_a_file" else f"{state}_shard", f"cannot be read: {why}"
+    elif size < used:
+        kind, kept = "short_shard", size // row
+        message, lost = f"has {size:,} bytes, but its examples take {used:,}", ((start + kept, end),)
+    elif size >= full + row:
+        kind = "oversized_shard"
+        message = (
+            f"has {size:,} bytes, but a full shard is {full:,} ({layout.examples_per_shard} examples); it was written with "
+            "another capacity than metadata.json implies, so its vectors may belong to other examples"
         )
-    if size >= full + row:
-        return Problem(
-            "oversized_shard",
-            f"{name} has {size:,} bytes, but a full shard is {full:,} ({layout.examples_per_shard} examples); it "
-            "was written with another capacity than metadata.json implies, so its vectors may belong to other examples",
-            where=name,
-            severity=severity,
-            lost=lost,
-        )
-    if (size - used) % row:
-        return Problem(
-            "trailing_bytes",
-            f"{name} has {size:,} bytes: {(size - used) % row} of those after its {end - start} examples are not a whole row "
-            f"of {row:,} bytes; all vectors are in place, but bytes were appended to the file, or cut from the zeros at its end",
-            where=name,
-            severity="warning",
-        )
-    return None
+    elif (size - used) % row:
+        kind, severity, lost = "trailing_bytes", "warning", ()
+        message = f"has {size:,} bytes; those after its examples are not whole rows of {row:,} bytes. All vectors are in place"
+    else:
+        return None
+    return Problem(kind, f"{name} {message}", where=name, severity=severity, lost=lost)
 
 
 def _check_token_array(layout: Layout, array: TokenArray, seen: Survey, *, is_declared: bool) -> Iterator[Problem]:
@@ -208,19 +160,18 @@ def _check_token_array(layout: Layout, array: TokenArray, seen: Survey, *, is_de
     if name not in seen.files and name not in seen.others and not is_declared:
         return  # labels of older stores are optional
     what, expected = token_array_kind(array), array.nbytes(layout)
-    remedy = f"Vectors are readable, {array.name} are not. Copy the file again, or {rewriting(array.name)}"
-    if name in seen.files:
-        size, _ = seen.files[name]
-        if size != expected:
-            message = (
-                f"{name} has {size:,} bytes; {layout.n_examples:,} examples of {layout.content_tokens_per_example:,} content "
-                f"tokens of {array.dtype} take {expected:,}. {remedy}"
-            )
-            yield Problem(f"{what}_size", message, where=name)
-    else:
-        state, why = seen.others.get(name, _NOT_THERE)
-        kind = "missing" if state == "missing" else "unreadable"
-        yield Problem(f"{kind}_{what}", f"{name} cannot be read: {why}. {remedy}", where=name)
+    size, _ = seen.files.get(name, _NO_FILE)
+    if size == expected:
+        return
+    state, why = seen.others.get(name, _NOT_THERE)
+    kind = f"{what}_size" if size >= 0 else f"missing_{what}" if state == "missing" else f"unreadable_{what}"
+    message = f"has {size:,} bytes; they must be {expected:,}" if size >= 0 else f"cannot be read: {why}"
+    yield Problem(kind, f"{name} {message}. {token_array_remedy(array)}", where=name)
+
+
+def token_array_remedy(array: TokenArray) -> str:
+    """Advice on a token array that is lost, for messages."""
+    return f"Vectors are readable, {array.name} are not. Copy the file again, or {rewriting(array.name)}"
 
 
 def token_array_kind(array: TokenArray) -> str:

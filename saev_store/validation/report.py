@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -12,27 +11,18 @@ from saev_store.problems import Problem, Severity
 
 #: The order in which problems are shown.
 _RANK: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
-_COLOURS: dict[Severity, str] = {"error": "#c62828", "warning": "#b26a00", "info": "#546e7a"}
-#: Problems listed in an exception's message and in a notebook; `problems` holds all of them.
+#: Problems listed in an exception's message; `problems` holds all of them.
 _MAX_SHOWN = 20
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The same ranges, ascending, merged where they touch, without empty ones.
-
-    >>> merge_ranges([(5, 9), (0, 2), (2, 3), (8, 11), (4, 4)])
-    ((0, 3), (5, 11))
-    """
+    """The same ranges, ascending, merged if they touch, without empty ones."""
     merged: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if start >= end:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
+    for start, end in sorted(span for span in ranges if span[0] < span[1]):
+        low, high = merged.pop() if merged and start <= merged[-1][1] else (start, end)
+        merged.append((low, max(high, end)))
     return tuple(merged)
 
 
@@ -96,68 +86,21 @@ class Report:
         errors = self.errors
         if not errors:
             return
-        shown = "\n".join(f"  {problem}" for problem in errors[:_MAX_SHOWN])
-        more = f"\n  … and {len(errors) - _MAX_SHOWN} more" if len(errors) > _MAX_SHOWN else ""
+        shown = "".join(f"\n  {problem}" for problem in errors[:_MAX_SHOWN])
         raise CorruptShardError(
-            f"{counted(len(errors), 'error')}, {self.n_lost:,} of {self.n_examples:,} examples are lost:\n{shown}{more}",
+            f"{counted(len(errors), 'error')}, {self.n_lost:,} of {self.n_examples:,} examples are lost:{shown}",
             where=self.url,
-            remedy="Restore the files named, or record the lost examples again with `repair`."
-            if self.lost
-            else "Restore the files named.",
+            remedy="Restore the files named, or record lost examples again with `repair`.",
             problems=self.problems,
         )
 
     def to_dict(self) -> dict[str, object]:
         """Plain types for `json.dumps`, as `saev-store validate --json` prints them."""
-        return {
-            "url": self.url,
-            "ok": self.ok,
-            "deep": self.deep,
-            "n_examples": self.n_examples,
-            "n_shards": self.n_shards,
-            "n_lost": self.n_lost,
-            "lost": [list(span) for span in self.lost],
-            "checked_bytes": self.checked_bytes,
-            "elapsed_s": round(self.elapsed_s, 6),
-            "problems": [asdict(problem) for problem in self.problems],
-        }
-
-    def _headline(self) -> str:
-        infos = len(self.problems) - len(self.errors) - len(self.warnings)
-        counts = [
-            counted(n, noun)
-            for n, noun in ((len(self.errors), "error"), (len(self.warnings), "warning"), (infos, "remark"))
-            if n
-        ]
-        return ("ok" if self.ok else "NOT OK") + (": " + ", ".join(counts) if counts else "")
-
-    def _facts(self) -> str:
-        depth = (
-            f"{self.checked_bytes:,} bytes checked in {self.elapsed_s:.2f} s" if self.deep else "names and sizes only"
-        )
-        lost = f"; {self.n_lost:,} lost" if self.n_lost else ""
-        return f"{counted(self.n_examples, 'example')} in {counted(self.n_shards, 'shard')}, {depth}{lost}"
+        return {"ok": self.ok, "n_lost": self.n_lost, "lost": [list(span) for span in self.lost], **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [f"{self.url}: {self._headline()}", f"  {self._facts()}"]
-        lines += [f"  {problem}" for problem in self.problems]
-        return printable("\n".join(lines))
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td style='color:{_COLOURS[problem.severity]}'>{problem.severity}</td>"
-            f"<td><code>{html.escape(problem.kind)}</code></td><td>{html.escape(problem.where)}</td>"
-            f"<td style='text-align:left'>{html.escape(problem.message)}</td>"
-            f"<td>{html.escape(', '.join(f'{start}:{end}' for start, end in problem.lost[:8]))}"
-            f"{' …' if len(problem.lost) > 8 else ''}</td></tr>"
-            for problem in self.problems[:_MAX_SHOWN]
-        )
-        hidden = len(self.problems) - _MAX_SHOWN
-        more = f"<p>… and {hidden} more in <code>.problems</code></p>" if hidden > 0 else ""
-        head = "<tr><th></th><th>kind</th><th>where</th><th>what</th><th>lost examples</th></tr>"
-        table = f"<table>{head}{rows}</table>{more}" if rows else ""
-        colour = "#2e7d32" if self.ok else _COLOURS["error"]
-        return printable(
-            f"<div><b style='color:{colour}'>{html.escape(self._headline())}</b> "
-            f"<code>{html.escape(self.url)}</code><br>{html.escape(self._facts())}{table}</div>"
-        )
+        checked = f"{self.checked_bytes:,} bytes checked" if self.deep else "names and sizes only"
+        lost = f"; {self.n_lost:,} lost" if self.n_lost else ""
+        of = f"{counted(self.n_examples, 'example')} in {counted(self.n_shards, 'shard')}"
+        head = f"{self.url}: {'ok' if self.ok else 'NOT OK'}: {of}, {checked}{lost}"
+        return printable("\n".join([head, *(f"  {problem}" for problem in self.problems)]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
@@ -14,41 +12,21 @@ NO_RUNS: IntArray = np.empty((0, 2), dtype=np.int64)
 _Bits = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """Result of scanning a piece of a shard.
-
-    Attributes:
-        zero_runs: Shape (k, 2): half-open ranges of *elements* of the shard that are zero, each either whole vectors or
-            the part of a vector at the piece's edge.
-        n_nonfinite: Count of elements that are infinite or NaN.
-    """
-
-    zero_runs: IntArray
-    n_nonfinite: int
-
-
-def scan_piece(piece: memoryview, *, start: int, d_model: int, dtype: str = "float32") -> Scan:
-    """Find zero vectors and non-finite numbers in consecutive bytes of a shard.
+def scan_piece(piece: memoryview, *, start: int, d_model: int, dtype: str = "float32") -> tuple[IntArray, int]:
+    """Find zero vectors and non-finite numbers in consecutive bytes of a shard; `start` is their first element's position in it.
 
     A vector is zero if all its bits are, as in a row of a sparse file that was never written.
 
-    Args:
-        piece: Whole elements.
-        start: Position of the first one in the shard, in elements.
-        d_model: Length of a vector.
-        dtype: Of an element, as a layout names it.
-
-    >>> data = np.array([0, 0, 0, 0, 1, 0, 0, 0, 0, 2], dtype="<f4")
-    >>> scan_piece(memoryview(data).cast("B"), start=1, d_model=3).zero_runs.tolist()
-    [[1, 3], [6, 9]]
+    Returns:
+        Half-open ranges of *elements* of the shard that are zero, int64 (k, 2), each either whole vectors or the part of a vector at
+        the piece's edge; and the count of elements that are infinite or NaN.
     """
     bits = np.frombuffer(piece, dtype=f"<u{ITEMSIZES[dtype]}")
     if not bits.size:
-        return Scan(NO_RUNS, 0)
+        return NO_RUNS, 0
     if not bits[:1024].any() and not bits.any():
-        return Scan(np.array([[start, start + bits.size]], dtype=np.int64), 0)
-    return Scan(_zero_runs(bits, start, d_model), _count_nonfinite(bits, dtype))
+        return np.array([[start, start + bits.size]], dtype=np.int64), 0
+    return _zero_runs(bits, start, d_model), _count_nonfinite(bits, dtype)
 
 
 def _count_nonfinite(bits: _Bits, dtype: str) -> int:
@@ -95,11 +73,7 @@ def _zero_vectors(vectors: _Bits) -> npt.NDArray[np.intp]:
 
 
 def merge_runs(runs: IntArray) -> IntArray:
-    """Merge ascending ranges that touch.
-
-    >>> merge_runs(np.array([[0, 3], [3, 6], [9, 12]])).tolist()
-    [[0, 6], [9, 12]]
-    """
+    """Merge ascending ranges that touch."""
     if len(runs) < 2:
         return runs
     gap = runs[1:, 0] != runs[:-1, 1]
@@ -109,10 +83,6 @@ def merge_runs(runs: IntArray) -> IntArray:
 
 
 def whole_units(runs: IntArray, unit: int) -> IntArray:
-    """The units of `unit` elements that lie entirely within merged runs, as non-empty ranges of units.
-
-    >>> whole_units(np.array([[1, 9], [10, 12]]), 3).tolist()
-    [[1, 3]]
-    """
+    """The units of `unit` elements that lie entirely within merged runs, as non-empty ranges of units."""
     units = np.stack([-(-runs[:, 0] // unit), runs[:, 1] // unit], axis=1)
     return units[units[:, 0] < units[:, 1]]

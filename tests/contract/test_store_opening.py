@@ -360,7 +360,6 @@ def test_what_is_only_remarkable_is_no_damage(plain: PlainStore, tmp_path: Path)
     with pytest.warns(SaevStoreWarning):
         store = ShardStore.open(folder)
     assert {problem.severity for problem in store.problems} <= {"info", "warning"}
-    assert "unlisted_shard" in {problem.kind for problem in store.problems}
     (entry,) = ShardStore.list(tmp_path / "root")
     assert (entry.name, entry.state, entry.note) == ("renamed", "complete", "")
 

