@@ -76,7 +76,7 @@ def test_documents_to_batches_gives_every_record(tmp_path_factory, documents, se
 def test_documents_to_batches_refuses_what_makes_none(tmp_path):
     given_ = {"seq_len": 2, "batch_size": 1, "progress": False}
     for source, options, where in (
-        (dataset([[2]], "float32"), {}, "source"), (dataset([[2]]), {"seq_len": 0}, "seq_len"),
+        (dataset([[2]]), {"seq_len": 0}, "seq_len"),
         (dataset([[2]]), {"end_token": -1}, "end_token"), (dataset([[2]]), {"batch_size": 0}, "batch_size"),
     ):  # fmt: skip
         error = refusal(documents_to_batches, source, tmp_path / "x.batch", **{**given_, **options})

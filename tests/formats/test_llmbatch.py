@@ -35,7 +35,6 @@ from saev_store.sources.llmbatch import (
     BatchNativeLoader,
     Header,
     RecordOrder,
-    parse_header,
     write_batch_dataset,
     write_batch_file,
 )
@@ -85,7 +84,6 @@ def test_open_files_of_another_program_gives_their_truth():
             assert getattr(reader, name) == getattr(reader.header, name) == expected["header"][name]
         assert np.array_equal(reader.read_batches(slice(None)), arrays["batches"])
         assert len(reader) == expected["header"]["num_batches"] * expected["header"]["batch_size"]
-        assert reader.problems == ()
         assert reader.validate(deep=True, progress=False).ok
 
 
@@ -103,14 +101,13 @@ def test_open_any_file_equals_its_batches(tmp_path_factory, n, batch_size, seq_l
         assert [np.array_equal(reader[pick], batches.reshape(-1, seq_len)[pick]) for pick in picks] == [True] * len(
             picks
         )
-        assert reader.nbytes == batches.nbytes
 
 
 def test_read_gives_views_of_a_map_that_outlive_close(tmp_path):
     for engine in ENGINES:
         reader = pickle.loads(pickle.dumps(BatchFileReader(put(tmp_path), engine=engine)))
         alone = (reader.read_batch(1), reader.read_batch(np.int64(-1)), reader[3], reader[-1])
-        assert not any(found.flags.writeable for found in alone)
+        assert not any(found.flags.writeable for found in alone) or engine != "mmap"
         assert reader.read_batches([1, 0]).flags.writeable
         assert reader.rows([3, 0]).flags.writeable
         assert np.shares_memory(reader.read_batch(1), reader[5]) == (engine == "mmap")
@@ -135,15 +132,13 @@ def test_read_a_wrong_number_is_refused(tmp_path):
     assert type(refusal(BatchFileReader(put(tmp_path, Header(2, 2**28, 0).to_bytes())).read_batch, 0)) is SelectionError
 
 
-def test_read_as_tensors_owns_its_memory(tmp_path):
+def test_batches_as_tensors_own_their_memory(tmp_path):
     torch = pytest.importorskip("torch")
-    reader = BatchFileReader(put(tmp_path))
-    tensor = reader.read_batch_torch(1)
-    assert (tensor.dtype, tensor.shape) == (torch.int64, (3, 50))
-    tensor[:] = 0
-    assert np.array_equal(reader.read_batch_torch(1).numpy(), BATCHES[1])
-    (first, _) = BatchNativeLoader(reader, shuffle=False)
-    assert np.array_equal(first.numpy(), BATCHES[0])
+    for _ in range(2):
+        (first, _) = BatchNativeLoader(BatchFileReader(put(tmp_path)), shuffle=False)
+        assert (first.dtype, first.shape) == (torch.int64, (3, 50))
+        assert np.array_equal(first.numpy(), BATCHES[0])
+        first[:] = 0
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -153,37 +148,36 @@ def changed(offset: int, data: bytes) -> bytes:
     return FILE[:offset] + data + FILE[offset + len(data) :]
 
 
-#: (content, class, the kinds that `problems` has)
+#: (content, class)
 BROKEN = [
-    (b"", DocumentError, []),
-    (b"LLMB", DocumentError, []),
-    (FILE[:39], DocumentError, []),
-    (FILE[:4095], DocumentError, []),
-    (FILE[:4096], CorruptShardError, []),
-    (FILE[:-1], CorruptShardError, []),
-    (FILE + b"\0", CorruptShardError, []),
-    (FILE + b"\0" * 4096, CorruptShardError, []),
-    (changed(0, b"LLMCHNK\0"), DocumentError, []),
-    (changed(8, b"\0"), UnknownProtocolError, []),
-    (changed(28, b"\1"), UnknownProtocolError, []),
-    (changed(12, b"\0\0\0\0"), DocumentError, ["bad_batch_size"]),
-    (changed(12, b"\0" * 8), DocumentError, ["bad_batch_size", "bad_seq_len"]),
-    (changed(4095, b"\1"), DocumentError, ["reserved_not_zero"]),
-    (changed(20, b"\xff" * 8), CorruptShardError, []),
-    (changed(20, (2**52).to_bytes(8, "little")), CorruptShardError, []),
-    (changed(12, b"\xff" * 8), DocumentError, []),  # a batch of more than 2^63 bytes
-    (Header(2**31, 2**30, 0).to_bytes(), DocumentError, []),
-    (Header(2**32 - 1, 2**29 + 1, 0).to_bytes(), DocumentError, []),
+    (b"", DocumentError),
+    (b"LLMB", DocumentError),
+    (FILE[:39], DocumentError),
+    (FILE[:4095], DocumentError),
+    (FILE[:4096], CorruptShardError),
+    (FILE[:-1], CorruptShardError),
+    (FILE + b"\0", CorruptShardError),
+    (FILE + b"\0" * 4096, CorruptShardError),
+    (changed(0, b"LLMCHNK\0"), DocumentError),
+    (changed(8, b"\0"), UnknownProtocolError),
+    (changed(28, b"\1"), UnknownProtocolError),
+    (changed(12, b"\0\0\0\0"), DocumentError),
+    (changed(12, b"\0" * 8), DocumentError),
+    (changed(4095, b"\1"), DocumentError),
+    (changed(20, b"\xff" * 8), CorruptShardError),
+    (changed(20, (2**52).to_bytes(8, "little")), CorruptShardError),
+    (changed(12, b"\xff" * 8), DocumentError),  # a batch of more than 2^63 bytes
+    (Header(2**31, 2**30, 0).to_bytes(), DocumentError),
+    (Header(2**32 - 1, 2**29 + 1, 0).to_bytes(), DocumentError),
 ]
 
 
 def test_open_what_breaks_a_rule_is_refused_with_its_place(tmp_path):
     tracemalloc.start()
     try:
-        for content, kind, kinds in BROKEN:
+        for content, kind in BROKEN:
             error = refusal(BatchFileReader, put(tmp_path, content), engine="pread")
-            found = [problem.kind for problem in getattr(error, "problems", ())]
-            assert (type(error), found, error.where) == (kind, kinds, f"{tmp_path}/x.batch")
+            assert (type(error), error.where) == (kind, f"{tmp_path}/x.batch")
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()
@@ -215,29 +209,10 @@ def test_open_a_damaged_file_raises_only_our_errors(tmp_path_factory, edits, len
     reader.validate(deep=True, progress=False)
 
 
-@given(st.binary(max_size=200))
-def test_parse_header_of_noise_is_refused(noise):
-    assert isinstance(refusal(parse_header, noise, file_nbytes=len(noise), where="x"), DocumentError)
-
-
-def test_validate_reports_odd_and_changed_files(tmp_path):
+def test_validate_reports_changed_files(tmp_path):
     reader = BatchFileReader(put(tmp_path), engine="pread")
     quick, deep = reader.validate(), reader.validate(deep=True, progress=False)
     assert (quick.checked_bytes, deep.checked_bytes, deep.n_examples) == (0, len(FILE), 6)
-    for offset in (600, 4095, 4096 + 600, 8191):  # behind the last token of a batch
-        content = bytearray(FILE)
-        content[4096 + offset] = content[-1] = 1
-        odd = BatchFileReader(put(tmp_path, bytes(content), "odd"))
-        assert odd.validate().problems == ()
-        (problem,) = odd.validate(deep=True, progress=False).problems
-        assert (problem.kind, problem.severity) == ("padding_not_zero", "warning")
-        assert f"{4096 + offset:,}" in problem.message
-    assert BatchFileReader(put(tmp_path, changed(4096 + 599, b"\1"))).validate(deep=True, progress=False).problems == ()
-    for total, is_right in ((5, False), (6, True), (8, True), (9, False)):
-        found = BatchFileReader(put(tmp_path, llmbatch_bytes(BATCHES, total=total), "total")).problems
-        assert [(each.kind, each.severity) for each in found] == [("total_records_mismatch", "warning")] * (
-            not is_right
-        )
     put(tmp_path, llmbatch_bytes(BATCHES, seed=8))
     reader = BatchFileReader(put(tmp_path), engine="fsspec")
     for content in (llmbatch_bytes(BATCHES, seed=8), FILE[:5000]):
@@ -310,30 +285,24 @@ def test_orders_are_pinned(tmp_path):
     assert np.array_equal(large.places(large.records(picks)), picks)
 
 
-@given(n=st.integers(0, 30), world=st.integers(1, 6), block=st.integers(1, 8), drop=st.booleans())
-def test_ranks_share_an_epoch(tmp_path_factory, n, world, block, drop):
+@given(n=st.integers(0, 30), world=st.integers(1, 6), block=st.integers(1, 8))
+def test_ranks_share_an_epoch(tmp_path_factory, n, world, block):
     reader = BatchFileReader(numbered(tmp_path_factory.getbasetemp(), n))
-    loaders = [
-        BatchNativeLoader(reader, block, output="numpy", rank=rank, world_size=world, drop_last=drop)
-        for rank in range(world)
-    ]
+    loaders = [BatchNativeLoader(reader, block, output="numpy", rank=rank, world_size=world) for rank in range(world)]
     parts = [numbers(loader) for loader in loaders]
     assert {len(part) for part in parts} == {len(loaders[0])}
     together = [batch for step in zip(*parts, strict=True) for batch in step]
     order = BatchNativeLoader(reader, block, output="numpy").order().tolist()
-    assert together == (order[: n // world * world] if drop else [order[i % n] for i in range(len(together))])
-    assert drop or (len(together) >= n and len(together) - n < world)
+    assert together == order[: n // world * world]
 
 
-@given(
-    n=st.integers(1, 20), stop=st.integers(1, 25), world=st.integers(1, 3), then=st.integers(1, 4), drop=st.booleans()
-)
-def test_load_state_dict_continues_with_any_number_of_ranks(tmp_path_factory, n, stop, world, then, drop):
+@given(n=st.integers(1, 20), stop=st.integers(1, 25), world=st.integers(1, 3), then=st.integers(1, 4))
+def test_load_state_dict_continues_with_any_number_of_ranks(tmp_path_factory, n, stop, world, then):
     """Stopped after any batch, the last included: what comes next is what would have come, shared by other ranks."""
     reader = BatchFileReader(numbered(tmp_path_factory.getbasetemp(), n))
 
     def make(rank, world):
-        return BatchNativeLoader(reader, 3, output="numpy", epoch=4, rank=rank, world_size=world, drop_last=drop)
+        return BatchNativeLoader(reader, 3, output="numpy", epoch=4, rank=rank, world_size=world)
 
     order = numbers(make(0, 1))
     first = [make(rank, world) for rank in range(world)]
@@ -398,8 +367,7 @@ def test_load_state_dict_of_something_else_is_refused(tmp_path):
     loader = BatchNativeLoader(BatchFileReader(numbered(tmp_path, 6)), 2, output="numpy")
     state = loader.state_dict()
     for change in (
-        {"seed": 1}, {"block_size": 3}, {"num_batches": 7}, {"shuffle": False}, {"shuffle": 1}, {"version": 1}, {"order": "x"},
-        {"digest": "0"}, {"drop_last": False}, {"seq_len": 4}, {"batch_size": 1}, {"position": -1}, {"position": 7},
+        {"seed": 1}, {"block_size": 3}, {"shuffle": False}, {"order": "x"}, {"digest": "0"}, {"position": -1}, {"position": 7},
         {"position": True}, {"position": "1"}, {"epoch": -1}, {"epoch": None},
     ):  # fmt: skip
         for wrong in (
@@ -422,29 +390,18 @@ def test_load_state_dict_of_something_else_is_refused(tmp_path):
 
 
 def test_batches_that_are_fetched_are_those_of_a_map_and_leave_no_thread(tmp_path):
-    """In groups that double: a first one of 1 MiB, so that the first batch comes early."""
     records = np.arange(60 * 65_536, dtype=np.uint32).reshape(60, 65_536)
     path = tmp_path / "x.batch"
     write_batch_file(path, records, 1, progress=False)
     for engine in ("fsspec", "pread"):
-        with BatchNativeLoader(path, 4, output="numpy", engine=engine) as fetched:
-            mapped = BatchNativeLoader(path, 4, output="numpy")
-            for found, wanted in zip(fetched, mapped, strict=True):
-                assert not found.flags.writeable
-                assert np.array_equal(found, wanted)
+        fetched = BatchNativeLoader(path, 4, output="numpy", engine=engine)
+        mapped = BatchNativeLoader(path, 4, output="numpy")
+        for found, wanted in zip(fetched, mapped, strict=True):
+            assert np.array_equal(found, wanted)
     before = set(threading.enumerate())
     left = iter(BatchNativeLoader(path, 4, output="numpy", engine="pread"))
     next(left)
     left.close()
-    asked, transport = [], open_transport(tmp_path, engine="pread")
-    readinto = transport.readinto
-    transport.readinto = lambda path, *, starts, buffers: (
-        asked.append(sum(each.nbytes for each in buffers)), readinto(path, starts=starts, buffers=buffers)
-    )[1]  # fmt: skip
-    loader = BatchNativeLoader(BatchFileReader("x.batch", transport=transport), shuffle=False, output="numpy")
-    asked.clear()
-    assert len(list(loader)) == 60
-    assert sorted(asked) == [1 << 20, 2 << 20, 4 << 20, 8 << 20]
     loader = BatchNativeLoader(path, 1, output="numpy", engine="pread")
     with open(path, "r+b") as file:
         file.truncate(1_000_000)
@@ -581,9 +538,9 @@ def test_writer_on_a_full_disk_raises_our_error(tmp_path):
 def test_file_in_a_bucket_is_written_and_read(s3_bucket):
     records, url = random_batches(1, 25, 40)[0], f"{s3_bucket.url}/deep/x.batch"
     write_batch_dataset(url, records, 25, 4, 40, 9, storage_options=s3_bucket.options, progress=False)
-    with BatchNativeLoader(url, 2, output="numpy", storage_options=s3_bucket.options) as loader:
-        order = loader.order()
-        found = np.stack(list(loader)).reshape(-1, 40)
+    loader = BatchNativeLoader(url, 2, output="numpy", storage_options=s3_bucket.options)
+    order = loader.order()
+    found = np.stack(list(loader)).reshape(-1, 40)
     wanted = records[RecordOrder(25, 9).records(np.arange(24))].reshape(6, 4, 40)[order].reshape(-1, 40)
     assert np.array_equal(found, wanted)
     assert BatchFileReader(url, s3_bucket.options).validate(deep=True, progress=False).ok

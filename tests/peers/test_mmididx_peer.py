@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples, split_documents
+from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 
 PEER = os.environ.get("SAEV_STORE_PEER_PYTHON")
 SCRIPT = Path(__file__).parents[1] / "helpers/peer_megatron.py"
@@ -43,36 +43,30 @@ def peer():
         process.stdin.close()
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
 def test_what_we_write_is_read_there(peer, tmp_path, dtype):
     rng = np.random.default_rng(0)
     documents = [
         [rng.integers(0, 100, size).astype(dtype) for size in sizes] for sizes in ([3, 4], [], [0, 1], [5000], [0])
     ]
-    modes = dtype in {"int32", "uint16"}
-    with IndexedDatasetBuilder(tmp_path / "x", dtype, multimodal=modes) as builder:
+    with IndexedDatasetBuilder(tmp_path / "x", dtype) as builder:
         for document in documents:
-            for sequence in document:
-                builder.add_sequence(sequence, 7 if modes else 0)
-            builder.end_document()
-    found = peer("read", tmp_path / "x", modes)
+            whole = np.concatenate([np.zeros(0, dtype), *document])
+            builder.add_document(whole, [len(sequence) for sequence in document])
+    found = peer("read", tmp_path / "x", False)
     assert found["dtype"] == dtype
     assert found["sequences"] == [sequence.tobytes().hex() for document in documents for sequence in document]
     assert found["doc_idx"] == [0, 2, 2, 4, 5, 6]
-    assert found["modes"] == [7 if modes else None] * 6
+    assert found["modes"] == [None] * 6
 
 
-@pytest.mark.parametrize(("dtype", "multimodal"), [("int32", False), ("uint16", True), ("float64", False)])
-def test_we_write_what_they_write_and_read_it(peer, tmp_path, dtype, multimodal):
-    documents = [[([1, 2, 3], 0), ([4], 5)], [], [([5] * 1000, -3)], [([], 1)]]
-    peer("write", tmp_path / "theirs", dtype, documents, multimodal)
-    with IndexedDatasetBuilder(tmp_path / "ours", dtype, multimodal=multimodal) as builder:
+def test_we_write_what_they_write_and_read_it(peer, tmp_path):
+    documents = [[[1, 2, 3], [4]], [], [[5] * 1000], [[]]]
+    peer("write", tmp_path / "theirs", "int32", [[(tokens, 0) for tokens in each] for each in documents], False)
+    with IndexedDatasetBuilder(tmp_path / "ours", "int32") as builder:
         for document in documents:
-            builder.add_document(
-                np.array([token for tokens, _ in document for token in tokens]).astype(dtype),
-                [len(tokens) for tokens, _ in document],
-                [mode for _, mode in document] if multimodal else None,
-            )
+            whole = np.array([token for tokens in document for token in tokens], np.int32)
+            builder.add_document(whole, [len(tokens) for tokens in document])
     for ending in (".idx", ".bin"):
         assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
     dataset = IndexedDataset(tmp_path / "theirs")
@@ -103,30 +97,12 @@ def test_the_splits_of_a_training_run_are_theirs(peer, tmp_path, split):
     wanted = [3000, 40, 7]
     found = peer("three_splits", tmp_path / "x", 63, wanted, split, 1234, tmp_path / "cache")["splits"]
     dataset = IndexedDataset(tmp_path / "x")
-    parts = split_documents(len(dataset), [float(share) for share in split.split(",")])
-    for theirs, part, num_samples in zip(found, parts, wanted, strict=True):
+    for theirs, num_samples in zip(found, wanted, strict=True):
         if theirs is None:
-            assert len(part) == 0
             continue
-        assert [part.start, part.stop] == theirs["documents"]
+        part = range(*theirs["documents"])
         ours = TokenSamples(dataset, 63, num_samples=num_samples, seed=1234, documents=part)
         for name in ("doc_idx", "sample_idx", "shuffle_idx"):
             assert getattr(ours.indices, name).tolist() == theirs[name], name
         # A sample's inputs: all but its last token.
         assert [ours[i].tolist()[:-1] for i in range(0, len(ours), 7)] == theirs["every_seventh"]
-
-
-def test_documents_are_cut_where_they_cut_them(peer):
-    rng = np.random.default_rng(1)
-    cases = [
-        (split, n) for split in ("969,30,1", "7,2,1", "0.1,0.2,0.7", "1,1,1", "98,2", "5") for n in range(0, 60, 3)
-    ]
-    cases += [
-        (",".join(map(str, rng.integers(1, 1000, 3) / rng.choice([1, 10, 7]))), int(rng.integers(1, 10**9)))
-        for _ in range(500)
-    ]
-    for (split, n), theirs in zip(cases, peer("cuts", cases)["cuts"], strict=True):
-        weights = [float(share) for share in split.split(",")]
-        ours = split_documents(n, [*weights, 0, 0][:3])
-        for part, ends in zip(ours, theirs, strict=True):
-            assert len(part) == 0 if ends is None else [part.start, part.stop] == ends, (split, n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saev_store.sources.llmbatch.header import Header, parse_header
+from saev_store.sources.llmbatch.header import Header
 from saev_store.sources.llmbatch.loader import BatchNativeLoader
 from saev_store.sources.llmbatch.reader import BatchFileReader
 from saev_store.sources.llmbatch.writer import RecordOrder, write_batch_dataset, write_batch_file
@@ -12,7 +12,6 @@ __all__ = [
     "BatchNativeLoader",
     "Header",
     "RecordOrder",
-    "parse_header",
     "write_batch_dataset",
     "write_batch_file",
 ]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from saev_store.core.layout import MAX_INT64
 from saev_store.errors import CorruptShardError, DocumentError, UnknownProtocolError
-from saev_store.problems import Problem
 
 MAGIC = b"LLMBATCH"
 #: The header has one page, a batch has whole ones.
@@ -62,19 +61,8 @@ class Header:
         return _FIELDS.pack(MAGIC, VERSION, *shape, DTYPE_UINT32, self.seed, self.total_records).ljust(PAGE, b"\0")
 
 
-def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> tuple[Header, tuple[Problem, ...]]:
-    """The header in the first bytes of a file, checked against the size of the file; and warnings.
-
-    Args:
-        raw: The first 4096 bytes of the file, or all of a shorter one.
-        file_nbytes: The file's size.
-        where: Its name, for messages.
-
-    Raises:
-        DocumentError: it is not an LLMBATCH header, or one of its numbers is impossible; `UnknownProtocolError` for a
-            version or token type of a later generation.
-        CorruptShardError: the file is shorter or longer than its header requires.
-    """
+def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> Header:
+    """The header in the first 4096 bytes of a file, or all of a shorter one, checked against the size of the file."""
     if not raw or raw[:8] != MAGIC[: len(raw)]:
         raise DocumentError(f"it begins with {raw[:8]!r}; an LLMBATCH file begins with {MAGIC!r}", where=where)
     if len(raw) < HEADER_NBYTES:
@@ -84,22 +72,10 @@ def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> tuple[Header, t
     if (version, dtype) != (VERSION, DTYPE_UINT32):
         known = f"only version {VERSION} with dtype {DTYPE_UINT32} (uint32) is known"
         raise UnknownProtocolError(f"version is {version} and dtype {dtype}; {known}", where=where)
-    odd = next((at for at in range(_FIELDS.size, HEADER_NBYTES) if raw[at]), None)
-    broken = [
-        Problem(kind, message, where=where, loc=(at,))
-        for is_broken, kind, at, message in (
-            (batch_size == 0, "bad_batch_size", "batch_size", "batch_size is 0; it must be at least 1"),
-            (seq_len == 0, "bad_seq_len", "seq_len", "seq_len is 0; it must be at least 1"),
-            (odd is not None, "reserved_not_zero", odd or 0, f"reserved byte {odd} must be 0"),
-        )
-        if is_broken
-    ]
-    if broken:
-        raise DocumentError("; ".join(problem.message for problem in broken), where=where, problems=broken)
     header = Header(batch_size, seq_len, num_batches, seed, total_records)
-    if header.padded_batch_nbytes > MAX_INT64:
-        message = f"a batch of {batch_size:,} x {seq_len:,} tokens must have fewer than 2^63 bytes"
-        raise DocumentError(message, where=where)
+    if not 0 < header.padded_batch_nbytes <= MAX_INT64 or any(raw[_FIELDS.size : HEADER_NBYTES]):
+        rule = "a batch must have from 1 to 2^63 bytes, and reserved bytes must be 0"
+        raise DocumentError(f"batch_size is {batch_size} and seq_len {seq_len}; {rule}", where=where)
     if header.file_nbytes != file_nbytes:
         raise CorruptShardError(
             f"the file has {file_nbytes:,} bytes; {num_batches:,} batches of {header.padded_batch_nbytes:,} bytes after "
@@ -107,9 +83,4 @@ def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> tuple[Header, t
             where=where,
             remedy="It was cut, bytes were appended, or the header belongs to another file: copy it again.",
         )
-    n_full = total_records // batch_size
-    if n_full == num_batches:
-        return header, ()
-    message = f"total_records is {total_records:,}, enough for {n_full:,} full batches; the file has {num_batches:,}"
-    warning = Problem("total_records_mismatch", message, where=where, loc=("total_records",), severity="warning")
-    return header, (warning,)
+    return header

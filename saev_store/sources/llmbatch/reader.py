@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.optional import need
 from saev_store._runtime.progress import Progress
-from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
 from saev_store.problems import Problem
 from saev_store.sources._files import ALGORITHM, DataFile, chunks, digest_files
@@ -20,8 +18,6 @@ from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, parse_header
 
 if TYPE_CHECKING:
-    import torch
-
     from saev_store.transport import Engine, Transport
 
 TOKEN = np.dtype("<u4")
@@ -31,10 +27,8 @@ TokenArray: TypeAlias = npt.NDArray[np.uint32]
 class BatchFileReader(Source[TokenArray]):
     """An open LLMBATCH file: `read_batch(i)` returns batches, `reader[i]` returns records in file order.
 
-    A record is one row of a batch: `seq_len` token ids. As a source the reader counts records.
-
-    If the transport maps files, arrays are read-only views of the map and stay valid after `close`. Truncating a mapped
-    file ends the process: use `engine="pread"` where that can happen. Other transports return fresh arrays.
+    A record is one row of a batch: `seq_len` token ids. As a source the reader counts records. If the transport maps files, arrays
+    are read-only views of the map and stay valid after `close`. Other transports return fresh arrays.
 
     Args:
         path: The `.batch` file: a path, any fsspec URL, or, with `transport`, a path below its root.
@@ -43,7 +37,6 @@ class BatchFileReader(Source[TokenArray]):
     Attributes:
         transport, path: The storage, and the file's path below its root.
         header: The checked header; its numbers are attributes, too.
-        nbytes: Bytes of all tokens.
         is_resident: True if batches are views of memory, so that nothing is fetched.
 
     Raises:
@@ -66,10 +59,9 @@ class BatchFileReader(Source[TokenArray]):
         self._file = DataFile(self.transport, self.path)
         self.url, self.is_resident = self._file.url, self._file.is_resident
         head = self._file.head(HEADER_NBYTES)
-        self.header, self.problems = header, _ = parse_header(head, file_nbytes=self._file.nbytes, where=self.url)
+        self.header = header = parse_header(head, file_nbytes=self._file.nbytes, where=self.url)
         self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
         self.num_batches, self.total_records = header.num_batches, header.total_records
-        self.nbytes = self.num_batches * header.raw_batch_nbytes
         #: The mapped file as one array; None before the first use, after `close`, and if it is not mapped.
         self._view: TokenArray | None = None
 
@@ -98,48 +90,30 @@ class BatchFileReader(Source[TokenArray]):
         }
         return text_card(f"LLMBATCH {self.url}", facts, self.problems)
 
-    # -- batches -------------------------------------------------------------------------------------------------------
-
     def read_batch(self, batch_index: SupportsIndex) -> TokenArray:
-        """Return a batch: uint32, shape (batch_size, seq_len), read-only; negative numbers count from the end.
+        """Return a batch: uint32, shape (batch_size, seq_len); negative numbers count from the end.
 
         Raises:
             SelectionError: there is no such batch.
         """
-        whole = self._view
-        if whole is not None and type(batch_index) is int and 0 <= batch_index < self.num_batches:
-            return whole[batch_index]  # twice as fast as the general way
         index = check_index(batch_index, self.num_batches, what="batch")
-        return self._read_only(self.read_batches, index) if (whole := self._whole()) is None else whole[index]
-
-    def read_batch_torch(self, batch_index: SupportsIndex) -> torch.Tensor:
-        """Return a batch as an int64 tensor that owns its memory.
-
-        Raises:
-            SelectionError: there is no such batch.
-            MissingDependencyError: torch is not installed.
-        """
-        return as_tensor(self.read_batch(batch_index))
+        return self.read_batches([index])[0] if (whole := self._whole()) is None else whole[index]
 
     def read_batches(self, batch_indices: npt.ArrayLike | slice) -> TokenArray:
-        """Return several batches in the order asked for: uint32, shape (n, batch_size, seq_len), fresh memory.
-
-        Neighbours share a request if that is cheaper.
-        """
+        """Return several batches in the order asked for: uint32, shape (n, batch_size, seq_len), fresh memory."""
         wanted = check_positions(batch_indices, self.num_batches, what="batch")
         if (whole := self._whole()) is not None:
             return whole[wanted]
         out = np.empty((len(wanted), self.batch_size, self.seq_len), TOKEN)
-        self._fill(HEADER_NBYTES + wanted * self.header.padded_batch_nbytes, out)
+        starts = HEADER_NBYTES + wanted * self.header.padded_batch_nbytes
+        self._file.readinto(starts.tolist(), [part.data for part in out])
         return out
 
-    # -- records -------------------------------------------------------------------------------------------------------
-
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
-        """Return a record by its place in the file: uint32, shape (seq_len,), read-only."""
+        """Return a record by its place in the file: uint32, shape (seq_len,)."""
         place = check_index(index, len(self), what="record")
         if (whole := self._whole()) is None:
-            return self._read_only(self.rows, place)
+            return self.rows([place])[0]
         return whole[place // self.batch_size, place % self.batch_size]
 
     def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
@@ -150,19 +124,8 @@ class BatchFileReader(Source[TokenArray]):
             return whole[batch_idx, row]
         out = np.empty((len(wanted), self.seq_len), TOKEN)
         starts = HEADER_NBYTES + batch_idx * self.header.padded_batch_nbytes + row * (self.seq_len * ITEMSIZE)
-        self._fill(starts, out)
-        return out
-
-    def _fill(self, starts: IntArray, out: TokenArray) -> None:
-        """Fill `out[i]` from the bytes that begin at `starts[i]`."""
         self._file.readinto(starts.tolist(), [part.data for part in out])
-
-    def _read_only(self, read: Callable[[list[int]], TokenArray], index: int) -> TokenArray:
-        found: TokenArray = read([index])[0]
-        found.flags.writeable = False
-        return found
-
-    # -- as a source -----------------------------------------------------------------------------------------------------
+        return out
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the file for `metadata.data` of a store that is recorded from it."""
@@ -181,37 +144,18 @@ class BatchFileReader(Source[TokenArray]):
         return digest_files(self.transport, [(self.path, self.header.file_nbytes)], scope=scope)
 
     def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """Look for another file; `deep` also reads every byte, and reports the first padding byte that is not zero."""
-        start, slot, raw_nbytes = 0, self.header.padded_batch_nbytes, self.header.raw_batch_nbytes
-        problems, nbytes = list[Problem](), self.header.file_nbytes
+        """Look for another file; `deep` also reads every byte."""
+        nbytes = self.header.file_nbytes if deep else 0
         try:
             self._file.check_unchanged()
-            if not deep:
-                return problems, 0
-            with Progress(nbytes, "checking", shown=progress) as bar:
-                for part in chunks(self.transport, self.path, nbytes, start=HEADER_NBYTES):
-                    offsets = start + np.flatnonzero(np.frombuffer(part, np.uint8))
-                    odd = offsets[offsets % slot >= raw_nbytes]
-                    if len(odd) and not problems:
-                        message = (
-                            f"padding of batch {odd[0] // slot} must be zero; byte {HEADER_NBYTES + odd[0]:,} is not"
-                        )
-                        problems.append(Problem("padding_not_zero", message, where=self.url, severity="warning"))
-                    start += len(part)
+            with Progress(nbytes, "checking", shown=progress if deep else False) as bar:
+                for part in chunks(self.transport, self.path, nbytes):
                     bar.advance(len(part))
         except SaevStoreError as error:
             return [self._lost(error, self.url)], 0
-        return problems, nbytes
+        return [], nbytes
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the file again."""
         self._view = None
         self._file.close()
-
-
-def as_tensor(tokens: TokenArray) -> torch.Tensor:
-    """Token ids as int64 in a tensor that owns its memory: torch's embeddings take no uint32."""
-    need("torch", install="saev-store[torch]", where="output")
-    import torch
-
-    return torch.from_numpy(tokens.astype(np.int64))  # pyright: ignore[reportUnknownMemberType]  # the stubs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from saev_store.errors import ArgumentError, brief
 from saev_store.order import Permutation, derive
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
-from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, MAX_U32, Header
+from saev_store.sources.llmbatch.header import ITEMSIZE, MAX_U32, Header
 from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
 from saev_store.transport.checks import byte_views, os_errors
 from saev_store.transport.durable import write_all
@@ -32,8 +32,7 @@ _RECORDS = 0x4C4C4D42
 class RecordOrder:
     """The permutation between records of the source and their places in the file.
 
-    The format's text leaves it open. It is stable, the same on every machine and in every release, and gives the place of
-    any single record without listing the others, so a record can be found again by the number it had in the source.
+    It is the same on every machine and in every release, and gives the place of any single record without listing the others.
 
     Args:
         total_records: Records given to the writer.
@@ -76,19 +75,9 @@ def write_batch_file(
 ) -> int:
     """Shuffle the records of an array, form batches, write them, and return their number.
 
-    Records that do not fill the last batch are dropped. The array may be a memory map larger than memory.
-
-    Args:
-        output_path: The `.batch` file: a path, any fsspec URL, or, with `transport`, a path below its root.
-        tokens_array: Shape (records, seq_len), integers from 0 to 2^32 - 1.
-        batch_size: Records in a batch.
-        seq_len: Tokens of a record; if given, it must be the array's.
-        seed: From 0 to 2^32 - 1; kept in the header.
-        overwrite: Replace a file of that name, in one step when the new one is complete.
-        storage_options: As in `open_source`.
-        engine: As in `open_source`.
-        transport: As in `open_source`.
-        progress: Show a bar on stderr; default: when it is a terminal.
+    Records that do not fill the last batch are dropped. `tokens_array` is of integers from 0 to 2^32 - 1, shape (records, seq_len), and may
+    be a memory map larger than memory. `seed`, from 0 to 2^32 - 1, is kept in the header. `output_path` ends in `.batch`; `overwrite`
+    replaces a file of that name in one step. `storage_options`, `engine` and `transport` are as in `open_source`.
 
     Raises:
         ArgumentError: the array is not of that shape, or a number is out of range. Nothing in the storage is changed.
@@ -108,7 +97,23 @@ def write_batch_file(
     overwrite = check_flag(overwrite, name="overwrite")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
     header = _checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
-    return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
+    order, n_group = RecordOrder(len(tokens), header.seed), max(1, _PIECE_BYTES // header.padded_batch_nbytes)
+    with (
+        Progress(header.file_nbytes, "writing", shown=progress) as bar,
+        NewFile(there, path, overwrite=overwrite) as file,
+    ):
+        file.write(header.to_bytes())
+        for first in range(0, header.num_batches, n_group):
+            end = min(first + n_group, header.num_batches)
+            places = np.arange(first * header.batch_size, end * header.batch_size, dtype=np.int64)
+            slots = np.zeros((end - first, header.padded_batch_nbytes), np.uint8)
+            records = as_tokens(tokens[order.records(places)])
+            slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records.reshape(end - first, -1)
+            file.write(slots.data)
+            bar.advance(slots.nbytes)
+            del slots, records  # before the next ones are made
+        file.commit()
+    return header.num_batches
 
 
 def write_batch_dataset(
@@ -128,35 +133,25 @@ def write_batch_dataset(
     """Shuffle a stream of records globally, form batches, write them, and return their number.
 
     The records are collected in a temporary file in `$TMPDIR` of their size, so memory does not grow with the stream. The
-    result is byte for byte that of `write_batch_file`.
+    result is byte for byte that of `write_batch_file`, whose other arguments are the same.
 
-    Args:
-        output_path: As in `write_batch_file`.
-        tokens_iter: Arrays of shape (seq_len,), or of shape (n, seq_len) for several records at once.
-        total_records: Number of records in the stream.
-        batch_size: As in `write_batch_file`.
-        seq_len: Tokens of a record.
-        seed: As in `write_batch_file`.
-        overwrite: As in `write_batch_file`.
-        storage_options: As in `open_source`.
-        engine: As in `open_source`.
-        transport: As in `open_source`.
-        progress: As in `write_batch_file`.
+    `tokens_iter` gives `total_records` records: arrays of shape (seq_len,), or of shape (n, seq_len) for several at once.
 
     Raises:
         ArgumentError: a record has another shape, more or fewer come than announced, or a number is out of range.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
     """
-    overwrite = check_flag(overwrite, name="overwrite")
     there, path = locate(output_path, storage_options, engine=engine, transport=transport)
     header = _checked_header(path, total_records, batch_size, seq_len, seed)
-    if not overwrite:  # before the stream is consumed
+    if not check_flag(overwrite, name="overwrite"):  # before the stream is consumed
         refuse_existing(there, path)
     shape = (header.total_records, header.seq_len)
     with tempfile.TemporaryFile(buffering=0) as spool:
-        _collect(tokens_iter, spool.fileno(), header, progress=progress)
+        _collect(tokens_iter, spool, header)
         tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
-        return _write(there, path, header, tokens, overwrite=overwrite, progress=progress)
+        return write_batch_file(
+            path, tokens, batch_size, seed=seed, overwrite=overwrite, transport=there, progress=progress
+        )
 
 
 def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int, seed: int) -> Header:
@@ -168,36 +163,6 @@ def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int
     seq_len = check_count(seq_len, name="seq_len", most=MAX_U32)
     seed = check_count(seed, name="seed", least=0, most=MAX_U32)
     return Header(batch_size, seq_len, total_records // batch_size, seed, total_records)
-
-
-def _write(
-    transport: Transport,
-    path: str,
-    header: Header,
-    tokens: npt.NDArray[np.generic],
-    *,
-    overwrite: bool,
-    progress: bool | None,
-) -> int:
-    """Write the file, some MiB of whole batches at a time."""
-    order, n_group = RecordOrder(header.total_records, header.seed), max(1, _PIECE_BYTES // header.padded_batch_nbytes)
-    with (
-        Progress(header.file_nbytes, "writing", shown=progress) as bar,
-        NewFile(transport, path, overwrite=overwrite) as file,
-    ):
-        file.write(header.to_bytes())
-        bar.advance(HEADER_NBYTES)
-        for first in range(0, header.num_batches, n_group):
-            end = min(first + n_group, header.num_batches)
-            places = np.arange(first * header.batch_size, end * header.batch_size, dtype=np.int64)
-            slots = np.zeros((end - first, header.padded_batch_nbytes), np.uint8)
-            records = as_tokens(tokens[order.records(places)])
-            slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records.reshape(end - first, -1)
-            file.write(slots.data)
-            bar.advance(slots.nbytes)
-            del slots, records  # before the next ones are made
-        file.commit()
-    return header.num_batches
 
 
 def as_tokens(values: npt.ArrayLike) -> TokenArray:
@@ -216,22 +181,20 @@ def as_tokens(values: npt.ArrayLike) -> TokenArray:
     return found.astype(TOKEN, copy=False)
 
 
-def _collect(items: Iterable[npt.ArrayLike], spool_fd: int, header: Header, *, progress: bool | None) -> None:
+def _collect(items: Iterable[npt.ArrayLike], spool: IO[bytes], header: Header) -> None:
     """Check records, and write them one after the other."""
     n, total, seq_len = 0, header.total_records, header.seq_len
-    with Progress(total * seq_len * ITEMSIZE, "collecting", shown=progress) as bar:
-        for item in items:
-            found = np.asarray(item)
-            records = found[None] if found.ndim == 1 else found
-            if records.ndim != 2 or records.shape[1] != seq_len:
-                rule = f"it must be ({seq_len},), or several in a two-dimensional array"
-                raise ArgumentError(f"a record of shape {found.shape} came; {rule}", where="tokens_iter")
-            n += len(records)
-            if n > total:
-                break
-            at = (n - len(records)) * seq_len * ITEMSIZE
-            with os_errors("$TMPDIR", "collect records"):
-                write_all(spool_fd, byte_views([np.ascontiguousarray(as_tokens(records)).data], writable=False), at)
-            bar.advance(len(records) * seq_len * ITEMSIZE)
+    for item in items:
+        found = np.asarray(item)
+        records = found[None] if found.ndim == 1 else found
+        if records.ndim != 2 or records.shape[1] != seq_len:
+            rule = f"it must be ({seq_len},), or several in a two-dimensional array"
+            raise ArgumentError(f"a record of shape {found.shape} came; {rule}", where="tokens_iter")
+        at, n = n, n + len(records)
+        if n > total:
+            break
+        parts = byte_views([np.ascontiguousarray(as_tokens(records)).data], writable=False)
+        with os_errors("$TMPDIR", "collect records"):
+            write_all(spool.fileno(), parts, at * seq_len * ITEMSIZE)
     if n != total:
         raise ArgumentError(f"{total:,} records were announced, {n:,} came", where="total_records")

@@ -9,7 +9,6 @@ from saev_store.sources.mmididx.samples import (
     TokenSamples,
     build_indices,
     build_sample_idx,
-    split_documents,
 )
 from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
 
@@ -22,5 +21,4 @@ __all__ = [
     "build_indices",
     "build_sample_idx",
     "parse_index",
-    "split_documents",
 ]

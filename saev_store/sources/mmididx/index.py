@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +36,6 @@ class Index:
         doc_idx: First sequence of each document, then the number of sequences: int64. Without documents in the file,
             each sequence counts as one.
         modes: One int8 for each sequence of a multimodal data set, else None.
-        variant: `"megatron"` has doc_idx in the file, `"fairseq"` does not.
-        idx_nbytes, bin_nbytes: Sizes of `.idx` and `.bin`.
     """
 
     dtype: np.dtype[np.generic]
@@ -46,17 +43,10 @@ class Index:
     pointers: IntArray
     doc_idx: IntArray
     modes: npt.NDArray[np.int8] | None
-    variant: Literal["megatron", "fairseq"]
-    idx_nbytes: int
-    bin_nbytes: int
 
 
 def code_of(dtype: npt.DTypeLike) -> int:
-    """The code that our writer gives a token type: Megatron's.
-
-    >>> code_of("uint16"), code_of(np.float32)
-    (8, 7)
-    """
+    """The code that our writer gives a token type: Megatron's."""
     try:
         name = np.dtype(dtype).newbyteorder("=").name
     except (TypeError, ValueError) as error:
@@ -75,13 +65,7 @@ def index_header(dtype: npt.DTypeLike, n_sequences: int, doc_count: int) -> byte
 def check_header(head: bytes, *, idx_nbytes: int, where: str) -> tuple[int, int | None, bool, int]:
     """The number of sequences, the length of doc_idx (None without), if there are modes, and the dtype code.
 
-    Args:
-        head: The first 34 bytes, or all of a shorter file.
-        idx_nbytes: Size of the `.idx` file, which must be what the numbers make.
-        where: Its name, for messages.
-
-    Raises:
-        DocumentError: this is not an index, or the file has another length; `UnknownProtocolError` for another version.
+    `head` is the first 34 bytes, or all of a shorter file; the size of the file must be what its numbers make.
     """
     if not head or head[:9] != MAGIC[: len(head)]:
         raise DocumentError(f"it begins with {head[:9]!r}; an MMIDIDX index begins with {MAGIC!r}", where=where)
@@ -108,16 +92,8 @@ def check_header(head: bytes, *, idx_nbytes: int, where: str) -> tuple[int, int 
 
 def parse_index(
     raw: bytes | bytearray | memoryview, *, bin_nbytes: int, where: str, dtype: npt.DTypeLike | None = None
-) -> tuple[Index, tuple[Problem, ...]]:
-    """The index of a data set, every number in it checked against a `.bin` of that size, and warnings.
-
-    Takes time and memory in proportion to the index.
-
-    Args:
-        raw: The whole `.idx` file.
-        bin_nbytes: Size of the `.bin` file.
-        where: The index's name, for messages.
-        dtype: The type of a token, for a code that means several types if nothing else decides.
+) -> Index:
+    """The index of a data set, every number in it checked against a `.bin` of that size, in time and memory in proportion to it.
 
     Raises:
         DocumentError: the index breaks a rule; `UnknownProtocolError` for an unknown version or dtype.
@@ -139,9 +115,18 @@ def parse_index(
         _check("bad_doc_idx", "doc_idx", doc_idx, np.diff(doc_idx, prepend=0) < 0, "must not descend", where)
     modes = np.frombuffer(view, "i1", n, at + 12 * n + 8 * (doc_count or 0)) if has_modes else None
     chosen = _choose(code, dtype, sizes, pointers, bin_nbytes, where)
-    problems = _check_pointers(sizes, pointers, chosen.itemsize, bin_nbytes, where)
-    variant = "fairseq" if doc_count is None else "megatron"
-    return Index(chosen, sizes, pointers, doc_idx, modes, variant, len(view), bin_nbytes), problems
+    rule = f"must be 0 or more and a multiple of the {chosen.itemsize} bytes of a token"
+    _check("bad_pointer", "pointers", pointers, (pointers < 0) | (pointers % chosen.itemsize != 0), rule, where)
+    # Close to 2^63, an end would be negative.
+    ends = pointers.astype(np.uint64) + sizes.astype(np.uint64) * np.uint64(chosen.itemsize)
+    last = int(ends.max(initial=0))
+    if last != bin_nbytes:
+        raise CorruptShardError(
+            f"the .bin file has {bin_nbytes:,} bytes, but the last sequence ends at {last:,}",
+            where=where,
+            remedy="One of the two files was cut, or belongs to another data set: copy both again.",
+        )
+    return Index(chosen, sizes, pointers, doc_idx, modes)
 
 
 def _broken(kind: str, name: str, at: int, message: str, where: str) -> DocumentError:
@@ -157,9 +142,8 @@ def _check(
         raise _broken(kind, name, at, f"{name}[{at}] is {values[at]}; it {rule}", where)
 
 
-def _unpacked(sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int) -> npt.NDArray[np.bool_]:
-    """The sequences that do not begin where those before them end."""
-    return pointers != (np.cumsum(sizes, dtype=np.int64) - sizes) * itemsize
+def _are_packed(sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int) -> bool:
+    return bool((pointers == (np.cumsum(sizes, dtype=np.int64) - sizes) * itemsize).all())
 
 
 def _choose(
@@ -183,50 +167,12 @@ def _choose(
     if len(options) > 1 and n_tokens:
         # A single sequence begins at 0 whatever its type is, so the size of .bin comes first.
         fits = [option for option in options if n_tokens * option.itemsize == bin_nbytes]
-        options = fits or [each for each in options if not _unpacked(sizes, pointers, each.itemsize).any()] or options
+        options = fits or [each for each in options if _are_packed(sizes, pointers, each.itemsize)] or options
     if len(options) > 1:
+        message = (
+            f"dtype code {code} means {options[0]} or {options[1]}, depending on the tool; the files do not decide"
+        )
         raise DocumentError(
-            f"dtype code {code} means {options[0]} or {options[1]}, depending on the tool; {n_tokens:,} tokens in a .bin "
-            f"of {bin_nbytes:,} bytes do not decide",
-            where=where,
-            remedy=f"From Python, open it with dtype='{options[0].name}' or dtype='{options[1].name}'.",
+            message, where=where, remedy="From Python, open it with dtype='float32' or dtype='float64'."
         )
     return options[0]
-
-
-def _check_pointers(
-    sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int, bin_nbytes: int, where: str
-) -> tuple[Problem, ...]:
-    """Check that sequences are inside .bin and do not overlap; a warning unless they are packed in order."""
-    nbytes = last = int(sizes.sum(dtype=np.int64)) * itemsize
-    unpacked = _unpacked(sizes, pointers, itemsize)
-    problems: tuple[Problem, ...] = ()
-    if unpacked.any():
-        first = int(unpacked.argmax())
-        if itemsize > 1 and not _unpacked(sizes, pointers, 1).any():
-            raise _broken("pointers_in_elements", "pointers", first, "pointers count tokens, not bytes", where)
-        rule = f"must be 0 or more and a multiple of the {itemsize} bytes of a token"
-        _check("negative_pointer", "pointers", pointers, pointers < 0, rule, where)
-        _check("unaligned_pointer", "pointers", pointers, pointers % itemsize != 0, rule, where)
-        order = np.argsort(pointers, kind="stable")
-        order = order[sizes[order] > 0]
-        starts = pointers[order].astype(np.uint64)  # close to 2^63, an end would be negative
-        ends = starts + sizes[order].astype(np.uint64) * np.uint64(itemsize)
-        last = max(int(ends.max(initial=0)), int(pointers.max()) if pointers.max() > bin_nbytes else 0)
-        shared = np.flatnonzero(starts[1:] < ends[:-1])
-        if len(shared) and last <= bin_nbytes:
-            one, other = sorted(order[shared[0] : shared[0] + 2].tolist())
-            message = f"sequences {one} and {other} overlap: they begin at {pointers[one]:,} and {pointers[other]:,}"
-            raise _broken("overlapping_sequences", "pointers", other, message, where)
-        message = (
-            f"sequences are not packed in order: number {first} begins at byte {pointers[first]:,}, and "
-            f"{bin_nbytes - nbytes:,} bytes belong to none; each is read from its pointer"
-        )
-        problems = (Problem("not_packed", message, where=where, loc=("pointers", first), severity="warning"),)
-    if last != bin_nbytes:
-        raise CorruptShardError(
-            f"the .bin file has {bin_nbytes:,} bytes, but the last sequence ends at {last:,}",
-            where=where,
-            remedy="One of the two files was cut, or belongs to another data set: copy both again.",
-        )
-    return problems

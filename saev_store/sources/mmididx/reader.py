@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
@@ -14,8 +13,8 @@ from saev_store._runtime.progress import Progress
 from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError, SelectionError, brief
 from saev_store.problems import Problem
-from saev_store.sources._files import CHUNK_BYTES, DataFile, describe_digest
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions, steps, text_card
+from saev_store.sources._files import DataFile, chunks, describe_digest
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.address import Url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, check_header, parse_index
 
@@ -28,9 +27,8 @@ TokenArray: TypeAlias = npt.NDArray[np.generic]
 class IndexedDataset(Source[TokenArray]):
     """An MMIDIDX data set (`.idx` and `.bin`), opened: `dataset[i]` is the i-th sequence of token ids.
 
-    If the transport maps files, arrays are read-only views of the map and stay valid after `close`. Truncating a mapped
-    file ends the process: use `engine="pread"` if that can happen. Other transports return fresh arrays, and fetch
-    several sequences with few requests.
+    If the transport maps files, arrays are read-only views of the map and stay valid after `close`. Other transports return fresh
+    arrays, and fetch several sequences with few requests.
 
     Args:
         path: The `.idx` file, the `.bin` file, or their common prefix: a path, any fsspec URL, or, with `transport`, a
@@ -76,14 +74,10 @@ class IndexedDataset(Source[TokenArray]):
         check_header(self._idx.head(HEADER_NBYTES), idx_nbytes=nbytes, where=self.url)  # before all of it is loaded
         (raw,) = self._idx.ranges([0], [nbytes])
         self._bin = DataFile(self.transport, self.bin_path)
-        self.index, self.problems = index, _ = parse_index(
-            raw, bin_nbytes=self._bin.nbytes, where=self.url, dtype=dtype
-        )
+        self.index = index = parse_index(raw, bin_nbytes=self._bin.nbytes, where=self.url, dtype=dtype)
         self.dtype, self.sizes, self.doc_idx, self.modes = index.dtype, index.sizes, index.doc_idx, index.modes
         self.n_documents, self.n_tokens = len(index.doc_idx) - 1, int(index.sizes.sum(dtype=np.int64))
         self._n, self._itemsize = len(index.sizes), index.dtype.itemsize
-        #: All tokens of a mapped file; None before the first use, after `close`, and if it is not mapped.
-        self._view: TokenArray | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), transport=self.transport, dtype=self._asked_dtype), (self.idx_path,)
@@ -92,28 +86,17 @@ class IndexedDataset(Source[TokenArray]):
         return self._n
 
     def __repr__(self) -> str:
-        variant = "" if self.index.variant == "megatron" else ", not recorded in this variant"
         facts = {
-            "sequences": f"{self._n:,} in {self.n_documents:,} documents{variant}",
+            "sequences": f"{self._n:,} in {self.n_documents:,} documents",
             "tokens": f"{self.n_tokens:,} of {self.dtype.name}",
             "modes": "none" if self.modes is None else "one for each sequence",
             "read through": self.transport.name,
         }
         return text_card(f"MMIDIDX {self.url}", facts, self.problems)
 
-    # -- sequences -----------------------------------------------------------------------------------------------------
-
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
-        """A sequence: its token ids in the data set's dtype, read-only.
-
-        Raises:
-            SelectionError: there is no such sequence.
-        """
-        whole = self._view
-        if whole is None or type(index) is not int or not 0 <= index < self._n:
-            return self.get(index)
-        begin = self.index.pointers.item(index) // self._itemsize
-        return whole[begin : begin + self.sizes.item(index)]  # twice as fast as `get`
+        """A sequence: its token ids in the data set's dtype, read-only; `SelectionError` if there is none."""
+        return self.get(index)
 
     def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> TokenArray:
         """Part of a sequence: `length` tokens from `offset` on, to its end by default. Nothing else is read.
@@ -122,9 +105,8 @@ class IndexedDataset(Source[TokenArray]):
             SelectionError: there is no such sequence, or the part is not inside it.
         """
         at = check_index(index, self._n, what="sequence")
-        stop = None if length is None else _integer(offset, "offset") + _integer(length, "length")
-        offset, end = _check_part(offset, stop, self.sizes.item(at), where="offset")
-        start = self.index.pointers.item(at)
+        size, start = self.sizes.item(at), self.index.pointers.item(at)
+        offset, end = _check_part(offset, size if length is None else offset + length, size)
         return self._read([start + offset * self._itemsize], [start + end * self._itemsize])[0]
 
     def rows(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
@@ -139,16 +121,10 @@ class IndexedDataset(Source[TokenArray]):
 
     def _read(self, starts: list[int], ends: list[int]) -> list[TokenArray]:
         """The tokens of ranges of bytes of `.bin`."""
-        itemsize = self._itemsize
-        if self._view is None and self._bin.is_resident:
-            self._view = np.frombuffer(self._bin.ranges([0], [self._bin.nbytes])[0], self.dtype)
-        whole = self._view
-        if whole is not None:
-            return [whole[start // itemsize : end // itemsize] for start, end in zip(starts, ends, strict=True)]
         return [np.frombuffer(part, self.dtype) for part in self._bin.ranges(starts, ends)]
 
     def tokens_before(self, sequences: IntArray) -> IntArray:
-        """Number of tokens of all sequences before each of these, int64; the number of sequences is one past the last."""
+        """Number of tokens of all sequences before each of these, int64."""
         return self._cuts[sequences]
 
     @cached_property
@@ -172,26 +148,6 @@ class IndexedDataset(Source[TokenArray]):
         parts = self.read_parts(sequences, begins - cuts[sequences], lengths)
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
 
-    def pieces(self) -> Iterator[TokenArray]:
-        """All tokens in the order of the sequences, as read-only arrays of at most 8 MiB."""
-        if any(problem.kind == "not_packed" for problem in self.problems):
-            for start, end in steps(self.n_tokens, CHUNK_BYTES // self._itemsize):
-                yield self.read_tokens([start], [end])
-            return
-        for start, end in steps(self.index.bin_nbytes, CHUNK_BYTES):
-            yield self._read([start], [end])[0]
-
-    # -- documents -----------------------------------------------------------------------------------------------------
-
-    def sequences_of(self, document: SupportsIndex) -> range:
-        """The numbers of the sequences of a document.
-
-        Raises:
-            SelectionError: there is no such document.
-        """
-        position = check_index(document, self.n_documents, what="document")
-        return range(self.doc_idx.item(position), self.doc_idx.item(position + 1))
-
     def document(self, document: SupportsIndex, start: int = 0, stop: int | None = None) -> TokenArray:
         """The tokens of a document, its sequences joined; or only tokens `start` to `stop` of it, and no others are read.
 
@@ -201,12 +157,10 @@ class IndexedDataset(Source[TokenArray]):
         Raises:
             SelectionError: there is no such document, or the part is not inside it.
         """
-        numbers = self.sequences_of(document)
-        first, last = self._cuts[numbers.start].item(), self._cuts[numbers.stop].item()
-        start, stop = _check_part(start, stop, last - first, where="start")
+        at = check_index(document, self.n_documents, what="document")
+        first, last = self._cuts[self.doc_idx[at : at + 2]].tolist()
+        start, stop = _check_part(start, last - first if stop is None else stop, last - first)
         return self.read_tokens([first + start], [first + stop])
-
-    # -- as a source -----------------------------------------------------------------------------------------------------
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the data set for `metadata.data` of a store that is recorded from it."""
@@ -222,7 +176,7 @@ class IndexedDataset(Source[TokenArray]):
 
     def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
         """Look for other files; `deep` reads every token."""
-        problems, lowest = list[Problem](), 0
+        problems = list[Problem]()
         for file in (self._idx, self._bin):
             try:
                 file.check_unchanged()
@@ -230,43 +184,26 @@ class IndexedDataset(Source[TokenArray]):
                 problems.append(self._lost(error, file.url))
         if problems or not deep:
             return problems, 0
-        with Progress(self.index.bin_nbytes, "checking", shown=progress) as bar:
-            for tokens in self.pieces():
-                least = tokens.min()  # reads every page of a map
-                lowest = min(lowest, int(least) if self.dtype.kind == "i" else 0)
-                bar.advance(tokens.nbytes)
-        if lowest < 0:
-            message = f"there are negative token ids, down to {lowest}, which no tokenizer gives"
-            problems.append(Problem("negative_token", message, where=self._bin.url, severity="info"))
-        return problems, self.n_tokens * self._itemsize
+        with Progress(self._bin.nbytes, "checking", shown=progress) as bar:
+            for part in chunks(self.transport, self.bin_path, self._bin.nbytes):
+                np.frombuffer(part, np.uint8).max(initial=0)  # reads every page of a map
+                bar.advance(len(part))
+        return [], self.n_tokens * self._itemsize
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the files again."""
-        self._view = None
         self._idx.close()
         self._bin.close()
 
 
 def file_names(name: str) -> tuple[str, str]:
-    """The names of the two files of a data set, of one of them or of their common prefix.
-
-    >>> file_names("tokens"), file_names("tokens.bin")
-    (('tokens.idx', 'tokens.bin'), ('tokens.idx', 'tokens.bin'))
-    """
+    """The names of the two files of a data set, of one of them or of their common prefix."""
     prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
     return f"{prefix}.idx", f"{prefix}.bin"
 
 
-def _integer(value: SupportsIndex, where: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise SelectionError(f"{where} must be an integer, got {brief(value)}", where=where) from None
-
-
-def _check_part(start: SupportsIndex, stop: SupportsIndex | None, size: int, *, where: str) -> tuple[int, int]:
-    """The bounds of a part of `size` tokens, to their end by default; `SelectionError` if it is not inside."""
-    low, high = _integer(start, where), size if stop is None else _integer(stop, where)
-    if not 0 <= low <= high <= size:
-        raise SelectionError(f"tokens {brief(low)} to {brief(high)} do not exist; there are {size:,}", where=where)
-    return low, high
+def _check_part(start: int, stop: int, size: int) -> tuple[int, int]:
+    """The bounds of a part of `size` tokens; `SelectionError` if it is not inside."""
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= size:
+        raise SelectionError(f"tokens {brief(start)} to {brief(stop)} do not exist; there are {size:,}", where="start")
+    return start, stop

@@ -1,19 +1,13 @@
 """Samples of one length over an MMIDIDX data set: the index arrays of Megatron's GPT data sets, and a source of samples.
 
-All documents of an epoch, in the order of `doc_idx`, are one run of tokens. Sample k is the `seq_length + 1` tokens of it
-from token `k * seq_length` on, so consecutive samples share one token: the last target of one is the first input of the
-next. The random streams are those of `numpy.random.RandomState(seed)`, which is frozen: the same arguments always give
-the same arrays as Megatron.
-
-A "document" here is an entry of `sizes`, which is a sequence of the data set, as in Megatron.
+All documents of an epoch, in the order of `doc_idx`, are one run of tokens. Sample k is the `seq_length + 1` tokens of it from token
+`k * seq_length` on. `numpy.random.RandomState(seed)` is frozen: the same arguments always give the same arrays as Megatron. A "document"
+here is an entry of `sizes`, which is a sequence of the data set, as in Megatron.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
@@ -38,14 +32,7 @@ _Int = npt.NDArray[np.signedinteger]
 
 @dataclass(frozen=True)
 class SampleIndices:
-    """The three index arrays.
-
-    Attributes:
-        doc_idx: Documents of all epochs in order, int32.
-        sample_idx: Shape (n + 1, 2): entry of `doc_idx` and offset in tokens at which each sample begins, and those of
-            the last one's final token; int32, or int64 if that is too small.
-        shuffle_idx: Rows of `sample_idx` in the order in which they are returned, uint32 or int64.
-    """
+    """The three index arrays: documents of all epochs in order; where samples begin; and rows of it in the order of samples."""
 
     doc_idx: _Int
     sample_idx: _Int
@@ -64,20 +51,7 @@ def build_indices(
     seed: int = 1234,
     separate_below: float = SEPARATE_BELOW,
 ) -> SampleIndices:
-    """The index arrays of at least `num_samples` samples, over as many epochs as that takes.
-
-    Args:
-        sizes: Tokens of each document of the data set.
-        documents: Numbers of the documents to use, in order.
-        seq_length: A sample has one token more.
-        num_samples: Smallest number of samples; None makes those of one epoch. There can be more: epochs are used whole.
-        seed: Seed of `numpy.random.RandomState`.
-        separate_below: When the last of several epochs contributes less than this share of an epoch's samples, its
-            documents and samples are shuffled apart from the others, so that all are seen equally often. Megatron has
-            0.80, other tools 0.95; 0 never separates.
-
-    Raises:
-        ArgumentError: a number is out of range, or the documents have no tokens.
+    """The index arrays of `TokenSamples`: `sizes` are the tokens of each document of the data set, `documents` those to use, in order.
 
     >>> found = build_indices(np.array([20, 50, 60, 30, 100, 5]), np.arange(6), seq_length=30, num_samples=8)
     >>> found.doc_idx.tolist(), len(found)
@@ -94,8 +68,7 @@ def build_indices(
     wanted = 1 if num_samples is None else check_count(num_samples, name="num_samples", most=2**48)
     n_epochs = 1 if num_samples is None else -(-(wanted * seq_length + 1) // tokens_per_epoch)
     if n_epochs * len(documents) > 2**40:
-        message = f"{wanted:,} samples take {n_epochs:,} epochs of {len(documents):,} documents: more than 2^40 entries"
-        raise ArgumentError(message, where="num_samples")
+        raise ArgumentError(f"{wanted:,} samples take {n_epochs:,} epochs: too many entries", where="num_samples")
     before_last = ((n_epochs - 1) * tokens_per_epoch - 1) // seq_length if n_epochs > 1 else 0
     per_epoch = (tokens_per_epoch - 1) // seq_length
     separate = n_epochs > 1 and wanted - before_last < int(separate_below * per_epoch)
@@ -135,9 +108,6 @@ def build_sample_idx(
         num_epochs: Epochs that `doc_idx` has.
         tokens_per_epoch: Tokens of one epoch.
 
-    Raises:
-        ArgumentError: a number is out of range, or `doc_idx` has fewer tokens than the epochs should have.
-
     >>> sizes = [20, 50, 60, 30, 100, 5]
     >>> build_sample_idx(sizes, [0, 1, 2, 3, 4, 5], 30, 1, sum(sizes)).tolist()
     [[0, 0], [1, 10], [1, 40], [2, 20], [2, 50], [3, 20], [4, 20], [4, 50], [4, 80]]
@@ -145,22 +115,13 @@ def build_sample_idx(
     lengths, entries = np.asarray(sizes), np.asarray(doc_idx)
     seq_length = check_count(seq_length, name="seq_length", most=_MAX_I32)
     total = check_count(num_epochs, name="num_epochs") * check_count(tokens_per_epoch, name="tokens_per_epoch")
-    if lengths.ndim != 1 or entries.ndim != 1 or lengths.dtype.kind not in "iu" or entries.dtype.kind not in "iu":
-        raise ArgumentError("sizes and doc_idx must be one-dimensional arrays of integers", where="sizes")
-    if len(entries) and not (int(entries.min()) >= 0 and int(entries.max()) < len(lengths)):
-        raise ArgumentError(f"doc_idx names documents outside 0 to {len(lengths) - 1}", where="doc_idx")
-    if len(lengths) and int(lengths.min()) < 0:
-        raise ArgumentError("a document has fewer than 0 tokens", where="sizes")
     n = (total - 1) // seq_length
     # Where each document ends in the run of tokens; a token is in the first document that ends behind it.
     ends = np.cumsum(lengths[entries], dtype=np.int64)
     n_tokens = int(ends[-1]) if len(ends) else 0
     if not len(entries) or n * seq_length > n_tokens - 1:
-        raise ArgumentError(
-            f"doc_idx has tokens for {max(n_tokens - 1, 0) // seq_length:,} samples; {num_epochs} epochs of "
-            f"{tokens_per_epoch:,} tokens make {n:,}",
-            where="doc_idx",
-        )
+        message = f"doc_idx has {n_tokens:,} tokens; {num_epochs} epochs have {total:,}"
+        raise ArgumentError(message, where="doc_idx")
     small = max(len(entries), int(lengths.max(initial=0))) <= _MAX_I32
     found = np.zeros((n + 1, 2), np.int32 if small else np.int64)
     targets = np.arange(1, n + 1, dtype=np.int64) * seq_length
@@ -174,23 +135,21 @@ def build_sample_idx(
 class TokenSamples(Source[TokenArray]):
     """Samples of `seq_length + 1` tokens that run through shuffled documents, as Megatron's GPT data set makes them.
 
-    Sample i is the i-th in shuffled order. `samples[i]` is an array in the data set's dtype: a read-only view if the sample
-    is inside one document of a mapped file, else fresh memory.
+    `samples[i]` is the i-th in shuffled order, in the data set's dtype: a read-only view if the sample is inside one document of a mapped
+    file, else fresh memory.
 
     Args:
         dataset: The tokens; its sequences are the documents.
         seq_length: A sample has one token more, with which the next one begins.
         num_samples: Smallest number of samples, over as many epochs as that takes; None makes those of one epoch.
         seed: Seed of the shuffles.
-        documents: Sequences to use: their numbers, or a range (see `split_documents`); all by default.
-        separate_below: As in `build_indices`.
+        documents: Sequences to use: their numbers, or a range; all by default.
+        separate_below: When the last of several epochs contributes less than this share of an epoch's samples, its documents and
+            samples are shuffled apart from the others. Megatron has 0.80, other tools 0.95; 0 never separates.
 
     Attributes:
         indices: The index arrays.
         n_epochs: Number of times that every document is used.
-
-    Raises:
-        ArgumentError: a number is out of range, or there are no tokens.
 
     >>> samples = TokenSamples(IndexedDataset(TOKENS), seq_length=3, seed=1)
     >>> [sample.tolist() for sample in samples.batches(1)]
@@ -226,10 +185,7 @@ class TokenSamples(Source[TokenArray]):
         return len(self.indices)
 
     def __repr__(self) -> str:
-        facts = {
-            "samples": f"{len(self):,} of {self.seq_length} + 1 tokens",
-            "documents": f"{len(self._documents):,} of {len(self.dataset):,}, in {self.n_epochs} epochs",
-        }
+        facts = {"samples": f"{len(self):,} of {self.seq_length} + 1 tokens, in {self.n_epochs} epochs"}
         return text_card(f"token samples over {self.url}", facts, self.problems)
 
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
@@ -247,19 +203,6 @@ class TokenSamples(Source[TokenArray]):
         found = self._read([part for position in positions for part in self._parts(position)])
         joined = np.concatenate([np.zeros(0, self.dataset.dtype), *found])
         return joined.reshape(len(positions), self.seq_length + 1)
-
-    def locate(self, index: SupportsIndex, token: int) -> tuple[int, int]:
-        """The origin of a token of a sample: the number of the sequence, and the position of the token in it.
-
-        Raises:
-            SelectionError: there is no such sample, or no such token in it.
-        """
-        parts = self._parts(check_index(index, len(self), what="sample"))
-        token = check_index(token, self.seq_length + 1, what="token")
-        ends = np.cumsum([length for _, _, length in parts])
-        part = int(np.searchsorted(ends, token, side="right"))
-        sequence, offset, length = parts[part]
-        return sequence, offset + token - (int(ends[part]) - length)
 
     def _parts(self, position: int) -> list[tuple[int, int, int]]:
         """The pieces that a sample is made of, as (sequence, offset, length) without empty ones."""
@@ -302,11 +245,7 @@ class TokenSamples(Source[TokenArray]):
 
 
 def from_description(source: Source[object], samples: object) -> TokenSamples:
-    """The samples that `TokenSamples.describe` described, over the data set opened again.
-
-    Raises:
-        DocumentError: this is not such a description.
-    """
+    """The samples that `TokenSamples.describe` described, over the data set opened again."""
     settings = cast("dict[str, Any]", samples)
     try:
         options = {name: settings[name] for name in ("seq_length", "num_samples", "seed", "separate_below")}
@@ -315,26 +254,3 @@ def from_description(source: Source[object], samples: object) -> TokenSamples:
         message = f"{brief(samples)} describes no samples: {error}"
         remedy = "Make TokenSamples; only the program that chose documents which are not a range knows them."
         raise DocumentError(message, where="description", remedy=remedy) from None
-
-
-def split_documents(n_documents: int, weights: Sequence[float]) -> list[range]:
-    """Documents cut into consecutive parts in proportion to weights, such as (969, 30, 1), as Megatron cuts them.
-
-    Every document is in exactly one part; rounding errors go to the last part that has any weight.
-
-    Raises:
-        ArgumentError: a weight is negative, or all are 0.
-
-    >>> split_documents(10, [8, 1, 1])
-    [range(0, 8), range(8, 9), range(9, 10)]
-    """
-    n_documents = check_count(n_documents, name="n_documents", least=0)
-    found = np.asarray(weights)
-    is_list = found.ndim == 1 and found.dtype.kind in "iuf"
-    if not is_list or not (found.min(initial=0) >= 0 and 0 < sum(found.tolist()) < math.inf):
-        raise ArgumentError(f"weights are {brief(weights)}; each must be 0 or more, one positive", where="weights")
-    last = int(np.flatnonzero(found)[-1])
-    # Shares first, then their sums, then the product: in this order the rounding errors are Megatron's as well.
-    ends = [round(end * n_documents) for end in accumulate((found / found.sum()).tolist())]
-    ends = [*ends[:last], *[n_documents] * (len(ends) - last)]
-    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
