@@ -4,7 +4,7 @@ from saev_store.writer.cleaning import Leftover, clean, discard_unfinished
 from saev_store.writer.copying import copy_store
 from saev_store.writer.create import create_store
 from saev_store.writer.digests import Digests, FileDigests, load_digests
-from saev_store.writer.publish import finalize_store, writing_requests
+from saev_store.writer.publish import finalize_store
 from saev_store.writer.repair import RepairedFile, RepairWriter, open_repair
 from saev_store.writer.shard_writer import ShardWriter
 
@@ -22,5 +22,4 @@ __all__ = [
     "finalize_store",
     "load_digests",
     "open_repair",
-    "writing_requests",
 ]

@@ -35,38 +35,18 @@ def is_digest(value: object) -> bool:
 
 
 def n_blocks(nbytes: int, block_bytes: int) -> int:
-    """Number of blocks that some bytes are cut into; the last one may be short.
-
-    >>> n_blocks(17, 8), n_blocks(16, 8), n_blocks(0, 8)
-    (3, 2, 0)
-    """
+    """Number of blocks that some bytes are cut into; the last one may be short."""
     return -(-nbytes // block_bytes)
 
 
 def block_ranges(nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """The half-open byte range of every block.
-
-    >>> list(block_ranges(17, 8))
-    [(0, 8), (8, 16), (16, 17)]
-    """
+    """The half-open byte range of every block."""
     for start in range(0, nbytes, block_bytes):
         yield start, min(start + block_bytes, nbytes)
 
 
 class BlockDigester:
-    """The digests of a stream's consecutive blocks, fed in pieces of any size.
-
-    Args:
-        block_bytes: Length of a block.
-
-    Attributes:
-        nbytes: How many bytes were fed.
-
-    >>> digester = BlockDigester(4)
-    >>> digester.update(b"abcde")
-    >>> digester.nbytes, digester.digests() == [digest(b"abcd"), digest(b"e")]
-    (5, True)
-    """
+    """The digests of a stream's consecutive blocks, fed in pieces of any size; `nbytes` counts what was fed."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes, self._done = block_bytes, list[str]()

@@ -21,17 +21,13 @@ from saev_store.errors import (
     WriterConflictError,
 )
 from saev_store.names import DIGESTS_NAME, METADATA_NAME, SHARDS_NAME
-from saev_store.transport.obstore import part_bytes
 from saev_store.writer.digests import BlockDigester, Digests, FileDigests
 from saev_store.writer.work import N_AHEAD, Receipt, Work, create, each, read, stat, tokens_path
 
 if TYPE_CHECKING:
-    from saev_store.core.layout import Layout
     from saev_store.documents import Metadata
     from saev_store.transport import Transport
 
-#: metadata.json in the work folder, shards.json, digests.json and metadata.json.
-_N_DOCUMENTS = 4
 #: Seconds between two looks whether another publisher is done.
 _LOOK_S = 0.05
 
@@ -165,33 +161,3 @@ def _join(work: Work, array: TokenArray, receipts: Sequence[Receipt]) -> FileDig
     finally:
         sink.abort()
     return FileDigests(digester.nbytes, tuple(digester.digests()))
-
-
-def writing_requests(layout: Layout, arrays: Sequence[TokenArray] = ()) -> int:
-    """PUT and POST requests for a store that one writer sends through obstore without an interruption.
-
-    Services charge for them alike; deleting is free, and there are a few reads. fsspec sends larger parts, so fewer requests.
-
-    Args:
-        layout: The geometry of the store.
-        arrays: What is recorded for each content token.
-
-    >>> from saev_store.core.layout import Layout
-    >>> layout = Layout(n_examples=40, layers=(0,), content_tokens_per_example=4, cls_token=False, d_model=8, examples_per_shard=10)
-    >>> writing_requests(layout)
-    12
-    """
-    shards = (layout.n_shards - 1) * _upload_requests(layout.shard_nbytes)
-    shards += _upload_requests(layout.used_nbytes(layout.n_shards - 1))
-    beside = layout.n_shards * (1 + len(arrays))  # a receipt of each shard, and what was recorded for its tokens
-    return shards + beside + sum(_upload_requests(array.nbytes(layout)) for array in arrays) + _N_DOCUMENTS
-
-
-def _upload_requests(file_nbytes: int) -> int:
-    """PUT and POST requests that a file takes: one, or one for each part, one before them and one behind.
-
-    >>> _upload_requests(0), _upload_requests(8 << 20), _upload_requests(20 << 20)
-    (1, 1, 5)
-    """
-    n_parts = -(-file_nbytes // part_bytes(file_nbytes))
-    return n_parts + 2 if n_parts > 1 else 1

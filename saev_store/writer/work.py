@@ -100,11 +100,7 @@ def delete_work(root: Transport, name: str) -> None:
 
 
 def part_shards(n_shards: int, rank: int, world: int) -> range:
-    """The shards that one of `world` parts writes: contiguous, disjoint, together all, sizes at most one apart.
-
-    >>> [list(part_shards(5, rank, 3)) for rank in range(3)]
-    [[0], [1, 2], [3, 4]]
-    """
+    """The shards that one of `world` parts writes: contiguous, disjoint, together all, sizes at most one apart."""
     return range(n_shards * rank // world, n_shards * (rank + 1) // world)
 
 
@@ -215,15 +211,10 @@ class Work(Target):
         return each(self.store, names, (self.store, self.work))
 
     def begin(self, there: Sequence[str], begun: Sequence[str]) -> bool:
-        """Begin the store; False if it was begun before.
-
-        Args:
-            there: The names in the store's folder.
-            begun: Those in the work folder.
+        """Begin the store, whose folders hold these names; False if it was begun before.
 
         Raises:
-            IncompleteStoreError: its folder holds files of another program, or of an older version of this one.
-            ResumeError: it was begun with other metadata of the same hash.
+            IncompleteStoreError: they are files of another program, or of an older version of this one.
         """
         foreign = [name for name in there if not name.startswith(TEMP_PREFIX)]
         # Of what was begun before, the document may be gone: of a killed `discard_unfinished`.
@@ -259,7 +250,7 @@ class Work(Target):
         """The receipt of a shard; None if it has to be written: there is none, or it is not one of a shard of this geometry."""
         used, full = self.layout.used_nbytes(shard_idx), self.layout.shard_nbytes
         try:
-            found = cast("dict[str, Any]", json.loads(read(self.work, _receipt_path(shard_idx)) or b""))
+            found = cast("dict[str, Any]", json.loads(read(self.work, f"receipts/{shard_idx:06d}.json") or b""))
             digests, tokens = tuple(found["digests"]), found["tokens"]
             is_right = (
                 found["format"] == VERSION
@@ -315,22 +306,18 @@ class Work(Target):
         file_nbytes, version = stat(self.store, shard_name(shard_idx))
         of_tokens = {name: digest(rows) for name, rows in tokens.items()}
         receipt = Receipt(self.layout.used_nbytes(shard_idx), file_nbytes, tuple(digests), of_tokens, version)
-        self.work.put(_receipt_path(shard_idx), json.dumps({"format": VERSION, **asdict(receipt)}).encode())
+        self.work.put(f"receipts/{shard_idx:06d}.json", json.dumps({"format": VERSION, **asdict(receipt)}).encode())
 
     def forget(self, shard_idx: int) -> None:
         """Delete the receipt of a shard that differs from it."""
         with self.lock(f"{shard_idx:06d}"):
-            self.work.delete(_receipt_path(shard_idx))
+            self.work.delete(f"receipts/{shard_idx:06d}.json")
 
     def read_tokens(self, array: TokenArray, shard_idx: int, receipt: Receipt) -> bytes | None:
         """Values recorded for the tokens of a shard; None if they are missing, or are something else."""
         nbytes = self.layout.examples_in(shard_idx) * array.example_nbytes(self.layout)
         raw = read(self.work, tokens_path(array.name, shard_idx), max_bytes=nbytes)
         return raw if raw is not None and digest(raw) == receipt.tokens[array.name] else None
-
-
-def _receipt_path(shard_idx: int) -> str:
-    return f"receipts/{shard_idx:06d}.json"
 
 
 def tokens_path(name: str, shard_idx: int) -> str:

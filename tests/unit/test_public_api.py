@@ -83,7 +83,6 @@ PUBLIC = {
     "saev_store.writer": """
         Digests FileDigests Leftover RepairWriter RepairedFile ShardWriter
         clean copy_store create_store discard_unfinished finalize_store load_digests open_repair
-        writing_requests
     """,
     "saev_store.xarray": """
         SaevBackend concat dataset_of open_store
