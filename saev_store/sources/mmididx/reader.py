@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
@@ -106,7 +107,7 @@ class IndexedDataset(Source[TokenArray]):
         """
         at = check_index(index, self._n, what="sequence")
         size, start = self.sizes.item(at), self.index.pointers.item(at)
-        offset, end = _check_part(offset, size if length is None else offset + length, size)
+        offset, end = _check_part(offset, size if length is None else _integer(offset) + _integer(length), size)
         return self._read([start + offset * self._itemsize], [start + end * self._itemsize])[0]
 
     def rows(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
@@ -202,8 +203,16 @@ def file_names(name: str) -> tuple[str, str]:
     return f"{prefix}.idx", f"{prefix}.bin"
 
 
-def _check_part(start: int, stop: int, size: int) -> tuple[int, int]:
+def _integer(value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise SelectionError(f"a position must be an integer, got {brief(value)}", where="start") from None
+
+
+def _check_part(start: SupportsIndex, stop: SupportsIndex, size: int) -> tuple[int, int]:
     """The bounds of a part of `size` tokens; `SelectionError` if it is not inside."""
-    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= size:
-        raise SelectionError(f"tokens {brief(start)} to {brief(stop)} do not exist; there are {size:,}", where="start")
-    return start, stop
+    low, high = _integer(start), _integer(stop)
+    if not 0 <= low <= high <= size:
+        raise SelectionError(f"tokens {brief(low)} to {brief(high)} do not exist; there are {size:,}", where="start")
+    return low, high
