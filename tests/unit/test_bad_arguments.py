@@ -119,7 +119,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "chunks of Zarr": lambda junk: store.as_zarr(chunks=junk),
         "layers of a layout": lambda junk: replace(store.layout, layers=junk),
         "hook points of a layout": lambda junk: replace(store.layout, hook_points=junk),
-        "path below a transport": store.transport.size,
         "address of a source": open_source,
         "scope of a description": lambda junk: reopen({"url": str(root), "digest": {"scope": junk}}),
         "split": lambda junk: prepare(root, split=junk),
