@@ -102,6 +102,15 @@ class Wrapper(Transport):
     def lock(self, path: str) -> AbstractContextManager[object]:
         return self._inner.lock(path)
 
+    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
+        while isinstance(source, Wrapper):
+            source = source.inner
+        return self._around("copy_within", 0, lambda: self._inner.copy_within(source, source_path, path))
+
+
+class _WrappedSink(Sink):
+    """A sink whose operations pass the wrapper as well, as `sink.write` and so on."""
+
     def __init__(self, inner: Sink, around: Callable[..., object]) -> None:
         self._inner, self._around = inner, around
 
