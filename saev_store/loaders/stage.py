@@ -71,10 +71,9 @@ def stage(
         wanted = None
         if not isinstance(layers, str):
             wanted = list(cast("Sequence[LayerKey]", layers)) if are_several(layers) else [cast("LayerKey", layers)]
-            for key in wanted:
-                store.layout.layer_index(key)
+            wanted = [store.layout.layer_keys[store.layout.layer_index(key)] for key in wanted]
         recording = recording_identity(store.transport, store.layout, files=store.recorded_files())
-        name = f"staged-{xxh3_128(json.dumps([store.url, wanted, tokens]).encode()).hexdigest()}"
+        name = f"staged-{xxh3_128(json.dumps([store.url, wanted, tokens], default=repr).encode()).hexdigest()}"
     place = root.at(name)
 
     def staged() -> str:

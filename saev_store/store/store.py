@@ -286,7 +286,7 @@ class ShardStore(TextReading):
         """
         stack_layers, masked = check_flag(stack_layers, name="stack_layers"), check_flag(masked, name="masked")
         arrays = self.token_arrays
-        if where and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             raise SelectionError(f"where is {brief(where)}; it must map names of token arrays to values", where="where")
         hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
         kept = kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)

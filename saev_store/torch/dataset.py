@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from saev_store.errors import ArgumentError, SelectionError, brief
 from saev_store.loaders.columns import TokenColumns, layer_columns
-from saev_store.loaders.options import chosen
+from saev_store.loaders.options import LoaderOptions, chosen
 from saev_store.store.pair import PairSelection
 from saev_store.torch.batch import ExampleBatch, example_of, tensors
 from saev_store.torch.rows import RowOptions, Source, choose_rows
@@ -44,7 +44,8 @@ class StoreDataset(Dataset[ExampleBatch]):
     """
 
     def __init__(self, source: Source, *, token_arrays: Sequence[str] = (), **changed: object) -> None:
-        self._made = source, tuple(token_arrays), changed
+        token_arrays = LoaderOptions(token_arrays=token_arrays).token_arrays  # checked
+        self._made = source, token_arrays, changed
         self.store, rows = choose_rows(source, chosen(RowOptions, None, changed))
         if isinstance(rows, PairSelection):
             raise ArgumentError("rows of two stores have no map style", where="source", remedy="Use StoreLoader.")
@@ -72,7 +73,10 @@ class StoreDataset(Dataset[ExampleBatch]):
         Raises:
             SelectionError: an index is out of range, or not an integer, such as those of a mask.
         """
-        given = np.asarray(indices).reshape(-1)
+        try:
+            given = np.asarray(indices).reshape(-1)
+        except ValueError:  # lists of unequal lengths
+            given = np.array([None])
         if len(given) and given.dtype.kind not in "iu":
             raise SelectionError(f"indices are {brief(indices)}; they must be integers", where="index")
         # Before it is cut to 64 bits with a sign.

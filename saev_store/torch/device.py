@@ -65,8 +65,8 @@ def copies_to(device: str) -> Copies | None:
         ArgumentError: there is no such device here.
     """
     try:
-        there = torch.empty(1, device=device).device
-    except (RuntimeError, TypeError, AssertionError, ImportError) as error:  # NotImplementedError is one
+        there = torch.empty(1, device=torch.device(device)).device
+    except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:  # NotImplementedError is one
         reason = str(error).partition("\n")[0]
         raise ArgumentError(f"{device!r} was asked for, but cannot be used here: {reason}", where="device") from error
     return None if there.type == "cpu" else Copies(there)

@@ -103,7 +103,9 @@ def choose_rows(
         LayerNotFoundError, SelectionError: the store does not hold what is asked for.
     """
     if isinstance(source, (Selection, PairSelection)):
-        given = [field.name for field in fields(RowOptions) if getattr(options, field.name) != field.default]
+        given = [
+            field.name for field in fields(RowOptions) if repr(getattr(options, field.name)) != repr(field.default)
+        ]
         if given:
             raise ArgumentError(f"{given[0]} cannot be given with rows that are chosen already", where=given[0])
         return None, source
@@ -114,7 +116,7 @@ def choose_rows(
         store = ShardStore.open(os.fspath(source), options.storage_options, damaged_ok=options.damaged_ok)
     rows = store.sel(
         layer=options.layer, tokens=options.tokens, examples=options.examples,
-        ignore_labels=options.ignore_labels or None, where=options.where, masked=options.masked,
+        ignore_labels=options.ignore_labels, where=options.where, masked=options.masked,
         dtype=read_dtype(normalize, options.dtype), stack_layers=options.stack_layers,
     )  # fmt: skip
     return store, filtered(rows, remove_bos=options.remove_bos, max_norm_multiple=options.max_norm_multiple)

@@ -157,6 +157,7 @@ def test_conditions_choose_tokens(made):
         {"labels": [[0], [0, 1]]},
         [1],
         "sky",
+        np.arange(2),
     ):
         with pytest.raises(SelectionError) as caught:
             store.sel(where=where)

@@ -81,7 +81,9 @@ def test_stage_of_several_callers_copies_once_and_waits_until_its_deadline(tmp_p
     made = token_store(tmp_path / "far", n=13, content=5, per_shard=3)
     near = tmp_path / "near"
     with ThreadPoolExecutor(4) as pool:
-        copies = list(pool.map(lambda _: stage(made.path, near, layers=5), range(4)))
+        copies = list(
+            pool.map(lambda layers: stage(made.path, near, layers=layers), (5, [5], np.int64(5), np.array([5])))
+        )
     assert len({*copies}) == 1
     assert len(list(Path(copies[0]).parent.glob("*/metadata.json"))) == 1
     (lock,) = near.glob("staged-*.lock")

@@ -245,6 +245,8 @@ def test_options_that_make_no_sense_are_refused(path: Path) -> None:
         (lambda: StoreDataset(path, tokens="content", layre=3), "layre"),
         (lambda: StoreDataset(pair(*[ShardStore.open(str(path))] * 2).sel(layer_a=3, layer_b=3)), "source"),
         (lambda: StoreDataset(path, token_arrays=["nothing"]), "token_arrays"),
+        (lambda: StoreDataset(path, token_arrays=None), "token_arrays"),
+        (lambda: make(rows, examples=np.arange(3)), "examples"), (lambda: make(path, device=None), "device"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError) as caught:
             call()
@@ -271,7 +273,7 @@ def test_dataset_has_the_rows_of_the_selection(path: Path) -> None:
         {"layer": 3},
         {"layer": (7, 3)},
         {"layer": "all", "stack_layers": True},
-        {"layer": 3, "tokens": "all", "ignore_labels": [0]},
+        {"layer": 3, "tokens": "all", "ignore_labels": np.array([0, 1])},
     ):
         dataset = StoreDataset(store, token_arrays=["token_ids"], **options)
         rows = store.sel(**({"tokens": "content"} | options))
@@ -290,7 +292,7 @@ def test_dataset_has_the_rows_of_the_selection(path: Path) -> None:
         assert torch.equal(torch.cat([b["act"] for b in batches]), torch.from_numpy(rows.rows(slice(None))))
         assert "token_label" in batches[0]
         assert len(dataset.batch([])["act"]) == 0
-    for index in ([len(dataset)], [-1], [1.0], np.ones(3, bool), [2**64]):
+    for index in ([len(dataset)], [-1], [1.0], np.ones(3, bool), [2**64], [[0], [0, 1]]):
         with pytest.raises(SelectionError):
             dataset.batch(index)
     with pytest.raises(IndexError):
