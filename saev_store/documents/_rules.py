@@ -21,6 +21,8 @@ MIN_INT64 = -(2**63)
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.(?:0|[1-9][0-9]{0,8})){1,3}", re.ASCII)
 _MAJORS = {int(protocol.partition(".")[0]) for protocol in PROTOCOLS}
 _SPELLINGS = tuple(dict.fromkeys(version.spelling for version in VERSIONS))
+#: Keys of documents from before protocol 1.0.0, which say nothing about dtypes either.
+_UNVERSIONED_KEYS = {"n_patches_per_shard", "model", "model_org", "model_ckpt"}
 _HOOK_POINT = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 _GEOMETRY = (
     "n_examples", "layers", "content_tokens_per_example", "cls_token", "d_model", "max_tokens_per_shard",
@@ -123,7 +125,8 @@ def _refuse(document: Mapping[str, object], findings: Findings) -> None:
         known = f'{", ".join(PROTOCOLS)} (the last one only with "spec": "{SPEC}") and other minor versions of these'
         findings.add("unknown_protocol", f'"protocol" is {brief(protocol)}; this saev_store reads {known}', "protocol")
     held = ", ".join(ITEMSIZES) if is_ours else "float32"
-    if isinstance(dtype, str) and dtype not in held.split(", "):
+    is_versioned = "protocol" in document or document.keys().isdisjoint(_UNVERSIONED_KEYS)
+    if isinstance(dtype, str) and dtype not in held.split(", ") and is_versioned:
         whose = "protocol 3.x holds" if is_ours else "protocols 1.x and 2.x hold"
         findings.add("unknown_dtype", f'"dtype" is {brief(dtype)}; {whose} {held} only', "dtype")
     if findings.errors:

@@ -212,6 +212,7 @@ BROKEN = [
     (with_(doc_idx=[1, 2, 2, 4]), DocumentError, ("bad_doc_idx", ("doc_idx", 0))),
     (with_(doc_idx=[0, 3, 2, 4]), DocumentError, ("bad_doc_idx", ("doc_idx", 2))),
     (with_(doc_idx=[0, -1, 2, 4]), DocumentError, ("bad_doc_idx", ("doc_idx", 1))),
+    (with_(doc_idx=[0, 2**63 - 1, -2, 4]), DocumentError, ("bad_doc_idx", ("doc_idx", 2))),
     (with_(pointers=[0, 16, -16, 48]), DocumentError, ("bad_pointer", ("pointers", 2))),
     (with_(pointers=[0, 4, 4, 12]), CorruptShardError, None),
     (with_(pointers=[0, 16, 16, 46]), DocumentError, ("bad_pointer", ("pointers", 3))),
