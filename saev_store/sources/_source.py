@@ -160,5 +160,5 @@ def steps(n: int, batch_size: int) -> Iterator[tuple[int, int]]:
 
 def text_card(title: str, facts: Mapping[str, object], problems: Sequence[Problem]) -> str:
     """The text of a source's `repr`: facts and the first problems."""
-    del facts, problems
-    return one_line(title)
+    rows = [*facts.items(), *(("problem", f"{problem.where}: {problem.message}") for problem in problems[:5])]
+    return "\n".join([one_line(title), *(f"  {name.ljust(16)}{one_line(str(value))}" for name, value in rows)])
