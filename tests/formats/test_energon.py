@@ -147,7 +147,7 @@ def test_dataset_opened_again_is_the_same(tmp_path):
     assert pickle.loads(pickle.dumps(EnergonDataset(CRUDE))).splits == ("train", "val", "test")
     dataset.close()
     assert dataset.raw("doc/003").parts["tar.gz.note.txt"].decode() == "ünïcode"  # opens again what was closed
-    with open_source(CRUDE / ".nv-meta") as source:
+    with open_source(CRUDE) as source:
         assert (source.format, len(source), source.url) == ("energon", 5, str(CRUDE))
     shutil.copytree(CRUDE, tmp_path / "d")
     (tmp_path / "d/.nv-meta/index.uuid").unlink()

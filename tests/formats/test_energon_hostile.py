@@ -168,6 +168,21 @@ def test_index_of_damaged_bytes_is_refused(folder, monkeypatch):
     refused(lambda: EnergonDataset(folder).raw("sample_0000"))
 
 
+def test_long_key_of_many_parts_is_in_memory_once(folder):
+    many = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 2000)"
+    change(
+        folder,
+        "UPDATE samples SET sample_key = hex(zeroblob(30000)) WHERE sample_key = 'sample_0001'",
+        f"{many} INSERT INTO sample_parts SELECT 0, 1, 'z' || x, 512 * x, 0 FROM n",
+    )
+    dataset = EnergonDataset(folder, damaged_ok=True)
+    tracemalloc.start()
+    assert type(refused(lambda: dataset[1])) is DocumentError
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
 def test_index_is_neither_written_nor_searched_for_ever(folder, monkeypatch):
     before = (folder / INDEX).read_bytes()
     change(folder, "CREATE INDEX evil ON samples(hex(zeroblob(1000)))")  # a function of the schema, which does not run
@@ -205,7 +220,7 @@ def test_documents_that_break_a_rule_are_refused(folder):
             "split_parts: {train: [nope.tar]}", f"{head}exclude: 5", f"{head}exclude: [5]", f"{head}? [a]\n: b\n", f"{head}? {{a: b}}\n: b\n",
             "split_parts: {train: ['{a,b}" + "{a,b}" * 30 + "']}", "split_parts: {train: ['{0..99999999999}']}", "split_parts: {train: ['{a']}",
             "split_parts: {train: ['{a,{b}']}", "split_parts: {train: ['a}']}", f"split_parts: {{train: ['{{0..9}}{{0..9}}{{0..9}}{{0..9}}{'x' * 60_000}']}}",
-            "split_parts: {train: [" + "a" * 70_000 + "]}", f"{head}{bomb}", "a: &a [*a]", "a: *a", "[" * 500_000, "- " * 500_000, f"{head}\xff: 1",
+            "split_parts: {train: [" + "a" * 70_000 + "]}", f"{head}{bomb}", "a: &a [*a]", "a: *a", "a: 1" + ":1" * 500_000, "[" * 500_000, "- " * 500_000, f"{head}\xff: 1",
         )),
         (SPLIT, "split_parts: {train: ['../{a,b}.tar']}", UnsafeContentError), (SPLIT, f"{head}x: !!python/object/apply:os.system [x]", UnsafeContentError),
         (DEFINITION, f"{ok}x: !!python/name:os.system x", UnsafeContentError),
@@ -388,6 +403,7 @@ def test_tars_that_are_damaged_or_hostile_are_refused(tmp_path):
     rows = {
         **{f"cut {n}": whole[:n] for n in (0, 1, 511, 512, 513, 1023, 1024, 1025, 1535, 1536, 1537, 2047, 2048)},
         "no header": whole + b"z", "text": b"no tar" * 1000, "gzip": b"\x1f\x8b" + bytes(2000), "one bit": bytes([whole[0] ^ 1]) + whole[1:],
+        "a header of zeros": whole[:1024] + bytes(512) + whole[1536:] + bytes(1024), "two in one": whole + bytes(8192) + whole + bytes(1024),
         "second header": whole[:1024] + bytes([whole[1024] ^ 1]) + whole[1025:] + bytes(1024),
         **{f"size {size}": whole + sized(negative, size) + whole + bytes(1024) for size in (-1, -511, -512, -10_000, 2**80, 1 << 40)},
         "7 GiB of names": sized(pax, 7 << 30) + whole, "2 MiB of names": sized(pax, 2 << 20) + b"1" * (2 << 20) + whole,

@@ -41,6 +41,8 @@ _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.-?(\d{1,18}))?", re.ASC
 _LAST_NUMBER = re.compile(r"(.*?)(\d{1,18})(\D*)", re.ASCII | re.DOTALL)
 _SPECIAL = re.compile(r"[\\{}]")
 _SHARE = re.compile(r"\d{1,9}(?:\.\d{0,9})?", re.ASCII)
+#: Numbers to the base 60, which YAML has, too: they take quadratic time.
+_SEXAGESIMAL = re.compile(r"(?::[0-9]{1,2}){64}", re.ASCII)
 _YAML = cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
@@ -177,6 +179,8 @@ def load_yaml(model: type[DocumentT], raw: bytes, *, where: str) -> DocumentT:
     """The fields of a YAML document without tags, which create objects, and without references."""
     try:
         text, depth = raw.decode("utf-8-sig"), 0
+        if _SEXAGESIMAL.search(text):
+            raise ValueError("it has a number of more than 64 parts")
         for event in cast("Iterator[Any]", yaml.parse(text, Loader=_YAML)):  # pyright: ignore[reportUnknownMemberType]  # the stubs
             if getattr(event, "tag", None) is not None:
                 message = f"line {event.start_mark.line + 1} has the tag {brief(event.tag)}; it must be plain data"

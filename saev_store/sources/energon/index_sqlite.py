@@ -14,6 +14,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +32,7 @@ from saev_store.transport.checks import os_errors
 #: Time limit of a statement.
 TIMEOUT_S = 60.0
 _MAX_OBJECTS = 64
-_MAX_TEXT_NBYTES = 1 << 20
+_MAX_TEXT_NBYTES = 1 << 16
 _MAX_NUMBER = 2**62
 #: Limits of rows: parts of each sample, and of all others in one statement; parts of a folder that are read at once.
 _MAX_PARTS, _MAX_ROWS, _PAGE = 64, 100_000, 1_000
@@ -127,6 +128,7 @@ class SqliteIndex:
             try:
                 db = self._connection()
                 self._deadline_s[0] = time.monotonic() + TIMEOUT_S
+                db.text_factory = cache(bytes.decode)  # a join repeats the key of a sample for each of its parts
                 return db.execute(statement, values).fetchall()
             except UnicodeEncodeError:  # no stored name has lone surrogates
                 return []

@@ -135,7 +135,7 @@ def _scan(headers: _Headers, name: str, *, where: str) -> Shard:
             seen.add(part)
             samples[-1].parts.append(Part(part, info.offset_data, info.size))
         headers.seek(end)
-        if any(headers.read(BLOCK)):
+        if any(headers.read(_MAX_HEADERS_NBYTES // 2)):
             raise tarfile.ReadError(f"the header at {end:,} is cut or damaged")
     except _TAR_ERRORS as error:
         message, remedy = f"it is not a tar that can be read: {error}", "Copy the tar again, or write it again."
