@@ -120,7 +120,7 @@ class Inputs:
         typer.Option(help="Tokenizer of the texts: a folder, or a name on the hub [default: that of the model]."),
     ] = None
     batch_size: Annotated[
-        int | None, typer.Option(help="Rows that run through the model at once [default: 8; of images 32].")
+        int | None, typer.Option(min=1, help="Rows that run through the model at once [default: 8; of images 32].")
     ] = None
     compute_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -137,6 +137,10 @@ class Inputs:
     on_nonfinite: Annotated[
         Literal["raise", "warn", "allow"], typer.Option(help="What to do with NaN and infinity.")
     ] = "raise"
+    recheck: Annotated[
+        Literal["exact", "close"],
+        typer.Option(help="What may differ from examples that are there: nothing, or rounding."),
+    ] = "exact"
 
     @classmethod
     def of(cls, context: typer.Context, values: dict[str, Any]) -> Inputs:
@@ -278,7 +282,8 @@ def record(
     store = record_source(
         model, source, to, layers=blocks, hook_points=hook_points.split(","), dtype=dtype, ckpt=given.model,
         dataset=given.dataset, device=given.device, max_tokens_per_shard=max_tokens_per_shard, storage_options=storage,
-        part=of_ranks, resume=resume, exist_ok=True, on_nonfinite=given.on_nonfinite, progress=progress,
+        part=of_ranks, resume=resume, exist_ok=True, recheck=given.recheck, on_nonfinite=given.on_nonfinite,
+        progress=progress,
     )  # fmt: skip
     if isinstance(store, RecordedPart):
         _emit_part(store, as_json=as_json)
@@ -326,10 +331,6 @@ def _emit_part(done: RecordedPart, *, as_json: bool) -> None:
 def repair(
     context_: typer.Context,
     url: Annotated[str, typer.Argument(metavar="URL", help="The folder of the store.")],
-    recheck: Annotated[
-        Literal["exact", "close"],
-        typer.Option(help="What may differ from the first recording: nothing, or rounding."),
-    ] = "exact",
     as_json: AsJson = False,
     option: Options = None,
     progress: Progress = None,
@@ -354,8 +355,8 @@ def repair(
     given = Inputs.of(context_, inputs)
     model, source = given.load()
     done = repair_recording(
-        model, source, url, device=given.device, storage_options=storage, recheck=recheck, on_nonfinite=given.on_nonfinite,
-        progress=progress,
+        model, source, url, device=given.device, storage_options=storage, recheck=given.recheck,
+        on_nonfinite=given.on_nonfinite, progress=progress,
     )  # fmt: skip
     emit_json(done.to_dict()) if as_json else emit(str(done))
 

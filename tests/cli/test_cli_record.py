@@ -92,9 +92,18 @@ def test_record_takes_a_file_whose_keys_options_override(run, language, tmp_path
         True,
     )
     assert not (tmp_path / "wrong").exists()
-    again = run("record", "--config", tmp_path / "r.toml", "--to", tmp_path / "to", "--no-progress")
+    again = run(
+        "record", "--config", tmp_path / "r.toml", "--to", tmp_path / "to", "--no-progress", "--recheck", "close"
+    )
     assert (again.code, again.out) == (0, out)
-    for wrong in ("layer = [1]", "config = 'x'", "x", 'model = "x"\ncontext = "y"', 'model = "x"\nlayout = "z"'):
+    for wrong in (
+        "layer = [1]",
+        "config = 'x'",
+        "x",
+        'model = "x"\ncontext = "y"',
+        'model = "x"\nlayout = "z"',
+        'model = "x"\nbatch_size = 0',
+    ):
         (tmp_path / "w.toml").write_text(wrong)
         assert run("record", "--config", tmp_path / "w.toml", "--to", tmp_path, "--layers", "0").code == 2, wrong
     assert run("record", "--config", tmp_path / "nix.toml").code == 1
