@@ -226,7 +226,7 @@ def test_import_names_layers_in_either_numbering(tmp_path):
     assert keys(layers=[(4, "mlp_out"), 4]) == ((4, "mlp_out"), (4, "resid_post"))
     for wrong, where in (
         ({}, "layers"), ({"layers": [1, 2], "layer_ids": [2, 3]}, "layers"), ({"layers": [1]}, "layers"), ({"layers": "12"}, "layers"),
-        ({"layer_ids": ["3", 4]}, "layer_ids"), ({"layer_ids": [-1, 4]}, "layer_ids"),
+        ({"layer_ids": ["3", 4]}, "layer_ids"), ({"layer_ids": 5}, "layer_ids"), ({"layers": [(1, "a", "b"), 2]}, "layers"), ({"layer_ids": [-1, 4]}, "layer_ids"),
     ):  # fmt: skip
         error = refusal(keys, **wrong)
         assert (type(error), error.where) == (ArgumentError, where)

@@ -68,7 +68,7 @@ def test_joined_samples_have_the_files_that_they_name(texts, images):
     }  # fmt: skip
     assert list(joined[0].media["many"]) == ["img/1.jpg", "img/2.jpg"]
     assert joined[1].media == {"one": {}, "many": {}}
-    assert (len(joined), joined.splits, joined[1].key) == (8, texts.splits, "b")
+    assert (len(joined), joined.splits, joined[1].key, joined.key(1)) == (8, texts.splits, "b", "b")
     assert isinstance(joined, Source)
     assert joined.rows([1, 0]) == [joined[1], joined[0]] == [joined.split("train")[i] for i in (1, 0)]
     assert "jpeg" not in repr(joined[0])

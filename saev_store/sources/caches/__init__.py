@@ -71,8 +71,10 @@ def import_cache(
         raise ArgumentError(f"family is {brief(family)}; it must be a name, such as gpt2", where="family")
     options = ImportOptions(resume=resume, on_nonfinite=on_nonfinite, progress=progress)
     options.check()
-    if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"layers is {brief(layers)}; it must be a list of labels", where="layers")
+    for argument, given in (("layers", layers), ("layer_ids", layer_ids)):
+        is_list = given is None or (isinstance(given, Sequence) and not isinstance(given, str))  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        if not is_list or any(isinstance(each, tuple) and len(each) != 2 for each in given or ()):
+            raise ArgumentError(f"{argument} is {brief(given)}; it must be a list of labels", where=argument)
     there, name = locate(url, storage_options)
     folder = there.at(name)
     entries = folder.list()

@@ -70,6 +70,10 @@ class JoinedDataset(Source[RawSample]):
         """Samples by position with their files, fetched together; a file that several samples name is fetched once."""
         return self._joined(self.primary.rows(indices))
 
+    def key(self, index: SupportsIndex) -> str:
+        """The key of the sample at a position."""
+        return self.primary.key(index)
+
     def split(self, name: str) -> Self:
         """The samples of one split of the primary data set, with the same auxiliary data sets."""
         return type(self)(self.primary.split(name), self.auxiliary, names=self._names)
