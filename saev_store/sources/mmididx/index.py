@@ -112,7 +112,9 @@ def parse_index(
         doc_idx = np.frombuffer(view, "<i8", doc_count, at + 12 * n)
         if doc_count == 0 or doc_idx[0] != 0 or doc_idx[-1] != n:
             raise _broken("bad_doc_idx", "doc_idx", 0, f"doc_idx must begin with 0 and end with {n}", where)
-        _check("bad_doc_idx", "doc_idx", doc_idx, np.append(False, doc_idx[1:] < doc_idx[:-1]), "must not descend", where)
+        _check(
+            "bad_doc_idx", "doc_idx", doc_idx, np.append(False, doc_idx[1:] < doc_idx[:-1]), "must not descend", where
+        )
     modes = np.frombuffer(view, "i1", n, at + 12 * n + 8 * (doc_count or 0)) if has_modes else None
     chosen = _choose(code, dtype, sizes, pointers, bin_nbytes, where)
     rule = f"must be 0 or more and a multiple of the {chosen.itemsize} bytes of a token"
