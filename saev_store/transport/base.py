@@ -219,8 +219,3 @@ class Transport(ABC):
         """A block that holds an advisory lock of this process, or `WriterConflictError`; nothing where there are no locks."""
         check_path(path)
         return nullcontext()
-
-    def copy_within(self, source: Transport, source_path: str, path: str) -> bool:
-        """Let the service copy a file without this machine; return False, with nothing done, if it cannot."""
-        del source, source_path, path
-        return False

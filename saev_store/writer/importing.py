@@ -85,9 +85,10 @@ def import_array(
 ) -> ShardStore:
     """Write an array as a store, block by block; see `ShardStore.from_array`. `described` is of `new_metadata`."""
     options.check()
-    if token_arrays is not None and not isinstance(token_arrays, Mapping):
+    arrays: Mapping[str, object] = {} if token_arrays is None else token_arrays
+    if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):
         raise ArgumentError(f"token_arrays is {brief(token_arrays)}; it must map names to arrays", where="token_arrays")
-    examples = ArrayExamples(array, dims, token_arrays or {})
+    examples = ArrayExamples(array, dims, arrays)
     (n_examples, n_layers, n_tokens, d_model), dtypes = examples.shape, examples.token_dtypes
     if data is not None and not isinstance(data, Mapping):
         raise ArgumentError(f"data is {brief(data)}; it must be a mapping, to which `imported` is added", where="data")

@@ -25,6 +25,7 @@ from saev_store.errors import (
     NotFoundError,
     ResumeError,
     SaevStoreError,
+    brief,
 )
 from saev_store.names import DIGESTS_NAME, METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
@@ -246,9 +247,9 @@ class RepairWriter(ShardWriter):
         """
         self._check_usable()
         target, n_examples, at = self._target, self.layout.n_examples, 0
-        array = {array.name: array for array in self.metadata.recordable}.get(name)
+        array = next((array for array in self.metadata.recordable if array.name == name), None)
         if array is None:
-            raise ArgumentError(f"the store has no token array {name}", where=name, remedy="Leave it out.")
+            raise ArgumentError(f"the store has no token array {brief(name)}", where="name", remedy="Leave it out.")
         digester, nbytes = BlockDigester(target.block_bytes), array.nbytes(self.layout)
         sink = target.open_file(array.file_name, nbytes, nbytes)
         try:

@@ -170,7 +170,7 @@ def test_from_array_refuses_what_is_not_an_array_of_examples(tmp_path):
         (acts.astype(np.int16), {}), (acts.astype(np.complex64), {}), (np.zeros(SHAPE, object), {}),
         (acts, {"dtype": "float64"}), (acts, {"max_block_bytes": 0}), (acts, {"max_block_bytes": 1.5}),
         (acts, {"resume": "auto"}), (acts, {"data": "birds"}), (acts, {"token_arrays": [acts]}),
-        (acts, {"client": "tcp://scheduler:8786"}), (acts, {"token_arrays": {"token_ids": np.zeros((11, 4), np.int32)}}),
+        (acts, {"token_arrays": {5: np.zeros((11, 5), np.int32)}}), (acts, {"client": "tcp://scheduler:8786"}), (acts, {"token_arrays": {"token_ids": np.zeros((11, 4), np.int32)}}),
         (acts, {"token_arrays": {"token_ids": np.zeros((11, 5))}}), (acts, {"token_arrays": {"token_ids": [[1, 2]]}}),
         (acts, {"token_arrays": {"mine": np.zeros((11, 5), np.uint16)}}), (acts, {"cls_token": True, "token_arrays": ids}),
         (np.ma.masked_less(acts, 0), {}), (np.full(SHAPE, np.nan, np.float32), {}),
@@ -181,8 +181,9 @@ def test_from_array_refuses_what_is_not_an_array_of_examples(tmp_path):
 
         cases.append((torch.zeros(SHAPE).to_sparse(), {}))
     for array, options in cases:
-        with pytest.raises(ArgumentError):
+        with pytest.raises(ArgumentError) as caught:
             ShardStore.from_array(array, tmp_path, **OPTIONS | options)
+        assert str(caught.value)
     assert not list(tmp_path.glob("*/metadata.json"))
 
 

@@ -144,6 +144,7 @@ def test_restore_array_writes_what_is_lost(tmp_path):
         for name, values in [
             ("labels", this.arrays["mask"]), ("mask", this.arrays["mask"][:3]), ("mask", iter([this.arrays["mask"][:3]])),
             ("mask", iter([this.arrays["mask"], this.arrays["mask"][:1]])), ("mask", "x"), ("mask", iter([3])),
+            (["mask"], this.arrays["mask"]),
         ]:  # fmt: skip
             with pytest.raises(ArgumentError):
                 writer.restore_array(name, values)
