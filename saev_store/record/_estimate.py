@@ -15,6 +15,7 @@ from saev_store.record._part import missing_examples
 from saev_store.record._record import plan
 from saev_store.store.card import human_bytes
 from saev_store.transport import open_transport
+from saev_store.writer.create import check_part
 from saev_store.writer.work import Work
 
 if TYPE_CHECKING:
@@ -95,11 +96,12 @@ def estimate_recording(
     Arguments and errors are those of `record`; `options` are `hook_points`, `dtype`, `max_tokens_per_shard`, `dataset`, `family`,
     `ckpt`, `protocol` and `device`.
     """
+    of_ranks = None if part is None else check_part(part)
     recorder, metadata = plan(model, source, layers, **options)
     transport = open_transport(root, storage_options)
     layout = metadata.layout
     nbytes = layout.nbytes + sum(array.nbytes(layout) for array in metadata.token_arrays)
-    n_left = sum(end - first for first, end in missing_examples(Work(transport, metadata), part))
+    n_left = sum(end - first for first, end in missing_examples(Work(transport, metadata), of_ranks))
     times = [(0, time.perf_counter())]  # examples that are there, and when
     with recorder, closing(computed(recorder, source.batches(0, layout.n_examples))) as batches:
         for recorded in source.assemble(batches, 0):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
-from saev_store.core.arguments import check_count
-from saev_store.errors import ArgumentError
+from saev_store.core.arguments import check_count, is_mapping
+from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import VisionAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded
 from saev_store.record._identity import config_digest
@@ -83,6 +83,8 @@ class Images(ExampleSource):
         if masks is not None and labels is not None:
             message = "masks and labels both give labels of patches"
             raise ArgumentError(message, where="masks", remedy="Pass one of them.")
+        if data is not None and not is_mapping(data):
+            raise ArgumentError(f"data is {brief(data)}; it must be a JSON object", where="data")
         self.source = _opened(images, storage_options)
         self.image_key, self._data, self.n_examples = image_key, data, len(self.source)
         self.labels = None if labels is None else labels if hasattr(labels, "shape") else np.asarray(labels)

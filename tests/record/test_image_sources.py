@@ -367,6 +367,7 @@ def test_masks_and_labels_that_fit_no_image_are_refused(model: object, tmp_path:
         (lambda: Images(pixels, masks=[square] * 2, labels=labels), ArgumentError, "masks"),
         (lambda: Images(pixels, labels=labels[:, :3]), ArgumentError, "labels"),
         (lambda: Images(pixels, labels=[[0.5]]), ArgumentError, "labels"),
+        (lambda: Images(pixels, data=[1]), ArgumentError, "data"),
     ]
     for make, error, where in cases:
         with pytest.raises(error) as refused:

@@ -71,6 +71,10 @@ def test_estimate_runs_the_first_batches_and_counts_the_part_that_is_left(
     record(model, Images(PIXELS, 4), tmp_path, part=(0, 2), progress=False, **OPTIONS)
     assert 0 < estimate_recording(model, Images(PIXELS, 4), tmp_path, **OPTIONS).n_left < 41
     assert estimate_recording(model, Images(PIXELS, 4), tmp_path, part=(0, 2), **OPTIONS).n_left == 0
+    for part in ((2, 2), (0, 0), 5):
+        with pytest.raises(ArgumentError) as refused:
+            estimate_recording(model, Images(PIXELS, 4), tmp_path, part=part, **OPTIONS)
+        assert refused.value.where == "part"
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     full = estimate_recording(model, Images(PIXELS, 4), tmp_path / "to" / "be", **OPTIONS)
