@@ -103,8 +103,3 @@ def name_of(source: Source[object], sample_idx: int) -> str:
     if isinstance(source, (ImageFolder, EnergonDataset)):
         return full_url(source.transport, source.key(sample_idx))
     return f"image {sample_idx}"
-
-
-def shared_between_threads(source: Source[object]) -> bool:
-    """True if threads may read samples at the same time; foreign data sets are not known to allow it."""
-    return isinstance(source, (ImageFolder, EnergonDataset))

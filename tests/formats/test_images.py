@@ -16,7 +16,7 @@ from saev_store.sources import ImageFolder, MapStyle
 from saev_store.sources import image_folder as image_folders
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.framing import Framing
-from saev_store.sources.pictures import name_of, open_images, picture_of, picture_px, shared_between_threads
+from saev_store.sources.pictures import name_of, open_images, picture_of, picture_px
 from saev_store.sources.pixels import FORMATS, decode_mask, decode_rgb, mask_of, to_rgb
 from saev_store.sources.places import Patches
 
@@ -181,9 +181,7 @@ def test_the_image_of_a_sample_of_parts(tmp_path: Path) -> None:
         with pytest.raises(DocumentError):
             picture_of(source, source[0], "gif", where="x")
         assert name_of(source, 1) == f"{folder}/b"
-        assert shared_between_threads(source)
     assert name_of(MapStyle([0]), 0) == "image 0"
-    assert not shared_between_threads(MapStyle([0]))
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])
