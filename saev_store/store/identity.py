@@ -16,7 +16,7 @@ from typing import Literal
 
 from saev_store._runtime.threads import ahead
 from saev_store.core.layout import Layout, shard_name
-from saev_store.errors import AccessError, DocumentError, NotFoundError
+from saev_store.errors import AccessError, DocumentError, NotFoundError, TransportError
 from saev_store.transport import Transport
 
 #: Files that are looked at side by side.
@@ -62,5 +62,7 @@ def _version(transport: Transport, name: str) -> tuple[int, str]:
     """Size and version of a file; (-1, the class of the error) if it cannot be looked at."""
     try:
         return transport.stat(name)
-    except (NotFoundError, AccessError) as error:
+    except (NotFoundError, AccessError, TransportError) as error:
+        if isinstance(error, TransportError) and not transport.is_local:  # which may pass
+            raise
         return -1, type(error).__name__

@@ -131,6 +131,7 @@ def test_validate_damage_of_one_file_names_it_and_what_is_lost(tmp_path: Path, d
         change(store.path / name)
         report = look(store, deep=deep)
         assert found(report) == [(kind, severity, name)], number
+        assert found(ShardStore.open(store.path, damaged_ok=True).validate(deep=deep)) == found(report), number
         is_oversized = kind == "oversized_shard"  # of another capacity: not trusted, although the bytes are there
         assert report.lost == (((0, 3),) if is_oversized else spans(store.dull_lost())), number
         assert (report.ok, report.n_lost > 0) == (
