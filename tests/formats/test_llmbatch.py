@@ -472,7 +472,7 @@ def test_writers_refuse_wrong_arguments_and_write_nothing(tmp_path):
         ([record, record[1:]], {"total_records": 2}, "tokens_iter"), ([np.zeros((2, 2, 8), int)], {}, "tokens_iter"),
         ([np.zeros((2, 8, 2), int)], {}, "tokens_iter"), ([5], {}, "tokens_iter"), ([[]], {}, "tokens_iter"),
         ([np.zeros((0, 7), int)], {"total_records": 0}, "tokens_iter"), ([], {"seq_len": 0}, "seq_len"),
-        ([record.astype(float)], {}, "tokens"),
+        ([record.astype(float)], {}, "tokens"), ([[[1], [2, 3]]], {}, "tokens_iter"),
     ):  # fmt: skip
         options = {"total_records": 1, "batch_size": 2, "seq_len": 8, "progress": False, **wrong}
         error = refusal(write_batch_dataset, path, stream, **options)

@@ -401,6 +401,7 @@ def test_samples_with_a_wrong_argument_are_refused(tmp_path):
         {"seq_length": 0}, {"seq_length": 1.5}, {"seed": -1}, {"seed": 2**32}, {"num_samples": 0}, {"num_samples": 2**48},
         {"separate_below": 1.1}, {"separate_below": -0.1}, {"documents": []}, {"documents": [4]}, {"documents": [-1]},
         {"documents": [0.5]}, {"documents": [[0, 1]]}, {"documents": 3}, {"documents": [1]},
+        {"separate_below": "1"},
     ):  # fmt: skip
         error = refusal(TokenSamples, dataset, **{"seq_length": 3, **wrong})
         assert (type(error), error.where) == (ArgumentError, next(iter(wrong)))
@@ -482,7 +483,7 @@ def test_builder_refuses_what_does_not_fit_and_keeps_nothing_of_it(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "x", "uint16") as builder:
         for tokens in ([1.5], [[1]], ["a"], [2**70], 3, [None], [[1], [2, 3]]):
             assert (refusal(builder.add_document, tokens).where) == "tokens"
-        for lengths in ([1], [3, -1]):
+        for lengths in ([1], [3, -1], ["2"], [None], [1.5, 0.5]):
             assert refusal(builder.add_document, [1, 2], lengths).where == "lengths"
         mine = np.array([65_535, 7], np.uint16)
         builder.add_document(mine)

@@ -86,10 +86,7 @@ def write_batch_file(
     >>> write_batch_file("memory://lab/x.batch", np.arange(22 * 5).reshape(22, 5), 4, overwrite=True)
     5
     """
-    try:
-        tokens = np.asanyarray(tokens_array)
-    except ValueError:  # lists of unequal lengths
-        raise ArgumentError("records have different lengths", where="tokens_array") from None
+    tokens = _as_array(tokens_array, "tokens_array")
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise ArgumentError(f"the shape is {tokens.shape}; it must be (records, seq_len)", where="tokens_array")
     if seq_len is not None and seq_len != tokens.shape[1]:
@@ -165,6 +162,13 @@ def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int
     return Header(batch_size, seq_len, total_records // batch_size, seed, total_records)
 
 
+def _as_array(values: npt.ArrayLike, where: str) -> npt.NDArray[np.generic]:
+    try:
+        return np.asanyarray(values)
+    except ValueError:  # lists of unequal lengths
+        raise ArgumentError("records have different lengths", where=where) from None
+
+
 def as_tokens(values: npt.ArrayLike) -> TokenArray:
     """Token ids as uint32.
 
@@ -185,7 +189,7 @@ def _collect(items: Iterable[npt.ArrayLike], spool: IO[bytes], header: Header) -
     """Check records, and write them one after the other."""
     n, total, seq_len = 0, header.total_records, header.seq_len
     for item in items:
-        found = np.asarray(item)
+        found = _as_array(item, "tokens_iter")
         records = found[None] if found.ndim == 1 else found
         if records.ndim != 2 or records.shape[1] != seq_len:
             rule = f"it must be ({seq_len},), or several in a two-dimensional array"

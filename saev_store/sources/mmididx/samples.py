@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from saev_store.core.arguments import check_count
+from saev_store.core.arguments import check_count, check_number
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.sources._files import ALGORITHM
@@ -59,7 +59,7 @@ def build_indices(
     """
     seq_length = check_count(seq_length, name="seq_length", most=_MAX_I32)
     seed = check_count(seed, name="seed", least=0, most=2**32 - 1)
-    if not 0 <= separate_below <= 1:
+    if check_number(separate_below, name="separate_below", zero_ok=True) > 1:
         raise ArgumentError(f"separate_below is {separate_below!r}; it must be from 0 to 1", where="separate_below")
     tokens_per_epoch = int(sizes[documents].sum(dtype=np.int64))
     if tokens_per_epoch < 2:

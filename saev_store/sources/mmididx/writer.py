@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.arguments import check_flag
+from saev_store.core.arguments import check_count, check_flag
 from saev_store.errors import ArgumentError, StoreExistsError, brief
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
@@ -86,8 +86,8 @@ class IndexedDatasetBuilder:
                 Nothing was appended then.
         """
         found = self._as_tokens(tokens)
-        sizes = [len(found)] if lengths is None else [int(length) for length in lengths]
-        if sum(sizes) != len(found) or min(sizes, default=0) < 0:
+        sizes = [len(found)] if lengths is None else [check_count(n, name="lengths", least=0) for n in lengths]
+        if sum(sizes) != len(found):
             raise ArgumentError(f"lengths {brief(sizes)} do not cut {len(found)} tokens", where="lengths")
         self._write(found)
         self._sizes.extend(sizes)
