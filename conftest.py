@@ -10,6 +10,7 @@ import pytest
 #: Modules that import an extra at the top, and the library that must be there for them.
 NEEDS = {
     "saev_store/integrations/*": "torch",
+    "saev_store/record/_images.py": "torch",
     "saev_store/torch/*": "torch",
     "saev_store/xarray/*": "xarray",
     "saev_store/dask/*": "dask",

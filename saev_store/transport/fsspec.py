@@ -167,6 +167,8 @@ class FsspecTransport(RemoteTransport):
         with self.errors("list", self.where(path) if path else self.url):
             self.fs.invalidate_cache(key)
             found = self.ask("ls", key, detail=True)
+            if not found:  # an archive lists a folder that it does not have
+                self.ask("info", key)
         entries: dict[str, Entry] = {}
         for info in found:
             named, size = str(info["name"]), info.get("size")

@@ -22,7 +22,6 @@ PLACES = {
     "moto-obstore": ("s3_bucket", "obstore"),
     "moto-fsspec": ("s3_bucket", "fsspec"),
     "swift-obstore": ("swift_bucket", "obstore"),
-    "gcs-obstore": ("gcs_xml_bucket", "obstore"),
     "gcs-fsspec": ("gcs_json_bucket", "fsspec"),
 }
 

@@ -55,7 +55,7 @@ def test_the_serving_recipe_reads_right_and_shows_damage_as_an_error(
     (running,) = started
     try:
         names: dict[str, object] = {}
-        exec(block("reading.md", "open_zarr").replace("http://127.0.0.1:8000", running.url), names)
+        exec(block("reading.md", "http://127").replace("http://127.0.0.1:8000", running.url), names)
         assert names["vector"].tobytes() == plain.dense[3, 2, 0].tobytes()
         dataset = names["ds"]
         assert dataset.activations.values.tobytes() == plain.dense.tobytes()

@@ -43,6 +43,7 @@ class IndexedDatasetBuilder:
         ArgumentError: the format has no code for `dtype`.
         StoreExistsError: one of the two files exists, and `overwrite` is false or impossible.
 
+    >>> from saev_store.sources.mmididx import IndexedDataset
     >>> with IndexedDatasetBuilder("memory://lab/tokens", dtype="uint16") as builder:
     ...     builder.add_document([97, 98, 99])
     ...     builder.add_document([100])
