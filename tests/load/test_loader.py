@@ -441,7 +441,7 @@ def test_state_that_is_not_of_this_loader_is_refused() -> None:
         bad += [{**good, name: value} for value in (np.arange(3), None)]
     for name in ("epoch", "batch", "pool_batches", "n_partitions"):
         bad += [{**good, name: value} for value in (-1, 1.0, True, "1", 2**70)]
-    bad += [{**good, "batch": 17}, {**good, "n_partitions": 3}, {**good, "early_start": 1}, {**good, "pool_batches": 0}]
+    bad += [{**good, "batch": 18}, {**good, "n_partitions": 3}, {**good, "early_start": 1}, {**good, "pool_batches": 0}]
     for state in bad:
         with pytest.raises(ArgumentError):
             loader.load_state_dict(state)
