@@ -16,10 +16,10 @@ from saev_store.record._identity import config_digest
 from saev_store.record._masks import Masks
 from saev_store.record._processing import framing_of, process
 from saev_store.sources import Source, recorded_from
-from saev_store.sources.image_folder import ImageFolder
+from saev_store.sources.images import ImageFolder, ImageKey, image_of, image_px, is_pillow, name_of
 from saev_store.sources.map_style import DataSet, MapStyle
-from saev_store.sources.pictures import ImageKey, is_pillow, name_of, open_images, picture_of, picture_px
 from saev_store.sources.pixels import decode_rgb, to_rgb
+from saev_store.sources.sniff import open_images
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -146,7 +146,7 @@ class Images(ExampleSource):
                 labels = np.stack(
                     [
                         self._masks.labels(
-                            first + i, input_px, self._patch_px, picture_px(image, where="images"), framing
+                            first + i, input_px, self._patch_px, image_px(image, where="images"), framing
                         )
                         for i, image in enumerate(images)
                     ]
@@ -170,7 +170,7 @@ class Images(ExampleSource):
             from PIL import Image
 
             return Image.fromarray(cast("np.ndarray", sample))  # arrays leave open where their channels are
-        picture = picture_of(self.source, sample, self.image_key, where=where)
+        picture = image_of(self.source, sample, self.image_key, where=where)
         if isinstance(picture, bytes):
             return decode_rgb(picture, where=where)
         return to_rgb(picture, where=where) if is_pillow(picture) else picture

@@ -9,10 +9,8 @@ import numpy as np
 
 from saev_store.errors import ArgumentError, NotFoundError, brief
 from saev_store.sources import Source
-from saev_store.sources.address import full_url
-from saev_store.sources.image_folder import ImageFolder
+from saev_store.sources.images import ImageFolder, is_pillow, name_of
 from saev_store.sources.map_style import DataSet, MapStyle
-from saev_store.sources.pictures import is_pillow, name_of
 from saev_store.sources.pixels import decode_mask, mask_of
 
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from saev_store.sources.framing import Framing, SizePx
+    from saev_store.sources.places import Framing, SizePx
 
 #: Labels are uint8.
 _N_LABELS = 256
@@ -105,7 +103,7 @@ class Masks:
         position = self._positions[sample_idx]
         if isinstance(self._masks, ImageFolder):
             return decode_mask(
-                self._masks.raw(position), where=full_url(self._masks.transport, self._masks.paths[position])
+                self._masks.raw(position), where=self._masks.transport.where(self._masks.paths[position])
             )
         found, what = self._masks[position], self._name(sample_idx)
         values = mask_of(found, where=what) if is_pillow(found) else np.asarray(found)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from saev_store.errors import ArgumentError
-from saev_store.sources.framing import Framing
+from saev_store.sources.places import Framing
 
 if TYPE_CHECKING:
     import numpy.typing as npt

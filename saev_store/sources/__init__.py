@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 from saev_store.sources._source import Source
-from saev_store.sources.image_folder import ImageFolder
+from saev_store.sources.images import ImageFolder
 from saev_store.sources.map_style import MapStyle
 from saev_store.sources.provenance import Origin, recorded_from
 from saev_store.sources.sniff import open_source, reopen
-from saev_store.sources.text_file import TextFile
+from saev_store.sources.texts import TextFile
 
 __all__ = [
     "ImageFolder",

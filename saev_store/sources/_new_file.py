@@ -59,15 +59,13 @@ class NewFile:
 
     def commit(self) -> None:
         """Publish the file under its name, durable."""
-        try:
+        with self:
             self.sync()
             with os_errors(self._where, "commit"):
                 if isinstance(self._transport, LocalTransport):
                     self._rename(self._transport)
                 else:
                     self._upload()
-        finally:
-            self.abort()
 
     def _rename(self, transport: LocalTransport) -> None:
         if not self._overwrite:

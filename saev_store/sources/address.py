@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 
 from saev_store.errors import ArgumentError, brief
-from saev_store.names import joined_url
 from saev_store.transport import Engine, Transport, open_transport
 
 Url = str | os.PathLike[str]
@@ -47,16 +46,9 @@ def locate(
     """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative."""
     text = _text(url)
     if transport is not None:
-        if storage_options is not None:
-            raise ArgumentError("a transport has its options already", where="storage_options")
         return transport, text
     folder, name = split_address(text)
     return open_transport(folder, storage_options, engine=engine), name
-
-
-def full_url(transport: Transport, path: str) -> str:
-    """A file's address, safe to show."""
-    return joined_url(transport.url, path)
 
 
 def _text(url: Url) -> str:

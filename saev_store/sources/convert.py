@@ -5,7 +5,7 @@ Documents (MMIDIDX) become pre-formed batches (LLMBATCH); samples of token ids, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +47,12 @@ def documents_to_batches(
     Args:
         source: The documents, in order. Tokens at the end that fill no record are dropped.
         output_path: As in `write_batch_file`.
+        overwrite: As there.
+        storage_options: As there.
         seq_len: Tokens of a record.
         batch_size: Records in a batch.
         seed: Seed of the order of records.
         end_token: Append this token to every document.
-        overwrite: Replace a file of that name.
-        storage_options: As in `open_source`.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:
@@ -109,12 +109,12 @@ def samples_to_documents(
     Args:
         source: The samples, such as the records of an LLMBATCH file, or an `EnergonDataset` with texts.
         output_path: As in `IndexedDatasetBuilder`.
+        overwrite: As there.
+        storage_options: As there.
         tokenizer: For texts; called once for each, such as `tokenizers.Tokenizer.from_file(...).encode(text).ids`.
         part: For texts: name of the part, or a path as in a field map: `"json[caption],txt"`.
         dtype: Type of a token in the new data set.
         end_token: Append this token to every document.
-        overwrite: As in `IndexedDatasetBuilder`.
-        storage_options: As in `IndexedDatasetBuilder`.
         progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:
@@ -132,47 +132,35 @@ def samples_to_documents(
         IndexedDatasetBuilder(output_path, dtype, overwrite=overwrite, storage_options=storage_options) as builder,
         Progress(len(source), "converting", shown=progress, unit="samples") as bar,
     ):
-        for sample in _samples(source):
-            tokens = _token_ids(source, sample, tokenizer, part)
+        for sample in (sample for batch in source.batches(_BATCH) for sample in batch):
+            tokens = _token_ids(sample if tokenizer is None else tokenizer(_text(source, sample, part)))
             if end_token is not None:
                 kind = np.uint64 if tokens.dtype == np.uint64 else np.int64
-                tokens = np.concatenate((tokens.astype(kind), np.array([end_token], kind)))
+                tokens = np.append(tokens.astype(kind), np.array([end_token], kind))
             builder.add_document(tokens)
             bar.advance(1)
     return len(source)
 
 
-def _samples(source: Source[object]) -> Iterator[object]:
-    for batch in source.batches(_BATCH):
-        yield from batch
-
-
-def _token_ids(
-    source: Source[object], sample: object, tokenizer: Tokenizer | None, part: str
-) -> npt.NDArray[np.integer]:
-    """The token ids of a sample: the sample itself, or those of its text."""
-    found = sample
-    if tokenizer is not None:
-        if not isinstance(sample, RawSample):
-            message = f"a tokenizer is for texts; samples of format {source.format} are not"
-            raise ArgumentError(message, where="tokenizer")
-        where = f"{source.url}/{sample.shard}/{sample.key}"
-        text = text_of(source, sample, part, where=where)
-        if not isinstance(text, str):
-            raise DocumentError(f"{part!r} must be a text, got {brief(text)}", where=where)
-        try:
-            found = tokenizer(text)
-        except (ValueError, TypeError) as error:
-            message = f"the tokenizer failed on a text of {len(text)} characters: {error}"
-            raise ArgumentError(message, where="tokenizer") from error
+def _token_ids(found: object) -> npt.NDArray[np.integer]:
+    """An array of token ids; `ArgumentError` for anything else."""
     try:
         ids = np.asarray(found)
     except ValueError:
         ids = np.asarray(None)
-    if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
-        return ids.astype(ids.dtype if ids.size else np.int64, copy=False)
-    raise ArgumentError(
-        f"a sample is {brief(found)}; token ids are a list of integers",
-        where="source",
-        remedy="Pass a tokenizer for texts.",
-    )
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+        message = f"a sample is {brief(found)}; token ids are a list of integers"
+        raise ArgumentError(message, where="source", remedy="Pass a tokenizer for texts.")
+    return ids if ids.size else np.empty(0, np.int64)
+
+
+def _text(source: Source[object], sample: object, part: str) -> str:
+    """The text of a sample of Energon."""
+    if not isinstance(sample, RawSample):
+        message = f"a tokenizer is for texts; samples of format {source.format} are not"
+        raise ArgumentError(message, where="tokenizer")
+    where = f"{source.url}/{sample.shard}/{sample.key}"
+    text = text_of(source, sample, part, where=where)
+    if not isinstance(text, str):
+        raise DocumentError(f"{part!r} must be a text, got {brief(text)}", where=where)
+    return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
-from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, TransportError, brief
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, brief
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 
 if TYPE_CHECKING:
@@ -51,22 +51,15 @@ class MapStyle(Source[object]):
         return len(self.data)
 
     def __getitem__(self, index: SupportsIndex) -> object:
-        """The sample at a position.
-
-        Raises:
-            DocumentError: the data set raises an error, for example because an image does not decode.
-            TransportError: it cannot read the sample.
-        """
+        """The sample at a position; `DocumentError` if the data set raises an error, for example because an image does not decode."""
         position = check_index(index, len(self), what="sample")
         try:
             return self.data[position]
         except (SaevStoreError, MemoryError):
             raise
         except Exception as error:
-            # Pillow's errors of damaged files are OSErrors without a number; those of the system have one.
-            is_systems = isinstance(error, OSError) and error.errno is not None
             message = f"sample {position} cannot be read: {type(error).__name__}: {error}"
-            raise (TransportError if is_systems else DocumentError)(message, where=type(self.data).__name__) from error
+            raise DocumentError(message, where=type(self.data).__name__) from error
 
     def rows(self, indices: npt.ArrayLike | slice) -> Iterator[object]:
         """Samples by position, one after the other."""

@@ -24,8 +24,6 @@ FORMATS = {
     "bmp": "BMP", "tif": "TIFF", "tiff": "TIFF", "jp2": "JPEG2000", "j2k": "JPEG2000", "jpx": "JPEG2000", "ppm": "PPM",
     "pgm": "PPM", "pbm": "PPM", "pnm": "PPM", "tga": "TGA", "ico": "ICO",
 }  # fmt: skip
-#: Modes of one channel whose numbers are labels: booleans, grey, places in a palette, 16 and 32 bits.
-_MASK_MODES = {"1", "L", "P", "I;16", "I;16B", "I;16L", "I;16N", "I"}
 #: Tag of EXIF: how the camera was held. From 5 on, rows are columns.
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 
@@ -40,8 +38,7 @@ def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
         # The content decides, not the name.
         with Image.open(io.BytesIO(raw), formats=sorted(set(FORMATS.values()))) as image:
             if image.width * image.height > MAX_PIXELS:
-                size = f"{image.width} x {image.height}"
-                raise DocumentError(f"the image has {size} pixels; at most {MAX_PIXELS:,} are decoded", where=where)
+                raise DocumentError(f"{image.width} x {image.height} pixels; at most {MAX_PIXELS:,}", where=where)
             yield image
     except (SaevStoreError, MemoryError):
         raise
@@ -66,15 +63,14 @@ def to_rgb(image: PilImage, *, where: str) -> PilImage:
     """
     from PIL import Image, ImageOps
 
+    upright = ImageOps.exif_transpose(image)
     if image.mode == "F" or image.mode.startswith("I"):
-        values = np.asarray(image)
+        values = np.asarray(upright)
         if image.mode == "F" or values.min() < 0 or values.max() > np.iinfo(np.uint16).max:
-            range_ = f"from {values.min()} to {values.max()}"
-            message = f"the image has numbers of mode {image.mode!r} {range_}; at most 16 bits are known as grey"
+            message = f"the image has numbers from {values.min()} to {values.max()}; at most 16 bits are known as grey"
             raise DocumentError(message, where=where)
-        upright = ImageOps.exif_transpose(image)
-        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
-    return ImageOps.exif_transpose(image).convert("RGB")
+        upright = Image.fromarray((values >> 8).astype(np.uint8))
+    return upright.convert("RGB")
 
 
 def upright_px(image: PilImage) -> tuple[int, int]:
@@ -97,11 +93,8 @@ def mask_of(image: PilImage, *, where: str) -> npt.NDArray[np.integer]:
     """
     from PIL import ImageOps
 
-    if image.mode not in _MASK_MODES:
-        raise DocumentError(
-            f"the mask has the mode {image.mode!r}; it must have one channel of integers",
-            where=where,
-            remedy="Save masks as grey or palette PNGs whose values are the labels.",
-        )
-    values = np.asarray(ImageOps.exif_transpose(image))
-    return values.astype(np.uint8) if values.dtype == np.bool_ else cast("npt.NDArray[np.integer]", values)
+    values: npt.NDArray[np.integer] = np.asarray(ImageOps.exif_transpose(image))
+    if values.ndim != 2 or values.dtype.kind not in "iub":
+        rule = "it must have one channel of integers: save masks as grey or palette PNGs"
+        raise DocumentError(f"the mask has the mode {image.mode!r}; {rule}", where=where)
+    return values

@@ -9,34 +9,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, cast
 
-import numpy as np
 from pydantic import Field, ValidationError
 
 from saev_store.core.arguments import check_count, check_flag, is_mapping
-from saev_store.errors import (
-    ArgumentError,
-    CorruptShardError,
-    DocumentError,
-    SelectionError,
-    UnsafeContentError,
-    brief,
-)
-from saev_store.sources._source import DigestScope, check_index
-from saev_store.sources.places import Content, Part, Patches, Position, ids_of, sample_of
+from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError, UnsafeContentError, brief
+from saev_store.sources._source import check_index
+from saev_store.sources.places import Content, Part, Patches, Position, ids_of
 from saev_store.sources.sniff import reopen
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
     from saev_store.sources._source import Source
     from saev_store.sources.address import Url
-    from saev_store.sources.framing import Box, Framing
+    from saev_store.sources.places import Box, Framing
     from saev_store.store.text import TextReading
-
-_REMEDY = "Stores recorded with data=recorded_from(source) name theirs; with a special token, first_token= shows if it is the sample's."
 
 
 class _Examples(Part):
@@ -82,13 +72,11 @@ def recorded_from(
     *,
     first_token: int | None = None,
     by_token: bool = False,
-    skipped: Sequence[int] = (),
     patches: tuple[int, int] | None = None,
     image_px: tuple[int, int] | None = None,
     patch_px: tuple[int, int] | None = None,
     framing: Framing | None = None,
     image_key: str | int | None = None,
-    digest: DigestScope = "sampled",
 ) -> dict[str, object]:
     """The description of a source to pass as `data` to `new_metadata` when recording from it.
 
@@ -99,13 +87,11 @@ def recorded_from(
             without a special token begin with token 0.
         by_token: For texts that were cut or laid end to end: the sample of a token is its `document_ids` in the store, and its place
             there is its `positions`, so the store has to have both token arrays.
-        skipped: Samples that are not examples, in ascending order; each moves the later examples on by one.
         patches: For images: content token t is patch t of a grid of (rows, columns), row by row.
         image_px: For images: (height, width) of the model's input, in pixels.
         patch_px: For images: (height, width) of a patch, if patches do not fill the input.
         framing: For images: how the input was made of the original image, for boxes in that.
-        image_key: For images: the part of a sample that is the image, see `saev_store.sources.pictures.picture_of`.
-        digest: The bytes that the source's digest covers.
+        image_key: For images: the part of a sample that is the image, see `saev_store.sources.images.image_of`.
 
     Raises:
         ArgumentError: the numbers fit neither the source nor each other.
@@ -114,33 +100,23 @@ def recorded_from(
     >>> recorded_from(open_source(TOKENS))["examples"]
     {'first': 0}
     """
-    if by_token and (skipped or first_token is not None or patches is not None):
+    if by_token and (first_token is not None or patches is not None):
         raise ArgumentError("by_token traces each token; leave the others out", where="by_token")
-    examples: dict[str, object] = {"by_token": True} if by_token else {"first": 0}
-    if skipped:
-        checked = examples["skipped"] = [check_index(sample, len(source), what="sample") for sample in skipped]
-        if checked != sorted({*checked}):
-            raise ArgumentError(f"must be in ascending order, got {brief(list(skipped))}", where="skipped")
-    content: dict[str, object]
     if patches is None and image_px is None:
         first_token = None if first_token is None else check_count(first_token, name="first_token", least=0)
-        content = {"tokens": {"first": first_token}}
+        content: dict[str, object] = {"tokens": {"first": first_token}}
     else:
         given = {
-            "grid": patches,
-            "image_px": image_px,
-            "patch_px": patch_px,
-            "framing": framing,
-            "image_key": image_key,
-        }
+            "grid": patches, "image_px": image_px, "patch_px": patch_px, "framing": framing, "image_key": image_key,
+        }  # fmt: skip
         try:
             found = Patches.model_validate(given).model_dump(mode="json")
         except ValidationError as error:
             message = f"{brief(given)} describes no patches: {error.errors()[0]['msg']}"
             raise ArgumentError(message, where="patches") from None
         content = {"patches": {name: value for name, value in found.items() if value is not None}}
-    described = source.describe(digest=digest)
-    return {"__class__": "Source", "source": described, "examples": examples, "content": content}
+    examples: dict[str, object] = {"by_token": True} if by_token else {"first": 0}
+    return {"__class__": "Source", "source": source.describe(), "examples": examples, "content": content}
 
 
 def source_of(
@@ -152,11 +128,7 @@ def source_of(
 ) -> Source[object]:
     """Open the source that a store was recorded from, and compare its digest with the one in the metadata.
 
-    Args:
-        metadata: The document of the store.
-        storage_options: Options of the fsspec file system of the source.
-        url: The address of the source now, if it was moved.
-        outside_ok: Send requests to the server that the metadata name; paths of this machine need no permission.
+    `url` is its address now, if it was moved. Requests go to a server that the metadata name only with `outside_ok`.
 
     Raises:
         UnsafeContentError: the metadata name a server, and neither `url` nor `outside_ok` is given.
@@ -165,9 +137,7 @@ def source_of(
         CorruptShardError: the data at the address are not those that were described.
     """
     outside_ok = check_flag(outside_ok, name="outside_ok")
-    description = _data_of(metadata)["source"]
-    if not is_mapping(description):
-        raise _unusable(metadata)
+    description = cast("Mapping[str, object]", _data_of(metadata)["source"])
     if description.get("format") == "map_style":
         raise DocumentError(
             f"was recorded from a data set in memory, a {brief(description.get('class'))}, which has no address",
@@ -186,14 +156,10 @@ def source_of(
 
 
 def origin_of(store: TextReading, source: Source[object], example_idx: int, token_idx: int | None = None) -> Origin:
-    """The origin of one vector.
+    """The origin of one vector: `token_idx` is a content token, -1 for CLS, or None for the example as a whole.
 
-    Args:
-        store: The store. Of one that was recorded with `by_token=True` the token arrays are read; an example as a whole, and its CLS
-            token, are then of the sample of its first content token.
-        source: The source, from `source_of`.
-        example_idx: Position of the example; negative ones count from the end.
-        token_idx: The content token, as loaders and `Selection.coordinates` number it: -1 is CLS. None for the example.
+    Of a store that was recorded with `by_token=True` the token arrays are read; an example as a whole, and its CLS token, are then of
+    the sample of its first content token.
 
     Raises:
         SelectionError: there is no such example or token, or it is padding.
@@ -205,52 +171,62 @@ def origin_of(store: TextReading, source: Source[object], example_idx: int, toke
         described = _Described.model_validate(_data_of(metadata))
     except ValidationError:
         raise _unusable(metadata) from None
-    example = check_index(example_idx, layout.n_examples, what="example")
-    if token_idx == -1 and layout.cls_token:
-        token_idx = None
-    if token_idx is not None and not 0 <= token_idx < layout.content_tokens_per_example:
+    example, token = check_index(example_idx, layout.n_examples, what="example"), token_idx
+    if token == -1 and layout.cls_token:
+        token = None
+    if token is not None and not 0 <= token < layout.content_tokens_per_example:
         last = layout.content_tokens_per_example - 1
         raise SelectionError(f"token {brief(token_idx)} must be from 0 to {last}, or -1 for CLS", where="token_idx")
     _check_given(source, described.source)
-    if described.examples.by_token:
-        return _origin_by_token(store, source, example, token_idx)
-    sample_idx = _sample_of(described.examples, example, metadata)
-    sample = _checked_sample(source, sample_idx, metadata)
+    sample_idx, position = _place(store, described, example, token)
+    if not 0 <= sample_idx < len(source):
+        message = f"names sample {brief(sample_idx)}, but the source has {len(source)}"
+        raise DocumentError(message, where=metadata.where, remedy="Check that the metadata describe this source.")
+    sample = source[sample_idx]
     found = Origin(sample_idx, source.key(sample_idx), sample)
-    content = described.content
-    if token_idx is None:
+    if token is None:
         return found
-    if content.patches is not None:
-        return replace(found, box=_box(content.patches, token_idx, source, sample, metadata))
-    if content.tokens is None or (content.tokens.first is None and layout.cls_token):
-        raise _unusable(metadata)
-    position = (content.tokens.first or 0) + token_idx
-    return replace(found, position=_position(sample, position))
+    if position is None:
+        return replace(found, box=_box(described.content.patches, token, source, sample, metadata))
+    ids = ids_of(sample)
+    if ids is not None:
+        if not position < len(ids):
+            raise SelectionError(f"token {position} of a sample of {len(ids)} is padding", where="token_idx")
+        if described.examples.by_token and "token_ids" in store.token_arrays:
+            now, recorded = int(ids[position]), int(store.token_arrays["token_ids"][example, token])
+            if now != recorded:
+                raise _other_data(f"token {position} of sample {sample_idx}", now, recorded)
+    return replace(found, position=position)
 
 
-def _origin_by_token(store: TextReading, source: Source[object], example: int, token_idx: int | None) -> Origin:
-    """The origin of a token by what the store recorded for it."""
-    token_arrays, token = store.token_arrays, token_idx or 0
-    if not {"document_ids", "positions"}.issubset(token_arrays):
+def _place(store: TextReading, described: _Described, example: int, token: int | None) -> tuple[int, int | None]:
+    """The sample of a token, and the position in it; None for a patch."""
+    examples, content, arrays = described.examples, described.content, store.token_arrays
+    if examples.by_token:
+        if not {"document_ids", "positions"}.issubset(arrays):
+            raise _unusable(store.metadata)
+        sample_idx, position = (int(arrays[name][example, token or 0]) for name in ("document_ids", "positions"))
+        if sample_idx < 0 or position < 0:
+            message = f"content token {token or 0} of example {example} is padding: it is of no sample"
+            raise SelectionError(message, where="token_idx")
+        return sample_idx, position
+    if examples.samples is not None and example < len(examples.samples):
+        sample_idx = examples.samples[example]
+    elif examples.samples is None and examples.first is not None:
+        sample_idx = examples.first + example
+        for skipped in sorted(examples.skipped or ()):
+            sample_idx += skipped <= sample_idx
+    else:
         raise _unusable(store.metadata)
-    sample_idx, position = (int(token_arrays[name][example, token]) for name in ("document_ids", "positions"))
-    if sample_idx < 0:
-        message = f"content token {token} of example {example} is padding: it is of no sample"
-        raise SelectionError(message, where="token_idx")
-    sample = _checked_sample(source, sample_idx, store.metadata)
-    found = Origin(sample_idx, source.key(sample_idx), sample)
-    if token_idx is None:
-        return found
-    found, ids = replace(found, position=_position(sample, position)), ids_of(sample)
-    if ids is not None and "token_ids" in token_arrays:
-        now, recorded = int(ids[position]), int(token_arrays["token_ids"][example, token])
-        if now != recorded:
-            raise _other_data(f"token {position} of sample {sample_idx}", now, recorded)
-    return found
+    if token is None or content.patches is not None:
+        return sample_idx, None
+    if content.tokens is None or (content.tokens.first is None and store.metadata.layout.cls_token):
+        raise _unusable(store.metadata)
+    return sample_idx, (content.tokens.first or 0) + token
 
 
 def _data_of(metadata: Metadata) -> Mapping[str, object]:
-    """The description of the source in a store's metadata, not validated."""
+    """The description of the source in a store's metadata, not validated but for the mapping `source`."""
     data = metadata.data
     if isinstance(data, str):  # protocol 2.1 has a string: JSON from this package, a pickle from others, never loaded
         try:
@@ -263,15 +239,11 @@ def _data_of(metadata: Metadata) -> Mapping[str, object]:
 
 
 def _unusable(metadata: Metadata) -> DocumentError:
-    return DocumentError("data does not show where examples come from", where=metadata.where, remedy=_REMEDY)
-
-
-def _sample_of(examples: _Examples, example: int, metadata: Metadata) -> int:
-    if examples.samples is not None and example < len(examples.samples):
-        return examples.samples[example]
-    if examples.samples is None and examples.first is not None:
-        return int(sample_of(np.array([examples.first + example]), examples.skipped or [])[0])
-    raise _unusable(metadata)
+    return DocumentError(
+        "data does not show where examples come from",
+        where=metadata.where,
+        remedy="Record with data=recorded_from(source); with a special token, first_token= shows if it is the sample's.",
+    )
 
 
 def _check_given(source: Source[object], description: Mapping[str, object]) -> None:
@@ -289,29 +261,13 @@ def _other_data(name: str, now: object, then: object) -> CorruptShardError:
     return CorruptShardError(message, where="source", remedy="Pass the data set that was recorded.")
 
 
-def _checked_sample(source: Source[object], sample_idx: int, metadata: Metadata) -> object:
-    """A sample; `DocumentError` if the source does not have it."""
-    if 0 <= sample_idx < len(source):
-        return source[sample_idx]
-    message = f"names sample {brief(sample_idx)}, but the source has {len(source)}"
-    raise DocumentError(message, where=metadata.where, remedy="Check that the metadata describe this source.")
-
-
-def _position(sample: object, position: int) -> int:
-    """A position in a sample; `SelectionError` if that is an array of fewer token ids."""
-    ids = ids_of(sample)
-    if ids is not None and position >= len(ids):
-        raise SelectionError(f"token {position} of a sample of {len(ids)} is padding", where="token_idx")
-    return position
-
-
-def _box(patches: Patches, token: int, source: Source[object], sample: object, metadata: Metadata) -> Box | None:
+def _box(patches: Patches | None, token: int, source: Source[object], sample: object, metadata: Metadata) -> Box | None:
     """A patch in pixels of the original image, if they are known."""
-    from saev_store.sources.pictures import picture_of, picture_px
+    from saev_store.sources.images import image_of, image_px
 
-    if token >= math.prod(patches.grid):
+    if patches is None or token >= math.prod(patches.grid):
         raise _unusable(metadata)
     if patches.framing is None:
         return None
-    picture = picture_of(source, sample, patches.image_key, where="source")
-    return patches.original_box(token, picture_px(picture, where="source"))
+    image = image_of(source, sample, patches.image_key, where="source")
+    return patches.original_box(token, image_px(image, where="source"))

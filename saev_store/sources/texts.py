@@ -1,32 +1,176 @@
-"""The text of a sample, whatever the source: a file, a part of an Energon sample, a column of a data set."""
+"""Texts as samples: those of a file (`TextFile`), parts of Energon samples, columns of other data sets."""
 
 from __future__ import annotations
 
+import json
+import re
+from array import array
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, SupportsIndex, cast
 
+import xxhash
+
+from saev_store.core.arguments import is_mapping
 from saev_store.errors import ArgumentError, DocumentError, brief
+from saev_store.sources._files import ALGORITHM, CHUNK_BYTES, DataFile, chunks
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions
+from saev_store.sources.address import Url, locate
 from saev_store.sources.energon import EnergonDataset, RawSample
 from saev_store.sources.energon.samples import FieldPath, resolve
 
 if TYPE_CHECKING:
-    from saev_store.sources._source import Source
+    from collections.abc import Iterator
 
-#: Endings of the parts of a sample that are text.
+    import numpy.typing as npt
+
+_HEAD_NBYTES = 4096
+#: How gzip, Zstandard, bzip2, xz, LZ4 and zip files begin.
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0", b"\x04\x22\x4d\x18", b"PK\x03\x04")
+#: A JSON object that continues in its line, and one in an array or of several lines.
+_OBJECT = re.compile(rb'\s*\{[ \t]*"')
+_ONE_DOCUMENT = re.compile(rb'\s*(?:\[\s*\{\s*"|\{[ \t]*[\r\n]\s*")')
+#: Endings of the parts of an Energon sample that are text.
 _ENDINGS = frozenset({"txt", "text", "transcript"})
-_DEFAULT = "text"
+
+
+class TextFile(Source[str]):
+    """The texts of a UTF-8 file as a source: of JSON lines one in each line, which is an object; any other file is one text.
+
+    JSON lines are files named `*.jsonl`, and those that begin with a JSON object whatever their name is. Lines without
+    content are left out. The file is read once when it is opened, for its digest and to find its lines; of the texts,
+    24 bytes each are kept.
+
+    Args:
+        url: The file: a path or any fsspec URL.
+        storage_options: As in `open_source`.
+        text_key: Key of the text in the objects of JSON lines.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DocumentError: it is compressed, or one JSON document of several lines.
+        ArgumentError: `text_key` is given for a file that is one text.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "one.jsonl").write_text('{"text": "a cat"}')
+    ...     TextFile(f"{folder}/one.jsonl")[0]
+    'a cat'
+    """
+
+    format = "text"
+
+    def __init__(
+        self, url: Url, storage_options: Mapping[str, object] | None = None, *, text_key: str = "text"
+    ) -> None:
+        self.transport, path = locate(url, storage_options)
+        self._file, self.text_key = DataFile(self.transport, path), text_key
+        self.url, nbytes = self._file.url, self._file.nbytes
+        self._has_lines = self._look(self._file.head(_HEAD_NBYTES))
+        #: The first byte of each text, the one behind its last, and the number of its line.
+        self._starts, self._ends, self._lines = array("q"), array("q"), array("q")
+        # The same digest as that of `digest_files`.
+        hasher = xxhash.xxh3_128(nbytes.to_bytes(8, "little"))
+        for number, (start, line) in enumerate(self._scanned(hasher), 1):
+            if line.strip():
+                self._starts.append(start)
+                self._ends.append(start + len(line))
+                self._lines.append(number)
+        if not self._has_lines:
+            self._starts, self._ends, self._lines = array("q", [0]), array("q", [nbytes]), array("q", [1])
+        self._digest = hasher.hexdigest()
+
+    def _look(self, head: bytes) -> bool:
+        """Return True for JSON lines, from the first bytes of the file; refuse what is neither these nor a text."""
+        if head.startswith(_COMPRESSED):
+            raise DocumentError("it is compressed; texts are read as they are", where=self.url, remedy="Decompress it.")
+        is_named = self._file.path.endswith(".jsonl")
+        if not is_named and _ONE_DOCUMENT.match(head):
+            remedy = "Write one object with a text in each line."
+            raise DocumentError("it is one JSON document, not a text", where=self.url, remedy=remedy)
+        has_lines = is_named or _OBJECT.match(head) is not None
+        if not has_lines and self.text_key != "text":
+            message = f"text_key is {brief(self.text_key)}, but the file is one text, not JSON lines"
+            raise ArgumentError(message, where="text_key", remedy="Leave it out.")
+        return has_lines
+
+    def _scanned(self, hasher: xxhash.xxh3_128) -> Iterator[tuple[int, bytes]]:
+        """Digest the file, and yield the start of each line and its bytes."""
+        start, begun = 0, list[bytes]()
+        for chunk in chunks(self.transport, self._file.path, self._file.nbytes):
+            hasher.update(chunk)
+            if not self._has_lines:
+                continue
+            *whole, rest = bytes(chunk).split(b"\n")
+            for end in whole:
+                line = b"".join([*begun, end])
+                yield start, line
+                start, begun = start + len(line) + 1, []
+            begun.append(rest)
+        yield start, b"".join(begun)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: SupportsIndex) -> str:
+        """The text at a position; `DocumentError` if it is not UTF-8, or the line is not an object with a text."""
+        return next(self.rows([check_index(index, len(self), what="sample")]))
+
+    def rows(self, indices: npt.ArrayLike | slice) -> Iterator[str]:
+        """Texts by position, in the order asked for; some MiB are read at a time."""
+        wanted: list[int] = check_positions(indices, len(self), what="sample").tolist()
+        return self._rows(wanted)
+
+    def _rows(self, wanted: list[int]) -> Iterator[str]:
+        first = 0
+        while first < len(wanted):
+            end, nbytes = first, 0
+            while end < len(wanted) and (nbytes < CHUNK_BYTES or end == first):
+                nbytes += self._ends[wanted[end]] - self._starts[wanted[end]]
+                end += 1
+            some = wanted[first:end]
+            found = self._file.ranges([self._starts[i] for i in some], [self._ends[i] for i in some])
+            for position, raw in zip(some, found, strict=True):
+                yield self._text(bytes(raw), position)
+            first = end
+
+    def _text(self, raw: bytes, position: int) -> str:
+        """The text of the bytes of a line, or of the file."""
+        where = f"{self.url}:{self._lines[position]}" if self._has_lines else self.url
+        try:
+            decoded = raw.decode()
+            if not self._has_lines:
+                return decoded.replace("\r\n", "\n").replace("\r", "\n")
+            found = cast("object", json.loads(decoded))
+        except (ValueError, RecursionError) as error:  # bad UTF-8 and long numbers are ValueErrors
+            raise DocumentError(f"it is not UTF-8, or the line is not JSON: {error}", where=where) from None
+        text = found.get(self.text_key) if is_mapping(found) else None
+        if not isinstance(text, str):
+            message = f"the line must be an object with a text under {self.text_key!r}, got {brief(found)}"
+            raise DocumentError(message, where=where, remedy="Pass text_key=….")
+        return text
+
+    def describe(self, *, digest: DigestScope = "full") -> dict[str, object]:
+        """The description for `metadata.data`; its digest is always of all bytes."""
+        del digest
+        return {
+            "format": self.format,
+            "url": self.url,
+            **({"text_key": self.text_key} if self._has_lines else {}),
+            "n_samples": len(self),
+            "digest": {"algorithm": ALGORITHM, "scope": "full", "value": self._digest},
+        }
+
+    def close(self) -> None:
+        """Release maps and connections."""
+        self._file.close()
 
 
 def text_of(source: Source[object] | None, sample: object, text_key: str | int, *, where: str) -> object:
-    """The text of a sample, or its token ids.
+    """The text of a sample, or its token ids. Texts and token ids are returned as they are.
 
-    Args:
-        source: The data set of the sample; None for any other iterable.
-        sample: One of its samples. Texts and token ids are returned as they are.
-        text_key: Of a sample with several parts the name of the text: the column of a data set; the field or the part of an
-            Energon sample, or a path as in a field map. The only part of text needs no name. An integer is a place in a pair
-            such as (text, label).
-        where: For messages.
+    `text_key` is, of a sample with several parts, the name of the text: the column of a data set; the field or the part of an Energon
+    sample, or a path as in a field map. The only part of text needs no name. An integer is a place in a pair such as (text, label).
 
     Raises:
         ArgumentError: there is no column of that name.
@@ -48,7 +192,7 @@ def _part_of(source: Source[object] | None, sample: RawSample, text_key: str, *,
     field = source.documents.field_map.get(text_key) if isinstance(source, EnergonDataset) else None
     if field is None:
         texts = [name for name in sample.parts if name.rpartition(".")[2].lower() in _ENDINGS]
-        name = texts[0] if text_key == _DEFAULT and text_key not in sample.parts and len(texts) == 1 else text_key
+        name = texts[0] if text_key == "text" and text_key not in sample.parts and len(texts) == 1 else text_key
         field = FieldPath(((name, ()),)) if name in sample.parts else FieldPath.parse(name, where="text_key")
     found = resolve(field, sample.parts, where=where, images="bytes")
     try:

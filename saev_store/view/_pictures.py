@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from saev_store.errors import DocumentError, NotFoundError
-from saev_store.sources.pictures import is_pillow, picture_of
+from saev_store.sources.images import image_of, is_pillow
 from saev_store.sources.pixels import decode_rgb, to_rgb
 from saev_store.sources.places import Content, Patches
 from saev_store.view._answers import Answer
@@ -73,7 +73,7 @@ def picture_bytes(viewed: Viewed, example: int) -> bytes:
         raise NotFoundError(why_not or "the examples of this store are not known to be images", where="image")
     viewed.check(example=example)
     image = _as_rgb(
-        picture_of(source, viewed.store.origin(example, source=source).sample, patches.image_key, where="image")
+        image_of(source, viewed.store.origin(example, source=source).sample, patches.image_key, where="image")
     )
     if patches.framing is not None:
         height, width = patches.image_px
@@ -89,7 +89,7 @@ def picture_bytes(viewed: Viewed, example: int) -> bytes:
 
 
 def _as_rgb(picture: object) -> PilImage:
-    """The result of `picture_of` as an image of Pillow that this function owns."""
+    """The result of `image_of` as an image of Pillow that this function owns."""
     if isinstance(picture, bytes):
         return decode_rgb(picture, where="image")
     if is_pillow(picture):

@@ -119,7 +119,7 @@ def test_tokens_cannot_be_traced_by_arrays_that_are_not_there(text: Path, tmp_pa
     store = traced(tmp_path, data, {"document_ids": [[0, 0, 0], [1, 1, 1]]})
     with pytest.raises(DocumentError):
         store.origin(0, 0)
-    for other in ({"skipped": [1]}, {"first_token": 0}, {"patches": (1, 1), "image_px": (2, 2)}):
+    for other in ({"first_token": 0}, {"patches": (1, 1), "image_px": (2, 2)}):
         with pytest.raises(ArgumentError):
             recorded_from(open_source(text / "data.idx"), by_token=True, **other)
 
@@ -150,7 +150,8 @@ def test_examples_that_are_other_samples(text: Path, tmp_path: Path) -> None:
     data = {**recorded_from(source, first_token=0), "examples": {"first": 1}}
     shifted = recorded(tmp_path / "b", data, tokens=2)
     assert [shifted.origin(example).sample_idx for example in range(2)] == [1, 2]
-    skipping = recorded(tmp_path / "c", recorded_from(source, skipped=[1], first_token=0), tokens=2)
+    data = {**recorded_from(source, first_token=0), "examples": {"first": 0, "skipped": [1]}}
+    skipping = recorded(tmp_path / "c", data, tokens=2)
     assert [skipping.origin(example).sample_idx for example in range(2)] == [0, 2]
 
 
@@ -259,8 +260,6 @@ def test_bad_arguments(text: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ArgumentError):
             recorded_from(source, **kwargs)
-    with pytest.raises(SelectionError):
-        recorded_from(source, skipped=[3])
     store = recorded(tmp_path / "root", recorded_from(source))
     for where in ((2, 0), (0, 3), (0, -2)):
         with pytest.raises(SelectionError):

@@ -13,8 +13,8 @@ import numpy as np
 from waiting import HANG_S
 
 from saev_store import ShardStore, new_metadata
-from saev_store.sources.framing import Framing
-from saev_store.sources.image_folder import ImageFolder
+from saev_store.sources.images import ImageFolder
+from saev_store.sources.places import Framing
 from saev_store.sources.provenance import recorded_from
 
 GRID, INPUT_PX = 4, 64

@@ -10,7 +10,7 @@ from viewed_stores import GRID, get, image_store, shown, structured
 
 from saev_store import ShardStore, new_metadata
 from saev_store.sources import MapStyle, recorded_from
-from saev_store.sources.framing import Framing
+from saev_store.sources.places import Framing
 
 pytest.importorskip("starlette")
 Image = pytest.importorskip("PIL.Image")

@@ -67,8 +67,6 @@ def import_cache(
         ArgumentError: what the files do not have is not given, or does not fit.
         MissingDependencyError: the format needs a library that is not installed.
     """
-    if not isinstance(family, str) or not family.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-        raise ArgumentError(f"family is {brief(family)}; it must be a name, such as gpt2", where="family")
     options = ImportOptions(resume=resume, on_nonfinite=on_nonfinite, progress=progress)
     options.check()
     for argument, given in (("layers", layers), ("layer_ids", layer_ids)):
@@ -92,9 +90,7 @@ def import_cache(
         _refuse_unused(HiddenStatesCache.format, cls_token=cls_token)
         cache = HiddenStatesCache(folder, sizes, context)
     else:
-        remedy = (
-            "Known are the folders that SAELens, vLLM and speculators write. docs/importing.md has recipes for arrays."
-        )
+        remedy = "Known are the folders that SAELens, vLLM and speculators write."
         if ".tmp_shards" in names:
             remedy = "SAELens was ended before it joined what is in .tmp_shards: let its run finish."
         raise NotFoundError("there is no cache of a known format", where=folder.url, remedy=remedy)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.errors import CorruptShardError, DocumentError, brief
-from saev_store.transport import Buffer, Transport
+from saev_store.transport import Transport
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,25 +24,22 @@ def read_rows(
 ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
     """The rows of a file, one record batch after the other: for each column an array (rows, *shape).
 
-    Arrays are views of a mapped file; elsewhere one record batch is in memory. `columns` has the shape of an item and the dtype
-    of its numbers by name.
+    Arrays are views of a mapped file; one in a bucket is read whole. `columns` has the shape of an item and the dtype of its numbers.
     """
     import pyarrow as pa
 
     where = transport.where(path)
     try:
-        messages = pa.ipc.MessageReader.open_stream(pa.PythonFile(_Ranges(transport, path, nbytes), "r"))
+        (raw,) = transport.get_ranges(path, starts=[0], ends=[nbytes])
+        messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(raw))
         schema = pa.ipc.read_schema(messages.read_next_message())
         for name in columns:
             if schema.names.count(name) != 1:
                 raise DocumentError(f"it has {schema.names.count(name)} columns {name!r}; it must have 1", where=where)
         for message in messages:
             if message.type != "record batch" or _is_compressed(message.metadata.to_pybytes()):
-                raise DocumentError(
-                    "it has dictionaries or compressed record batches, which SAELens does not write",
-                    where=where,
-                    remedy="Write the data set with datasets.Dataset.save_to_disk.",
-                )
+                rule = "it has dictionaries or compressed record batches, which SAELens does not write"
+                raise DocumentError(rule, where=where)
             batch = pa.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
             yield {
@@ -97,19 +93,3 @@ def _field(metadata: bytes, table: int, number: int) -> int:
     at = 4 + 2 * number
     (offset,) = struct.unpack_from("<H", metadata, table - back + at) if at < nbytes else (0,)
     return offset and table + offset
-
-
-class _Ranges(io.RawIOBase):
-    """A file of a transport as Python has files, read in ranges."""
-
-    def __init__(self, transport: Transport, path: str, nbytes: int) -> None:
-        self._transport, self._path, self._nbytes, self._at = transport, path, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1, /) -> Buffer:  # pyright: ignore[reportIncompatibleMethodOverride]  # pyarrow takes any buffer
-        end = self._nbytes if size < 0 else min(self._at + size, self._nbytes)
-        (found,) = self._transport.get_ranges(self._path, starts=[self._at], ends=[end]) if self._at < end else (b"",)
-        self._at = end
-        return found

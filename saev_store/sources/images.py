@@ -1,25 +1,34 @@
-"""`ImageFolder`: the images below a folder, on any storage, as a source."""
+"""Images as samples: those below a folder (`ImageFolder`), parts of Energon samples, columns of other data sets."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, SupportsIndex
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, SupportsIndex, TypeGuard, cast
 
 import numpy as np
 import xxhash
 
 from saev_store._runtime.threads import ahead
-from saev_store.core.arguments import check_choice
-from saev_store.errors import DocumentError, NotFoundError
+from saev_store.core.arguments import is_mapping
+from saev_store.errors import ArgumentError, DocumentError, NotFoundError, brief
+from saev_store.names import joined_url
 from saev_store.sources._files import ALGORITHM, digest_files
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
-from saev_store.sources.address import Url, full_url
-from saev_store.sources.pixels import FORMATS, decode_rgb
+from saev_store.sources.address import Url
+from saev_store.sources.energon import EnergonDataset, RawSample
+from saev_store.sources.energon.samples import resolve
+from saev_store.sources.pixels import FORMATS, decode_rgb, opened, upright_px
 from saev_store.transport import Entry, Transport, open_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import numpy.typing as npt
+    from PIL.Image import Image as PilImage
+
+#: The name of a column, or a place in a pair such as (image, label).
+ImageKey = str | int
 
 #: Files and folders below the root at most this deep; a link to a folder above itself would have no end.
 _MAX_DEPTH = 32
@@ -50,11 +59,7 @@ class ImageFolder(Source[np.ndarray]):
     format = "images"
 
     def __init__(
-        self,
-        url: Url,
-        storage_options: Mapping[str, object] | None = None,
-        *,
-        transport: Transport | None = None,
+        self, url: Url, storage_options: Mapping[str, object] | None = None, *, transport: Transport | None = None
     ) -> None:
         self.transport = open_transport(url, storage_options) if transport is None else transport.at(str(url))
         self.url = self.transport.url
@@ -70,15 +75,11 @@ class ImageFolder(Source[np.ndarray]):
 
     def __getitem__(self, index: SupportsIndex) -> np.ndarray:
         """The image at a position, uint8 (height, width, 3), the caller's; `DocumentError` if it does not decode."""
-        path = self.key(index)
-        return np.array(decode_rgb(self._read(path), where=full_url(self.transport, path)))
+        return np.array(decode_rgb(self.raw(index), where=self.transport.where(self.key(index))))
 
     def raw(self, index: SupportsIndex) -> bytes:
         """The bytes of the file at a position."""
-        return self._read(self.key(index))
-
-    def _read(self, path: str) -> bytes:
-        return self.transport.read(path, max_bytes=_MAX_NBYTES)
+        return self.transport.read(self.key(index), max_bytes=_MAX_NBYTES)
 
     def rows(self, indices: npt.ArrayLike | slice) -> Iterator[np.ndarray]:
         """Images by position, in the order asked for; some are read and decoded ahead, in threads."""
@@ -94,7 +95,6 @@ class ImageFolder(Source[np.ndarray]):
         `"sampled"` digests all paths and sizes, and the bytes of up to 1,024 of the files, evenly spread: each up to 1 MiB, of larger
         ones 32 pieces. In a larger folder it does not see that other files were replaced by files of the same sizes; `"full"` does.
         """
-        check_choice(digest, ("sampled", "full"), name="digest")
         every = max(1, -(-len(self) // _N_SAMPLED)) if digest == "sampled" else 1
         hasher = xxhash.xxh3_128()
         for found in ahead(lambda path: self._digest(path, digest), self.paths[::every], _N_THREADS):
@@ -120,7 +120,7 @@ def _images_in(transport: Transport, folder: str = "", depth: int = 0) -> Iterat
     """The images of a folder and of those below it."""
     if depth > _MAX_DEPTH:
         message = f"folders are nested more than {_MAX_DEPTH} deep: does a link lead to a folder above it?"
-        raise DocumentError(message, where=full_url(transport, folder))
+        raise DocumentError(message, where=transport.where(folder))
     for entry in transport.list(folder):
         if entry.name.startswith("."):
             continue
@@ -128,3 +128,71 @@ def _images_in(transport: Transport, folder: str = "", depth: int = 0) -> Iterat
             yield from _images_in(transport, entry.path.rstrip("/"), depth + 1)
         elif entry.name.rpartition(".")[2].lower() in FORMATS and "." in entry.name:
             yield entry
+
+
+def image_of(source: Source[object], sample: object, image_key: ImageKey | None, *, where: str) -> object:
+    """The image of a sample: the bytes of a file, an image of Pillow, or whatever array the data set has.
+
+    `image_key` is the part or column that is the image; None: the sample, the field `image` of an Energon data set, or the only
+    image among its parts.
+
+    Raises:
+        ArgumentError: several parts are images, or there is no such column.
+        DocumentError: there is no image.
+    """
+    if isinstance(sample, RawSample):
+        return _part_of(source, sample, image_key, where=where)
+    if image_key is not None:
+        try:
+            sample = cast("Mapping[ImageKey, object]", sample)[image_key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ArgumentError(f"{where} is {brief(sample)}, without {image_key!r}", where="image_key") from error
+    # An image of Hugging Face that is not decoded.
+    raw = sample.get("bytes") if is_mapping(sample) else None
+    return raw if isinstance(raw, bytes) else sample
+
+
+def _part_of(source: Source[object], sample: RawSample, image_key: ImageKey | None, *, where: str) -> bytes:
+    """The image among the parts of an Energon sample."""
+    parts = sample.parts
+    if image_key is None and isinstance(source, EnergonDataset):
+        field = source.documents.field_map.get("image")
+        found = None if field is None else resolve(field, parts, where=where, images="bytes")
+        if isinstance(found, bytes):
+            return found
+    names = [name for name in parts if name.rpartition(".")[2].lower() in FORMATS]
+    if image_key is not None:
+        names = [name for name in parts if name == image_key]
+    if len(names) > 1:
+        message = f"{where} has several images: {', '.join(names)}"
+        raise ArgumentError(message, where="image_key", remedy="Name the part of the image.")
+    if not names:
+        raise DocumentError(f"the sample has no such image; its parts are {', '.join(parts) or 'none'}", where=where)
+    return parts[names[0]]
+
+
+def image_px(image: object, *, where: str) -> tuple[int, int] | None:
+    """(height, width) of the result of `image_of`, upright; None if that is not known. Of a file only the header is read."""
+    if isinstance(image, bytes):
+        with opened(image, where=where) as header:
+            return upright_px(header)
+    if is_pillow(image):
+        return upright_px(image)
+    shape = np.shape(cast("np.ndarray", image)) if hasattr(image, "shape") else ()
+    if len(shape) != 3:
+        return None
+    # Channels are few, and last or first.
+    return (shape[0], shape[1]) if shape[2] <= 4 else (shape[1], shape[2])
+
+
+def is_pillow(value: object) -> TypeGuard[PilImage]:
+    """Return True for an image of Pillow; does not import it."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def name_of(source: Source[object], sample_idx: int) -> str:
+    """A sample as messages name it: its address, or its number in a data set that has none."""
+    if isinstance(source, (ImageFolder, EnergonDataset)):
+        return joined_url(source.transport.url, source.key(sample_idx))
+    return f"image {sample_idx}"
