@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from saev_store.errors import AccessError, CorruptShardError, DocumentError, NotFoundError, TransportError, brief
 from saev_store.sources.address import Url, locate
-from saev_store.transport import Transport, open_transport
+from saev_store.transport import Engine, Transport, open_transport
 
 if TYPE_CHECKING:
     from saev_store.sources._source import Source
@@ -21,6 +21,7 @@ def open_source(
     url: Url,
     storage_options: Mapping[str, object] | None = None,
     *,
+    engine: Engine = "auto",
     transport: Transport | None = None,
     damaged_ok: bool = False,
 ) -> Source[object]:
@@ -30,6 +31,7 @@ def open_source(
         url: A file, the `.bin` next to an index, a name without its ending, or the folder of an Energon data set: a path, any fsspec
             URL, or, with `transport`, a path below its root.
         storage_options: Options of the fsspec file system.
+        engine: As in `open_transport`.
         transport: Read through this transport.
         damaged_ok: Open an Energon data set even if tars are missing; its `problems` list them.
 
@@ -41,7 +43,7 @@ def open_source(
     >>> open_source(TOKENS).format
     'mmididx'
     """
-    there, name = locate(url, storage_options, transport=transport)
+    there, name = locate(url, storage_options, engine=engine, transport=transport)
     candidates = [name, *(name + ending for ending in _ENDINGS)]
     if name.endswith((".bin", *_ENDINGS)):
         candidates = [name.removesuffix(".bin") + ".idx" if name.endswith(".bin") else name]

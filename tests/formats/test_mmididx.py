@@ -242,7 +242,7 @@ def test_open_what_breaks_a_rule_is_refused_with_its_place(tmp_path):
     finally:
         tracemalloc.stop()
     for case, engine in itertools.product(malformed("mmididx"), ENGINES):
-        error = refusal(open_source, DATA / "mmididx" / case["path"], engine=engine)
+        error = refusal(open_source, DATA / "mmididx" / case["path"] / "data.idx", engine=engine)
         assert isinstance(error, (DocumentError, CorruptShardError))
         assert error.where.endswith("data.idx")
     (tmp_path / "x.bin").unlink()
