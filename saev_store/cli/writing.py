@@ -53,9 +53,6 @@ def copy(
         Literal["raise", "saturate"],
         typer.Option(help="With --dtype: what to do with numbers that would become infinite."),
     ] = "raise",
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Continue an unfinished copy, or refuse to.")
-    ] = True,
     scheduler: Scheduler = None,
     as_json: AsJson = False,
     option: Options = None,
@@ -75,7 +72,6 @@ def copy(
         on_overflow=on_overflow,
         storage_options=storage_options(option),
         dst_storage_options=storage_options(dst_option, where="--dst-option"),
-        resume=resume,
         client=scheduler,
         progress=progress,
     )
@@ -115,9 +111,6 @@ def import_(
     max_tokens_per_shard: Annotated[
         int | None, typer.Option(help="The most vectors of a shard [default: at least 32 shards, each up to 1 GiB].")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Continue an unfinished import, or refuse to.")
-    ] = True,
     on_nonfinite: Annotated[
         Literal["raise", "warn", "allow"], typer.Option(help="What to do with NaN and infinity.")
     ] = "raise",
@@ -137,7 +130,7 @@ def import_(
         layers=None if layers is None else layer_keys(layers, where="--layers"),
         layer_ids=None if layer_ids is None else integers(layer_ids, where="--layer-ids"),
         context=context, cls_token=cls_token, dtype=dtype, max_tokens_per_shard=max_tokens_per_shard,
-        resume=resume, storage_options=storage_options(option),
+        storage_options=storage_options(option),
         dst_storage_options=storage_options(dst_option, where="--dst-option"),
         on_nonfinite=on_nonfinite, progress=progress,
     )  # fmt: skip

@@ -90,7 +90,8 @@ def repair(
     """
     check_choice(recheck, get_args(Recheck), name="recheck")
     transport = open_transport(url, storage_options)
-    there = ShardStore.open(transport, damaged_ok=True).metadata
+    damaged = ShardStore.open(transport, damaged_ok=True)
+    there = damaged.metadata
     if "recording" not in (() if isinstance(there.data, str) else cast("Mapping[str, object]", there.data)):
         raise ResumeError(
             "`record` has not made this store: data.recording is absent, which names what to run again",
@@ -109,8 +110,11 @@ def repair(
             remedy="Repair with the model and the source that it was recorded with.",
         )
     kept = KeptExamples(transport, there.layout, recheck, saturate=on_overflow == "saturate")
+    found = damaged.validate(deep=True, progress=progress)
+    if any(problem.kind == "unreadable_digests" for problem in found.problems):
+        found.raise_if_bad()
     with open_repair(
-        transport, there, deep=True, exact=recheck == "exact", on_nonfinite=on_nonfinite, on_overflow=on_overflow,
+        transport, there, lost=found.lost, exact=recheck == "exact", on_nonfinite=on_nonfinite, on_overflow=on_overflow,
         progress=progress,
     ) as writer:  # fmt: skip
         given = source.geometry(recorder.adapter).token_arrays

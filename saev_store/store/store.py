@@ -97,7 +97,7 @@ class ShardStore(TextReading):
     @staticmethod
     def create(
         root: Url, metadata: Metadata | Mapping[str, object], *, storage_options: Options | None = None,
-        resume: bool = False, exist_ok: bool = False, part: tuple[int, int] | None = None, pad: bool | None = None,
+        resume: bool = False, exist_ok: bool = False, part: tuple[int, int] | None = None,
         on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
         on_overflow: Literal["raise", "warn", "saturate"] = "raise", progress: bool | None = None,
     ) -> ShardWriter:  # fmt: skip
@@ -110,7 +110,6 @@ class ShardStore(TextReading):
             resume: Continue an unfinished store; see `saev_store.writer.create_store` for this and all that follow.
             exist_ok: For a complete store, return a writer that has nothing left to do.
             part: `(rank, world)`: write only this part of the shards; `ShardStore.finalize` publishes.
-            pad: Write the last shard at full size, its tail zeros.
             on_nonfinite: What to do with NaN and infinity in appended activations.
             on_overflow: What to do with finite numbers that become infinite in the dtype of a 16-bit store.
             progress: Show a bar on stderr; default: when it is a terminal.
@@ -119,7 +118,7 @@ class ShardStore(TextReading):
 
         transport = open_transport(root, storage_options)
         return create_store(
-            transport, as_metadata(metadata), resume=resume, exist_ok=exist_ok, part=part, pad=pad,
+            transport, as_metadata(metadata), resume=resume, exist_ok=exist_ok, part=part,
             on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
         )  # fmt: skip
 
@@ -147,9 +146,9 @@ class ShardStore(TextReading):
         dtype: StoredDtype | None = None, token_arrays: Mapping[str, object] | None = None,
         hook_points: Sequence[str] | None = None, text: Mapping[str, object] | None = None,
         data: Mapping[str, object] | None = None, dataset: str | os.PathLike[str] | None = None,
-        max_tokens_per_shard: int | None = None, max_block_bytes: int = 256 << 20, resume: bool = True,
+        max_tokens_per_shard: int | None = None,
         client: distributed.Client | str | None = None, storage_options: Mapping[str, object] | None = None,
-        pad: bool | None = None, on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
+        on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
         on_overflow: Literal["raise", "warn", "saturate"] = "raise", progress: bool | None = None,
     ) -> ShardStore:  # fmt: skip
         """Write an array as a new store below `root`, block by block, and open it.
@@ -173,18 +172,14 @@ class ShardStore(TextReading):
             data: Describes the data set; `imported` is added to it.
             dataset: Where the data set is.
             max_tokens_per_shard: Budget of vectors per shard; None chooses one, as `new_metadata`.
-            max_block_bytes: Read at most so much of the array at a time, or one example, or one chunk. Two copies are in memory.
-            resume: Continue an unfinished import, or begin one, and accept a finished store; False refuses both.
             client: A dask cluster whose workers write a dask array, each its own shards.
             storage_options: What fsspec hands to the file system of `root`.
-            pad: Write the last shard at full size, its tail zeros.
             on_nonfinite: What to do with NaN and infinity.
             on_overflow: What to do with finite numbers that become infinite in the dtype of a 16-bit store.
             progress: Show a bar on stderr; default: when it is a terminal.
 
         Raises:
             ArgumentError: the array or an argument breaks a rule; the message names it.
-            StoreExistsError: a finished store is there, and `resume` is False.
 
         >>> import numpy as np
         >>> from saev_store import ShardStore
@@ -196,7 +191,7 @@ class ShardStore(TextReading):
         from saev_store.writer.importing import ImportOptions, import_array
 
         return import_array(
-            array, root, ImportOptions(resume, max_block_bytes, pad, on_nonfinite, on_overflow, progress),
+            array, root, ImportOptions(on_nonfinite, on_overflow, progress),
             layers=layers, dims=dims, dtype=dtype, token_arrays=token_arrays, data=data, cls_token=cls_token, client=client,
             storage_options=storage_options, family=family, ckpt=ckpt, hook_points=hook_points, text=text, dataset=dataset,
             max_tokens_per_shard=max_tokens_per_shard,

@@ -37,7 +37,7 @@ _ERRORS: dict[int, tuple[type[SaevStoreError], str | None]] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), (TransportError, "Free space, or raise the quota, and call again.")),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), (TransportError, "Raise the limit on open files (`ulimit -n`).")),
     errno.EEXIST: (StoreExistsError, "Resume, or delete it first."),
-    errno.EFBIG: (TransportError, "Choose a smaller max_tokens_per_shard, or write with pad=False."),
+    errno.EFBIG: (TransportError, "Choose a smaller max_tokens_per_shard."),
     errno.ETIMEDOUT: (DeadlineError, None),
     **dict.fromkeys((errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG), (TransportError, None)),
 }

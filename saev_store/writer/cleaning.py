@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from saev_store.core.arguments import check_flag, check_number
 from saev_store.errors import NotFoundError, StoreExistsError, WriterConflictError
@@ -52,23 +53,12 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
 
 
 def _discard(root: Transport, name: str) -> None:
-    """Delete an unfinished store.
-
-    Without its document no shard is begun, and nothing is published: what holds a lock then has held it before.
-
-    Raises:
-        WriterConflictError: a process is writing it.
-        StoreExistsError: it has been published in the meantime.
-    """
-    path = f"{WORK_FOLDER}/{name}/{METADATA_NAME}"
-    document = read(root, path)
-    root.delete(path)
-    try:
-        _check_unlocked(root, f"{WORK_FOLDER}/{name}", f"{name}/{WORK_FOLDER}")
-    except WriterConflictError:
-        if document is not None:
-            root.put(path, document)
-        raise
+    """Delete an unfinished store; `WriterConflictError` if a process is writing it, `StoreExistsError` if it was published."""
+    folders = f"{WORK_FOLDER}/{name}", f"{name}/{WORK_FOLDER}"
+    _check_unlocked(root, *folders)
+    # Without its document no shard is begun, and nothing is published: what holds a lock then has held it before.
+    root.delete(f"{WORK_FOLDER}/{name}/{METADATA_NAME}")
+    _check_unlocked(root, *folders)
     if read(root, f"{name}/{METADATA_NAME}") is not None:
         delete_work(root, name)
         raise StoreExistsError("it was published", where=f"{root.url}/{name}", remedy="Open it.")
@@ -92,15 +82,13 @@ class Leftover:
         path: Relative to the folder that was cleaned.
         kind: `"unfinished store"`, `"hidden files"` (of a published store) or `"temporary file"`.
         nbytes: Its size.
-        age_s: Seconds since it was last written; None where that is not known.
         kept_because: Why it is not removed; "" if it is.
     """
 
     path: str
     kind: str
     nbytes: int
-    age_s: float | None
-    kept_because: str = ""
+    kept_because: str
 
 
 def clean(
@@ -110,15 +98,12 @@ def clean(
 
     Removed are unfinished stores of this package, the hidden files of published stores, and temporary files. Never removed: files
     of a published store, files that this package did not write, and what a live process holds a lock on. Unfinished multipart
-    uploads are removed by a life-cycle rule of the bucket.
+    uploads are removed by a life-cycle rule of the bucket. All that was found is returned, in the order of the paths.
 
     Args:
         root: The folder: a path, any fsspec URL, or a transport.
         dry_run: Remove nothing.
         older_than_s: Keep what was written later than this many seconds ago. In a bucket only this protects live writers.
-
-    Returns:
-        All that was found, in the order of the paths.
 
     Raises:
         NotFoundError: there is no such folder.
@@ -132,37 +117,40 @@ def clean(
     older_than_s = check_number(older_than_s, name="older_than_s", zero_ok=True)  # NaN would keep nothing
     place = cast("Transport", root) if hasattr(root, "at") else open_transport(cast("str", root))
     entries = place.list()
-    found = list(_left_in(place, "", entries))
+    found = [*_left_in(place, "", entries)]
     for entry in entries:
         if entry.is_dir and entry.name != WORK_FOLDER:
             found += _left_in(place, entry.name, place.list(entry.name))
     if not any(entry.name == METADATA_NAME for entry in entries):  # else it is a store, with hidden files of its own
         found += [_work_left(place, name) for name in names(place, WORK_FOLDER) if _STORE.fullmatch(name)]
-    found.sort(key=lambda left: left.path)
-    return [_cleaned(place, left, older_than_s, dry_run=dry_run) for left in found]
+    return [_cleaned(place, *left, older_than_s, dry_run=dry_run) for left in sorted(found, key=lambda left: left[0])]
 
 
-def _left_in(root: Transport, folder: str, entries: Sequence[Entry]) -> Iterator[Leftover]:
+#: Path and kind of a leftover, its files, and the reason to keep it.
+_Found: TypeAlias = tuple[str, str, list[Entry], str]
+
+
+def _left_in(root: Transport, folder: str, entries: Sequence[Entry]) -> Iterator[_Found]:
     """Leftovers in one folder: temporary files, the hidden files of a published store, an older version's unfinished store."""
     there = {entry.name for entry in entries}
     for entry in entries:
         if entry.name.startswith(TEMP_PREFIX) and not entry.is_dir:
-            yield _left(entry.path, "temporary file", [entry])
+            yield entry.path, "temporary file", [entry], ""
     if WORK_FOLDER in there and METADATA_NAME in there:
         path = f"{folder}/{WORK_FOLDER}".lstrip("/")
-        yield _left(path, "hidden files", _tree(root, path))
+        yield path, "hidden files", [*_tree(root, path)], ""
     elif WORK_FOLDER in there and folder:
         is_ours = read(root, f"{folder}/{_CLAIM}") is not None
         because = _foreign(there) if is_ours else "another program may be writing here"
-        yield _left(folder, "unfinished store", _tree(root, folder), because)
+        yield folder, "unfinished store", [*_tree(root, folder)], because
 
 
-def _work_left(root: Transport, name: str) -> Leftover:
+def _work_left(root: Transport, name: str) -> _Found:
     """Kind of a store's work folder: that of an unfinished store, or what a killed publisher has left."""
-    files, there = list(_tree(root, f"{WORK_FOLDER}/{name}")), names(root, name)
+    files, there = [*_tree(root, f"{WORK_FOLDER}/{name}")], names(root, name)
     if METADATA_NAME in there:
-        return _left(f"{WORK_FOLDER}/{name}", "hidden files", files)
-    return _left(name, "unfinished store", [*files, *_tree(root, name)], _foreign(there))
+        return f"{WORK_FOLDER}/{name}", "hidden files", files, ""
+    return name, "unfinished store", [*files, *_tree(root, name)], _foreign(there)
 
 
 def _foreign(there: Iterable[str]) -> str:
@@ -170,35 +158,32 @@ def _foreign(there: Iterable[str]) -> str:
     return f"the folder also holds {foreign[0]}, which is not ours" if foreign else ""
 
 
-def _left(path: str, kind: str, files: Iterable[Entry], because: str = "") -> Leftover:
-    files, now_s = list(files), time.time()
+def _cleaned(
+    root: Transport, path: str, kind: str, files: list[Entry], because: str, older_than_s: float, *, dry_run: bool
+) -> Leftover:
+    """Remove a leftover, unless there is a reason to keep it."""
     # To look at a lock is to change its file.
     times = [entry.modified_s for entry in files if "/locks/" not in entry.path]
-    known = [found for found in times if found is not None]
-    age_s = max(0.0, now_s - max(known)) if known and len(known) == len(times) else None if times else now_s
-    return Leftover(path, kind, sum(entry.size or 0 for entry in files), age_s, because)
-
-
-def _cleaned(root: Transport, left: Leftover, older_than_s: float, *, dry_run: bool) -> Leftover:
-    """Remove a leftover, unless there is a reason to keep it."""
-    path, because = left.path, left.kept_because
-    if older_than_s > 0 and not because and (left.age_s is None or left.age_s < older_than_s):
-        because = "its age is not known" if left.age_s is None else f"written {left.age_s:,.0f} s ago"
-    if because:
-        return replace(left, kept_because=because)
+    newest_s = max((math.inf if at is None else at for at in times), default=0.0)
+    if older_than_s > 0 and time.time() - newest_s < older_than_s:
+        because = because or f"it was written in the last {older_than_s:,.0f} s, or at an unknown time"
     try:
-        _check_unlocked(root, path, f"{path}/{WORK_FOLDER}", f"{WORK_FOLDER}/{path}")
-        if dry_run:
-            return left
-        if left.kind == "unfinished store":
-            _discard(root, path)
-        elif path.startswith(f"{WORK_FOLDER}/"):
-            delete_work(root, path.removeprefix(f"{WORK_FOLDER}/"))
-        else:
-            root.delete(path)
+        if not because:
+            _check_unlocked(root, path, f"{path}/{WORK_FOLDER}", f"{WORK_FOLDER}/{path}")
+            if not dry_run:
+                _remove(root, path, kind)
     except (WriterConflictError, StoreExistsError) as error:
-        return replace(left, kept_because=error.message)
-    return left
+        because = error.message
+    return Leftover(path, kind, sum(entry.size or 0 for entry in files), because)
+
+
+def _remove(root: Transport, path: str, kind: str) -> None:
+    if kind == "unfinished store":
+        _discard(root, path)
+    elif path.startswith(f"{WORK_FOLDER}/"):
+        delete_work(root, path.removeprefix(f"{WORK_FOLDER}/"))
+    else:
+        root.delete(path)
 
 
 def _tree(root: Transport, path: str) -> Iterator[Entry]:

@@ -18,35 +18,32 @@ from saev_store.core.layout import RESID_POST, shard_name
 from saev_store.documents import Metadata, shards_bytes
 from saev_store.errors import CorruptShardError, TransportError
 from saev_store.names import DIGESTS_NAME, SHARDS_NAME
+from saev_store.store.identity import recording_identity
 from saev_store.store.reader import NumberArray
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport
-from saev_store.transport.checks import os_errors
 from saev_store.transport.durable import fsync_folder, make_folders
 from saev_store.writer.create import is_as_written
-from saev_store.writer.digests import BLOCK_BYTES, Digests, FileDigests, block_ranges, digest, load_digests
+from saev_store.writer.digests import BLOCK_BYTES, Digests, digest, load_digests
 from saev_store.writer.inputs import OverflowPolicy
 from saev_store.writer.shard_writer import ShardWriter
-from saev_store.writer.work import Work, each, read
+from saev_store.writer.work import Work, read
 
 PROVENANCE_NAME = "provenance.json"
 #: How much of the source is read, and kept in memory, at a time for each shard; or one block or example.
 _BATCH_BYTES = 32 << 20
-#: Keys that equal copies have alike for their origin.
-_SAME = ("source_hash", "source_digests", "source_identity", "layers", "tokens")
+
+
+def identity(store: ShardStore) -> str:
+    """Text that differs if files of a source were replaced."""
+    return recording_identity(store.transport, store.layout, files=store.recorded_files())
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of a store or of a part of it; picklable before its properties are used.
+    """A copy of a store or of a part of it, in a folder of stores; picklable before its properties are used.
 
-    Attributes:
-        store: The source.
-        root: The folder in which the copy's folder is made.
-        metadata: That of the copy.
-        tokens: Positions of the tokens.
-        on_overflow: Policy for numbers that are too large for the copy's dtype.
-        is_whole: True if it has all vectors, in files as those of the source, and its documents if the metadata is the same.
+    `is_whole` if it has all vectors, in files as those of the source, and its documents if the metadata is the same.
     """
 
     store: ShardStore
@@ -60,20 +57,15 @@ class Copy:
     def promised(self) -> Digests | None:
         """digests.json of the source; None if it has none. Labels that were written after it may be missing.
 
-        Raises:
-            CorruptShardError: it does not list every file: the copy's own digests would call damaged vectors right.
+        If it does not list every file it is refused: the copy's own digests would call damaged vectors right.
         """
         store, layout, promised = self.store, self.store.layout, load_digests(self.store.transport)
         if promised is None:
             return None
-        lengths = {shard_name(shard_idx): layout.used_nbytes(shard_idx) for shard_idx in range(layout.n_shards)}
-        for array in store.token_arrays.described():
-            if store.token_arrays.is_declared or array.file_name in promised.files:
-                lengths[array.file_name] = array.nbytes(layout)
-        for name, nbytes in lengths.items():
+        for name, nbytes in ((shard_name(idx), layout.used_nbytes(idx)) for idx in range(layout.n_shards)):
             if name not in promised.files or promised.files[name].nbytes != nbytes:
                 raise CorruptShardError(
-                    f"digests.json must list every file; {name} with {nbytes} bytes is not in it",
+                    f"digests.json must list every shard; {name} with {nbytes} bytes is not in it",
                     where=f"{store.url}/{DIGESTS_NAME}",
                     remedy="Delete it, and what is there now is taken for right.",
                 )
@@ -104,7 +96,10 @@ class Copy:
         for array in self.store.token_arrays.described():
             name, nbytes = array.file_name, array.nbytes(self.store.layout)
             file = None if promised is None else promised.files.get(name)
-            if promised and file and not is_as_written(self.store.transport, name, file, promised.block_bytes, nbytes):
+            if promised is None or file is None:
+                continue
+            is_right = is_as_written(self.store.transport, name, file, promised.block_bytes, nbytes)
+            if file.nbytes != nbytes or not is_right:
                 raise self._damaged(name, 0, nbytes)
 
     # -- a shard -------------------------------------------------------------------------------------------------------
@@ -133,12 +128,20 @@ class Copy:
         promised = self.promised if self.is_whole and self._is_renamed else None
         if promised is None or source.size(name) not in {layout.used_nbytes(shard_idx), layout.shard_nbytes}:
             return False
+        old, new = source.local_path, work.store.local_path
+        if old is None or new is None:
+            return False
         with work.lock(f"{shard_idx:06d}"):
             work.check(shard_idx)
-            if not _link(source, work.store, name):
+            work.store.delete(name)  # of an earlier attempt
+            try:
+                make_folders(new)
+                os.link(os.path.realpath(f"{old}/{name}"), f"{new}/{name}")
+                fsync_folder(new)
+            except OSError:  # not on this file system, not across file systems, not files of this owner: it is copied
                 return False
             tokens = self._tokens(*layout.example_range(shard_idx))
-            raw = {name: np.ascontiguousarray(rows).tobytes() for name, rows in tokens.items()}
+            raw = {array: np.ascontiguousarray(rows).tobytes() for array, rows in tokens.items()}
             work.record(shard_idx, promised.files[name].digests, raw)
         return True
 
@@ -211,60 +214,18 @@ class Copy:
             "tokens": [self.tokens.start, self.tokens.stop],
             "source_metadata": json.loads(store.metadata.raw),
         }
-        return found if promised is not None else {**found, "source_identity": identity_now(store)}
+        return found if promised is not None else {**found, "source_identity": identity(store)}
 
     def is_made(self, theirs: Digests) -> bool:
         """Return True if a finished store with such digests is this copy. The source of a whole one is read if it has no digests."""
         if not self.is_whole:
-            found, ours = _provenance_of(self.work.store), self.provenance()
-            return all(found.get(key) == ours.get(key) for key in _SAME)
+            return read(self.work.store, PROVENANCE_NAME) == self.documents()[PROVENANCE_NAME]
         if set(theirs.files) != set(self.store.recorded_files()):
             return False
-        source, files = self.store.transport, theirs.files.items()
-        ours = self.promised or Digests(
-            BLOCK_BYTES, {name: _digests_of(source, name, file.nbytes) for name, file in files}
+        source, promised = self.store.transport, self.promised
+        if promised is not None:
+            return promised.block_bytes == theirs.block_bytes and promised.files.items() <= theirs.files.items()
+        return all(
+            is_as_written(source, name, file, theirs.block_bytes, source.size(name))
+            for name, file in theirs.files.items()
         )
-        return ours.block_bytes == theirs.block_bytes and ours.files.items() <= theirs.files.items()
-
-
-def _provenance_of(place: Transport) -> dict[str, object]:
-    """Content of provenance.json; empty if there is none, or something else."""
-    try:
-        found = cast("object", json.loads(read(place, PROVENANCE_NAME) or b""))
-    except (ValueError, RecursionError):
-        return {}
-    return cast("dict[str, object]", found) if isinstance(found, dict) else {}
-
-
-def _digests_of(place: Transport, name: str, nbytes: int) -> FileDigests:
-    """Digests of the blocks of a file."""
-    blocks = block_ranges(nbytes, BLOCK_BYTES)
-    return FileDigests(
-        nbytes, tuple(digest(memoryview(place.get_ranges(name, starts=[i], ends=[j])[0])) for i, j in blocks)
-    )
-
-
-def identity_now(store: ShardStore) -> str:
-    """Text that differs if files of a source were replaced: of its digests, or of sizes and versions. Links do not change it."""
-    promised = load_digests(store.transport)
-    if promised is not None:
-        return digest(promised.to_bytes())
-    found = each(store.transport, store.transport.stat, store.recorded_files())
-    return f"versions:{digest(json.dumps(found).encode())}"
-
-
-def _link(source: Transport, target: Transport, name: str) -> bool:
-    """Let two folders of one disk share a file by a hard link; False if that is not possible."""
-    if source.local_path is None or target.local_path is None:
-        return False
-    old, new = os.path.realpath(os.path.join(source.local_path, name)), os.path.join(target.local_path, name)
-    with os_errors(new, "create"):
-        make_folders(target.local_path)
-        if os.path.exists(new):
-            os.unlink(new)  # of an earlier attempt
-        try:
-            os.link(old, new)
-        except OSError:  # not on this file system, not across file systems, not files of this owner: it is copied
-            return False
-        fsync_folder(target.local_path)
-    return True

@@ -34,11 +34,7 @@ def part_of(metadata: Metadata, layer_idx: Sequence[int], first_token: int, n_to
 
 
 def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
-    """The same as a document of another protocol version, without keys that it does not know.
-
-    Raises:
-        ArgumentError: the version is not written, or cannot hold it.
-    """
+    """The same as a document of another protocol version, without keys that it does not know."""
     if WRITABLE_VERSIONS.get(protocol) is metadata.version:
         return metadata
     arrays = {array.name: array.dtype for array in metadata.token_arrays}
@@ -46,37 +42,24 @@ def in_protocol(metadata: Metadata, protocol: str) -> Metadata:
 
 
 def in_dtype(metadata: Metadata, dtype: str, *, protocol: str | None, token_arrays: Mapping[str, str]) -> Metadata:
-    """The same for a store of another dtype: protocol 2.0 if it can hold everything, else 3.0.
+    """The same for a store of another dtype: protocol 2.0 if it can hold everything, else 3.0, without unknown keys.
 
-    Args:
-        metadata: Of the source.
-        dtype: Another one than the source's.
-        protocol: A protocol version instead; keys that it does not know are then left out.
-        token_arrays: Name to dtype of all that the source has, declared or not.
-
-    Raises:
-        ArgumentError: there is no such dtype, or the version cannot hold it.
+    `token_arrays` has the dtype of all that the source has, declared or not.
     """
     is_plain = set(metadata.hook_points or [RESID_POST]) == {RESID_POST} and metadata.text is None
     if dtype == "float32" and protocol != "3.0" and is_plain and token_arrays == _LABELS_ONLY:
         token_arrays = {}
-    new = _written(metadata, protocol=protocol, dtype=dtype, token_arrays=token_arrays)
-    extra = {name: value for name, value in metadata.extra.items() if name not in new.version.spelling.keys}
-    if protocol is not None or not extra:
-        return new
-    return _written(metadata, protocol=None, dtype=dtype, token_arrays=token_arrays, extra=extra)
+    return _written(metadata, protocol=protocol, dtype=dtype, token_arrays=token_arrays)
 
 
-def _written(
-    metadata: Metadata, *, protocol: str | None, extra: Mapping[str, object] | None = None, **new: Any
-) -> Metadata:
+def _written(metadata: Metadata, *, protocol: str | None, **new: Any) -> Metadata:
     version, data = WRITABLE_VERSIONS.get(protocol or "2.0"), metadata.data
     if version is None or version.data != "string":
         data = _parsed(data)
     if version is None or "dataset" in version.writes:
         new |= {"dataset": metadata.dataset, "pixel_agg": metadata.pixel_agg}
     kept = {name: getattr(metadata, name) for name in _KEPT}
-    return new_metadata(protocol=protocol, data=cast("str", data), extra=extra, **kept, **new)
+    return new_metadata(protocol=protocol, data=cast("str", data), **kept, **new)
 
 
 def _parsed(data: object) -> object:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace as replaced
 from typing import TYPE_CHECKING, Literal
 
@@ -30,7 +30,7 @@ from saev_store.errors import (
 from saev_store.names import DIGESTS_NAME, METADATA_NAME
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
-from saev_store.writer.copies import Copy, identity_now
+from saev_store.writer.copies import Copy, identity
 from saev_store.writer.copy_metadata import in_dtype, in_protocol, part_of
 from saev_store.writer.create import kept_shards
 from saev_store.writer.digests import load_digests
@@ -58,7 +58,6 @@ def copy_store(
     on_overflow: Literal["raise", "saturate"] = "raise",
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
-    resume: bool = True,
     replace: bool = False,
     client: Client | str | None = None,
     progress: bool | None = None,
@@ -66,30 +65,27 @@ def copy_store(
     """Copy a store below `dst`, and return the address of the complete, checked copy.
 
     Without further arguments the copy has the same folder name, documents and vectors, byte for byte. While it is read, every block
-    is compared with the source's digests.json, if there is one. The copy always has one. Zeros that pad the last shard are a hole on
-    this machine, and absent in buckets.
+    is compared with the source's digests.json, if there is one. The copy always has one.
 
     With `layers`, `tokens` or `dtype` the copy is a new store with a hash of its own, and a `provenance.json` that names its origin.
-    Layers keep the order of the source. `tokens="special"` includes the first content token: no store is without content. A store
-    of another dtype is written as protocol 2.0 if that can hold everything, else as 3.0; numbers are rounded to nearest even.
+    Layers keep the order of the source. A store of another dtype is written as protocol 2.0 if that can hold everything, else as 3.0,
+    without keys that the version does not know; numbers are rounded to nearest even.
 
-    With `protocol` only the documents change. Keys that the version does not know are left out. On one disk the shards are hard
-    links of the source's files, if it has digests.
+    With `protocol` only the documents change. On one disk the shards are hard links of the source's files, if it has digests.
 
     Up to eight shards are copied at once, each with up to 200 MiB of memory, or two examples if those are larger. `metadata.json`
     comes last, so a partial copy never opens. After an interruption the same call continues: whole shards are read again and kept.
 
     Args:
         src: The store to copy, a path or URL.
-        dst: The folder in which the copy's folder `<HASH>` is made; naming that folder itself is fine, too.
+        dst: The folder in which the copy's folder `<HASH>` is made.
         layers: Labels of the layers to keep, or pairs (label, hook point); None is all of them.
-        tokens: `"all"`, `"content"` or `"special"`.
+        tokens: `"all"`, `"content"` or `"special"`, which includes the first content token.
         protocol: "1.0.0", "2.0", "2.1" or "3.0"; None keeps the source's. Programs that insist on the keys of 2.1 read "2.1" only.
         dtype: "bfloat16", "float16" or "float32"; None keeps the source's.
         on_overflow: What to do with finite numbers that become infinite in `dtype`: "raise", or "saturate" at its largest finite number.
         storage_options: For the source's file system.
         dst_storage_options: For the destination's file system.
-        resume: Continue an unfinished copy, and accept a finished one; False refuses both.
         replace: Delete a finished store of that name that is not this copy, or is damaged, and copy again; False refuses. One without
             digests.json, which every copy has, is never deleted.
         client: A `distributed.Client` or the address of a scheduler: its workers copy the shards, one for each task. Both addresses
@@ -98,16 +94,14 @@ def copy_store(
 
     Raises:
         NotFoundError, DocumentError, CorruptShardError: the source is not a whole store, or does not match its digests.
-        LayerNotFoundError, SelectionError: it does not hold one of `layers`, or has no such tokens.
-        StoreExistsError: another store (unless `replace`), or with `resume=False` this one is there.
-        IncompleteStoreError: `resume` is False and there is an unfinished copy; or an unfinished store of something else.
+        LayerNotFoundError, SelectionError: it does not hold `layers` or `tokens`.
+        StoreExistsError: another store is there, and `replace` is False.
+        IncompleteStoreError: an unfinished store of something else is there.
         WriterConflictError: another process is copying to there.
-        ArgumentError: an option breaks its rule; the source's metadata cannot be written in that protocol; the dtype cannot hold a
-            number and `on_overflow` is "raise".
-        MissingDependencyError: `client` is an address, and distributed is not installed.
+        ArgumentError: an option breaks its rule, or that protocol or dtype cannot hold what the source has.
         TransportError: bytes could not be moved; or files of the source were replaced.
     """
-    resume, replace = check_flag(resume, name="resume"), check_flag(replace, name="replace")
+    replace = check_flag(replace, name="replace")
     progress = check_flag(progress, name="progress", other=None)
     check_choice(on_overflow, ("raise", "saturate"), name="on_overflow")
     if not isinstance(dst, (str, os.PathLike)) or not os.fspath(dst):
@@ -116,25 +110,19 @@ def copy_store(
         store.validate().raise_if_bad()  # the sizes of a remote store have not been looked at by opening it
         metadata, kept, is_whole = _described(store, layers, tokens, protocol, dtype)
         name = store.name if metadata is store.metadata else metadata.hash
-        url = os.fspath(dst).rstrip("/") or "/"
-        head, slash, tail = url.rpartition("/")
-        if tail == name:  # the copy itself is named, not the folder above it
-            url = head or slash or "."
-        root = open_transport(url, dst_storage_options)
+        root = open_transport(dst, dst_storage_options)
         copy = Copy(store, root, metadata, kept, on_overflow, is_whole)
-        make_copy(copy, resume=resume, replaces=replace, client=client, progress=progress)
-    return f"{url.rstrip('/')}/{name}" if root.local_path is None else root.at(name).url
+        make_copy(copy, replaces=replace, client=client, progress=progress)
+    return f"{os.fspath(dst).rstrip('/')}/{name}" if root.local_path is None else root.at(name).url
 
 
-def make_copy(copy: Copy, *, resume: bool, replaces: bool, client: Client | str | None, progress: bool | None) -> None:
+def make_copy(copy: Copy, *, replaces: bool, client: Client | str | None, progress: bool | None) -> None:
     """Copy all that is missing, and publish the copy; arguments and errors as of `copy_store`."""
-    work, was = copy.work, identity_now(copy.store)
-    if work.is_published():
-        if _is_done(copy, resume=resume, replaces=replaces):
-            return
-        resume = True
+    work, was = copy.work, identity(copy.store)
+    if work.is_published() and _is_done(copy, replaces=replaces):
+        return
     copy.check_token_arrays()
-    _begin(copy, resume=resume)
+    _begin(copy)
     layout = work.layout
     there = kept_shards(work, work.receipts(range(layout.n_shards)), progress=progress)
     missing = [shard_idx for shard_idx in range(layout.n_shards) if shard_idx not in there]
@@ -142,7 +130,7 @@ def make_copy(copy: Copy, *, resume: bool, replaces: bool, client: Client | str 
     with Progress(total, "copying", shown=progress) as bar, closing(_copied(copy, missing, client)) as done:
         for nbytes in done:
             bar.advance(nbytes)
-    if identity_now(copy.store) != was:
+    if identity(copy.store) != was:
         raise TransportError(
             "files of the source were replaced while they were copied",
             where=copy.store.url,
@@ -167,13 +155,10 @@ def _copied(copy: Copy, shards: Sequence[int], client: Client | str | None) -> G
             raise
 
 
-def _begin(copy: Copy, *, resume: bool) -> None:
+def _begin(copy: Copy) -> None:
     """Begin the copy, or continue what was begun of the same recording, with the same policy."""
-    work, origin = copy.work, f"{identity_now(copy.store)} {copy.on_overflow}".encode()
-    if not work.begin(*work.listed()) and not resume:
-        raise IncompleteStoreError(
-            "an unfinished copy is there", where=work.url, remedy="Continue it with resume=True."
-        )
+    work, origin = copy.work, f"{identity(copy.store)} {copy.on_overflow}".encode()
+    work.begin(*work.listed())
     there = read(work.work, _ORIGIN)
     if there != origin if there else names(work.work, "receipts"):
         raise IncompleteStoreError(
@@ -184,28 +169,21 @@ def _begin(copy: Copy, *, resume: bool) -> None:
     create(work.work, _ORIGIN, origin)
 
 
-def _is_done(copy: Copy, *, resume: bool, replaces: bool) -> bool:
+def _is_done(copy: Copy, *, replaces: bool) -> bool:
     """Return True if the finished store there is this copy; else it is deleted with `replaces`, or an error."""
     work, theirs = copy.work, load_digests(copy.work.store)
-    fault = "a store without digests.json, which every copy has, is there"
-    if theirs is not None:
-        fault = "" if copy.is_made(theirs) else "a store of the same metadata that is not a copy of this one is there"
-        try:
-            with ShardStore.open(work.store) as there:
-                there.validate().raise_if_bad()
-        except SaevStoreError as error:
-            fault = fault or f"the copy is finished, but was damaged since: {error.message}"
-    if not fault and resume:
-        work.remove()
-        return True
+    if theirs is not None and copy.is_made(theirs):
+        with suppress(SaevStoreError), ShardStore.open(work.store) as there:
+            there.validate().raise_if_bad()  # it may be damaged since
+            work.remove()
+            return True
     here, source = work.store.local_path, copy.store.transport.local_path
-    if work.url == copy.store.url or (here and source and os.path.realpath(here) == os.path.realpath(source)):
-        replaces = False
-    if theirs is None or not (fault and replaces):
+    is_source = os.path.realpath(here or work.url) == os.path.realpath(source or copy.store.url)
+    if theirs is None or is_source or not replaces:
         raise StoreExistsError(
-            fault or "the copy is there already",
+            "a store of that name is there which is not a copy of this one, or was damaged since",
             where=work.url,
-            remedy="Open it, or copy elsewhere; replace=True deletes it, and copies again.",
+            remedy="Open it, or copy elsewhere; replace=True deletes it if it has digests.json, and copies again.",
         )
     work.remove()  # what a publisher that was killed has left
     work.claim()
@@ -231,10 +209,7 @@ def _described(
     chosen = tuple(range(layout.n_layers))
     if layers is not None:
         if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
-            remedy = f"Choose some of {list(layout.layer_keys)}."
-            raise ArgumentError(
-                f"layers is {brief(layers)}; it must be a list of layers", where="layers", remedy=remedy
-            )
+            raise ArgumentError(f"layers is {brief(layers)}; it must be a list of layers", where="layers")
         chosen = tuple(sorted({layout.layer_index(layer) for layer in layers}))
     is_whole = len(chosen) == layout.n_layers and n_kept == layout.tokens_per_example
     metadata = store.metadata if is_whole else part_of(store.metadata, chosen, kept.start, n_kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
@@ -43,7 +43,6 @@ def create_store(
     resume: bool = False,
     exist_ok: bool = False,
     part: tuple[int, int] | None = None,
-    pad: bool | None = None,
     on_nonfinite: NonfinitePolicy = "raise",
     on_overflow: OverflowPolicy = "raise",
     progress: bool | None = None,
@@ -58,7 +57,6 @@ def create_store(
         exist_ok: For a complete store, return a writer that has nothing left to do.
         part: (rank, world): write only this share of the shards; `finalize_store` publishes when all are there. Another number
             of parts, or none, may finish what some have begun.
-        pad: The last file at full size, its tail zeros; None does so on a disk, where that costs nothing.
         on_nonfinite: What to do with NaN and infinity: `"raise"`, `"warn"`, or `"allow"`; the bits are kept as they are.
         on_overflow: What to do with finite numbers that become infinite in the store's dtype: `"raise"`, `"warn"` and store
             infinity, or `"saturate"` at its largest finite number.
@@ -75,7 +73,7 @@ def create_store(
     progress = check_flag(progress, name="progress", other=None)
     check_choice(on_nonfinite, NONFINITE_POLICIES, name="on_nonfinite")
     check_choice(on_overflow, get_args(OverflowPolicy), name="on_overflow")
-    work = Work(root_transport, metadata, pad=check_flag(pad, name="pad", other=None))
+    work = Work(root_transport, metadata)
     shards = part_shards(metadata.layout.n_shards, *check_part(part))
     try:
         there, begun = work.listed()
@@ -113,14 +111,22 @@ def create_store(
 
 def kept_shards(work: Work, there: Mapping[int, Receipt], *, progress: bool | None) -> dict[int, Receipt]:
     """Those of the shards that have receipts which are what was written. Receipts of others are deleted, with a warning."""
-    nbytes = {shard_idx: receipt.nbytes for shard_idx, receipt in there.items()}
-    damaged = differing(nbytes, lambda i: is_whole(work, i, there[i]), is_disk=work.is_disk, progress=progress)
+    if not there:
+        return {}
+    damaged = list[int]()
+    with Progress(sum(receipt.nbytes for receipt in there.values()), "verifying", shown=progress) as bar:
+        n_ahead = n_cores() if work.is_disk else 16
+        found = ahead(lambda i: is_whole(work, i, there[i]), list(there), n_ahead)
+        for shard_idx, is_same in zip(there, found, strict=True):
+            bar.advance(there[shard_idx].nbytes)
+            if not is_same:
+                damaged.append(shard_idx)
     if damaged and not work.is_published():
         for shard_idx in damaged:
-            work.forget(shard_idx)
-        names = ", ".join(map(shard_name, sorted(damaged)[:5]))
+            with work.lock(f"{shard_idx:06d}"):
+                work.work.delete(f"receipts/{shard_idx:06d}.json")
         warnings.warn(
-            f"{work.url}: {len(damaged)} shards ({names}) are not what was written; they have to be written again.",
+            f"{work.url}: {len(damaged)} shards are not what was written; they have to be written again.",
             SaevStoreWarning,
             stacklevel=outside(),
         )
@@ -128,11 +134,7 @@ def kept_shards(work: Work, there: Mapping[int, Receipt], *, progress: bool | No
 
 
 def check_part(part: object) -> tuple[int, int]:
-    """The rank of a part and the number of parts, (0, 1) for None.
-
-    Raises:
-        ArgumentError: it is something else, or out of range.
-    """
+    """The rank of a part and the number of parts, (0, 1) for None; `ArgumentError` if it is something else."""
     if part is None:
         return 0, 1
     match part:
@@ -140,28 +142,6 @@ def check_part(part: object) -> tuple[int, int]:
             return rank, world
         case _:
             raise ArgumentError(f"part is {brief(part)}; it must be (rank, world) with 0 <= rank < world", where="part")
-
-
-def differing(
-    shards: Mapping[int, int], is_right: Callable[[int], bool], *, is_disk: bool, progress: bool | None
-) -> set[int]:
-    """The shards that are not right; many are read at once.
-
-    Args:
-        shards: How many bytes are read of each.
-        is_right: Reads one.
-        is_disk: Whether they are on this machine.
-        progress: As in `create_store`.
-    """
-    if not shards:
-        return set()
-    with Progress(sum(shards.values()), "verifying", shown=progress) as bar:
-        found, wrong = ahead(is_right, list(shards), n_cores() if is_disk else 16), set[int]()
-        for (shard_idx, nbytes), is_same in zip(shards.items(), found, strict=True):
-            bar.advance(nbytes)
-            if not is_same:
-                wrong.add(shard_idx)
-    return wrong
 
 
 def is_whole(work: Work, shard_idx: int, receipt: Receipt) -> bool:

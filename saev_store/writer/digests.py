@@ -74,12 +74,7 @@ class BlockDigester:
 
 @dataclass(frozen=True)
 class FileDigests:
-    """The digests of one file.
-
-    Attributes:
-        nbytes: They stand for this many leading bytes; the rest of a padded file is zeros.
-        digests: One per block, in hexadecimal.
-    """
+    """The digests of the first `nbytes` of one file, one per block, in hexadecimal; the rest of a padded file is zeros."""
 
     nbytes: int
     digests: tuple[str, ...]
@@ -87,12 +82,7 @@ class FileDigests:
 
 @dataclass(frozen=True)
 class Digests:
-    """The digests of a store's files.
-
-    Attributes:
-        block_bytes: Length of a block; the last one of a file may be shorter.
-        files: By file name.
-    """
+    """The digests of a store's files, by their names; a block has `block_bytes`, the last one of a file perhaps fewer."""
 
     block_bytes: int
     files: Mapping[str, FileDigests]
@@ -117,14 +107,12 @@ def parse_digests(raw: bytes, *, where: str) -> Digests:
                 raise ValueError(f"{key} is {document[key]!r}; this package knows {known!r}")
         block_bytes, files = document["block_bytes"], dict[str, FileDigests]()
         if not _is_count(block_bytes) or not 0 < block_bytes <= _MAX_BLOCK_BYTES:  # a block is held in memory
-            raise ValueError(f"block_bytes is {block_bytes!r}; it must be an integer from 1 to {_MAX_BLOCK_BYTES}")
+            raise ValueError(f"block_bytes is {block_bytes!r}; it must be from 1 to {_MAX_BLOCK_BYTES}")
         for name, entry in document["files"].items():
             nbytes, digests = entry["nbytes"], cast("tuple[object, ...]", tuple(entry["digests"]))
             n = n_blocks(nbytes, block_bytes) if _is_count(nbytes) else -1
             if len(digests) != n or not all(map(is_digest, digests)):
-                raise ValueError(
-                    f"{name} has {nbytes!r} bytes, and other digests than {n} strings of {DIGEST_DIGITS} hexadecimal digits"
-                )
+                raise ValueError(f"{name} has {nbytes!r} bytes, and other digests than {n} of {DIGEST_DIGITS} digits")
             files[name] = FileDigests(nbytes, cast("tuple[str, ...]", digests))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DocumentError(
@@ -140,11 +128,7 @@ def _is_count(value: object) -> bool:
 
 
 def load_digests(store_transport: Transport) -> Digests | None:
-    """The digests of the store at a transport's root; None where it has none (other tools write none).
-
-    Raises:
-        DocumentError: there is a digests.json, but it breaks a rule.
-    """
+    """The digests of the store at a transport's root; None where it has none; `DocumentError` if they break a rule."""
     try:
         raw = store_transport.read(DIGESTS_NAME, max_bytes=MAX_DOCUMENT_BYTES)
     except NotFoundError:

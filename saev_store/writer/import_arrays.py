@@ -31,13 +31,7 @@ _N_SAMPLES, _FULL_NBYTES = 8, 64 << 20
 
 
 class Block(NamedTuple):
-    """Consecutive examples.
-
-    Attributes:
-        first: The position of the first one.
-        acts: (k, layers, tokens, d_model), of a dtype that a store may hold, or float64.
-        token_arrays: (k, content tokens) for each token array, by name.
-    """
+    """Examples from `first` on: (k, layers, tokens, d_model), which may be float64, and (k, content tokens) for each token array."""
 
     first: int
     acts: npt.NDArray[np.generic]
@@ -45,13 +39,7 @@ class Block(NamedTuple):
 
 
 class _Slices:
-    """An array of any of these libraries, read in slices along one axis; nothing is imported, and a lazy one is computed here.
-
-    Attributes:
-        array: The array.
-        shape: Its shape in Python's integers.
-        dtype: Of its numbers.
-    """
+    """An array of any of these libraries, read in slices along one axis; a lazy one is computed here."""
 
     def __init__(self, array: object, *, where: str) -> None:
         self.array, self._where = cast("Any", array), where
@@ -70,13 +58,14 @@ class _Slices:
         try:
             self.dtype = np.dtype(self.array.dtype)
         except TypeError:  # of torch
-            self.dtype = self._computed(0, 0, 0).dtype
+            self.dtype = self.read(0, 0).dtype
 
     def sliced(self, start: int, end: int, axis: int = 0) -> object:
         """A slice as it is, perhaps not computed."""
         return self.array[(*(slice(None),) * axis, slice(start, end))]
 
-    def _computed(self, start: int, end: int, axis: int) -> npt.NDArray[np.generic]:
+    def read(self, start: int, end: int, axis: int = 0) -> npt.NDArray[np.generic]:
+        """A slice as a NumPy array."""
         try:
             value = self.sliced(start, end, axis)
         except (RuntimeError, NotImplementedError, TypeError) as error:  # a sparse tensor
@@ -84,35 +73,9 @@ class _Slices:
         compute = getattr(value, "compute", None)  # of dask and xarray
         return as_array(compute(scheduler="threads") if callable(compute) else value, where=self._where)
 
-    def read(self, start: int, end: int, axis: int = 0) -> npt.NDArray[np.generic]:
-        """A slice as a NumPy array."""
-        found, expected = self._computed(start, end, axis), list(self.shape)
-        expected[axis] = end - start
-        if list(found.shape) != expected or found.dtype.name != self.dtype.name:
-            raise ArgumentError(
-                f"examples {start} to {end - 1} come as {found.dtype.name} {found.shape}; they must be {self.dtype.name} {expected}",
-                where=self._where,
-                remedy="Pass a dense array.",
-            )
-        return found
-
 
 class ArrayExamples:
-    """An array and token arrays under the axes of a store, as a source of examples.
-
-    Args:
-        array: Of any kind that is described above.
-        dims: The names of its axes in their order; None: those of xarray, else by their number.
-        token_arrays: (examples, content tokens) for each token array, by name, of the same kinds.
-        first: The position of the array's first example in the store.
-
-    Attributes:
-        dims: The names of its axes.
-        shape: (examples, layers, tokens, d_model).
-        dtype: Of its numbers.
-        token_dtypes: The dtype of each token array, by name.
-        metadata: Of the store.
-    """
+    """An array and token arrays, whose first example is `first` of the store, under the axes of a store; a source of examples."""
 
     metadata: Metadata
 
@@ -129,12 +92,6 @@ class ArrayExamples:
         self._axis = self.dims.index("example")
         self._tokens = {name: _Slices(values, where=name) for name, values in token_arrays.items()}
         self.token_dtypes = {name: _token_dtype(values, name, self.shape[0]) for name, values in self._tokens.items()}
-
-    @property
-    def is_lazy(self) -> bool:
-        """True for an array of dask, or of xarray with one of dask inside."""
-        graph = getattr(self._array.array, "__dask_graph__", None)
-        return callable(graph) and graph() is not None
 
     def read(self, start: int, end: int) -> npt.NDArray[np.generic]:
         """Some examples, (end - start, layers, tokens, d_model)."""
@@ -154,6 +111,12 @@ class ArrayExamples:
         """Some examples, to be sent to another process: their token arrays, and the tasks of dask that compute them."""
         import dask
 
+        if not cast("Any", dask).is_dask_collection(self._array.array):
+            raise ArgumentError(
+                "a cluster writes dask arrays only: others would be sent to the workers",
+                where="client",
+                remedy="Pass dask.array.from_zarr(…) or another array whose chunks the workers can compute.",
+            )
         arrays = {name: values.read(first, end) for name, values in self._tokens.items()}
         (needed,) = cast("Any", dask).optimize(self._array.sliced(first, end, self._axis))
         found = ArrayExamples(needed, self.dims, arrays, first=first)

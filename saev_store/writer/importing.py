@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -14,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store._runtime.cluster import map_shards
-from saev_store._runtime.progress import Progress
-from saev_store.core.arguments import check_count, check_flag
 from saev_store.core.dtypes import StoredDtype, narrowed
 from saev_store.core.layout import IntArray, Layout
 from saev_store.documents import Metadata, new_metadata
-from saev_store.errors import ArgumentError, IncompleteStoreError, brief
+from saev_store.errors import ArgumentError, brief
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
 from saev_store.writer.create import create_store
@@ -38,11 +35,7 @@ MAX_PARTS = 1024
 
 
 class Examples(Protocol):
-    """A source of examples in order.
-
-    Attributes:
-        metadata: That of the new store; `data["imported"]` identifies the source.
-    """
+    """A source of examples in order, which `data["imported"]` of the new store's metadata identifies."""
 
     @property
     def metadata(self) -> Metadata: ...
@@ -55,17 +48,9 @@ class Examples(Protocol):
 class ImportOptions(NamedTuple):
     """Options of an import; see `ShardStore.from_array`."""
 
-    resume: bool = True
-    max_block_bytes: int = MAX_BLOCK_BYTES
-    pad: bool | None = None
     on_nonfinite: NonfinitePolicy = "raise"
     on_overflow: OverflowPolicy = "raise"
     progress: bool | None = None
-
-    def check(self) -> None:
-        """Raise `ArgumentError` if an option breaks its rule."""
-        check_count(self.max_block_bytes, name="max_block_bytes")
-        check_flag(self.resume, name="resume")
 
 
 def import_array(
@@ -84,7 +69,6 @@ def import_array(
     **described: Any,
 ) -> ShardStore:
     """Write an array as a store, block by block; see `ShardStore.from_array`. `described` is of `new_metadata`."""
-    options.check()
     arrays: Mapping[str, object] = {} if token_arrays is None else token_arrays
     if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):
         raise ArgumentError(f"token_arrays is {brief(token_arrays)}; it must map names to arrays", where="token_arrays")
@@ -130,16 +114,11 @@ def import_examples(
 ) -> None:
     """Write the store of some examples, or one part (rank, world) of its shards, which `finalize_store` publishes.
 
-    Raises:
-        StoreExistsError: a finished store is there, and `resume` is False.
-        SaevStoreError: as for `create_store` and `ShardWriter.append`.
+    What was begun is continued, and a finished store accepted.
     """
-    with create_store(
-        root, examples.metadata, resume=options.resume, exist_ok=options.resume, part=part, pad=options.pad,
-        on_nonfinite=options.on_nonfinite, on_overflow=options.on_overflow, progress=options.progress,
-    ) as writer:  # fmt: skip
+    with create_store(root, examples.metadata, resume=True, exist_ok=True, part=part, **options._asdict()) as writer:
         for some in writer.missing:
-            for block in examples.blocks(some.start, some.stop, options.max_block_bytes):
+            for block in examples.blocks(some.start, some.stop, MAX_BLOCK_BYTES):
                 writer.append(_as_accepted(block, writer.layout, options.on_overflow), **block.token_arrays)
 
 
@@ -162,40 +141,18 @@ def _import_on_cluster(
     options: ImportOptions,
     client: Client | str,
 ) -> None:
-    """Write the store of a dask array in parts, a task of a cluster for each, and publish it.
-
-    Raises:
-        ArgumentError: the array is in the memory or in an open file of this process.
-        SaevStoreError: as for `import_examples`, from any of the workers. What is durable stays.
-    """
-    if not examples.is_lazy:
-        raise ArgumentError(
-            "a cluster writes dask arrays only: others would be sent to the workers",
-            where="client",
-            remedy="Pass dask.array.from_zarr(…) or another array whose chunks the workers can compute.",
-        )
-    metadata, layout, work = examples.metadata, examples.metadata.layout, Work(root, examples.metadata)
-    if work.is_published():
-        import_examples(examples, root, options)
+    """Write the store of a dask array in parts, a task of a cluster for each, and publish it."""
+    metadata, layout = examples.metadata, examples.metadata.layout
+    if Work(root, metadata).is_published():
         return
-    if not work.begin(*work.listed()) and not options.resume:
-        raise IncompleteStoreError(
-            "there is an unfinished store", where=work.url, remedy="Continue it with resume=True, or discard it."
-        )
     world, tasks = min(layout.n_shards, MAX_PARTS), list[tuple[ArrayExamples, tuple[int, int]]]()
     for rank in range(world):
         shards = part_shards(layout.n_shards, rank, world)
         first, end = layout.example_range(shards[0])[0], layout.example_range(shards[-1])[1]
         tasks.append((examples.part(first, end), (rank, world)))
-    # A task that is run again, because its worker was lost, continues its part.
-    again = options._replace(resume=True, progress=False)
-    write = partial(_write_part, root.url, storage_options, again)
-    with (
-        Progress(layout.n_examples, "importing", shown=options.progress, unit="examples") as bar,
-        closing(map_shards(write, tasks, client)) as written,
-    ):
-        for n in written:
-            bar.advance(n)
+    write = partial(_write_part, root.url, storage_options, options._replace(progress=False))
+    for _ in map_shards(write, tasks, client):
+        pass
     finalize_store(root, metadata)
 
 
@@ -204,8 +161,7 @@ def _write_part(
     storage_options: Mapping[str, object] | None,
     options: ImportOptions,
     task: tuple[ArrayExamples, tuple[int, int]],
-) -> int:
-    """Write a part: its examples, and which part it is; how many examples it has."""
+) -> None:
+    """Write a part: its examples, and which part it is."""
     examples, part = task
     import_examples(examples, open_transport(root, storage_options), options, part=part)
-    return examples.shape[0]

@@ -55,7 +55,7 @@ def as_activations(acts: object, layout: Layout) -> npt.NDArray[np.generic]:
     if array.ndim != 4 or array.shape[1:] != expected:
         raise ArgumentError(
             f"acts has shape {array.shape}; it must be (k, {', '.join(map(str, expected))}), "
-            "that is (examples, layers, tokens, d_model), or one example without the first axis",
+            "or one example without the first axis",
             where="acts",
         )
     kind = array.dtype.name
@@ -82,18 +82,7 @@ def rows_as_bytes(array: npt.NDArray[np.generic], layout: Layout) -> npt.NDArray
 def token_rows(
     given: Mapping[str, object], arrays: Sequence[TokenArray], n_examples: int, layout: Layout, *, required: bool
 ) -> npt.NDArray[np.uint8] | None:
-    """The token rows of some examples, (n_examples, bytes of a row); None where nothing is given.
-
-    Args:
-        given: What the caller passed, by name.
-        arrays: What the store may hold for each content token, in the order of the row.
-        n_examples: How many examples these are.
-        layout: The geometry of the store.
-        required: Whether all of `arrays` must be there.
-
-    Raises:
-        ArgumentError: an array is missing or not declared, or has another shape, dtype or range.
-    """
+    """The token rows of some examples, (n_examples, bytes of a row), in the order of `arrays`; None where nothing is given."""
     given = {name: value for name, value in given.items() if value is not None}
     names = [array.name for array in arrays]
     unknown = [name for name in given if name not in names]
@@ -125,9 +114,7 @@ def _as_token_array(value: object, array: TokenArray, n_examples: int, layout: L
         found = found[np.newaxis]
     if found.shape != (n_examples, content):
         raise ArgumentError(
-            f"{name} has shape {found.shape}; it must be ({n_examples}, {content}): one for every content token "
-            "of every example, none for CLS",
-            where=name,
+            f"{name} has shape {found.shape}; it must be ({n_examples}, {content}), none for CLS", where=name
         )
     if dtype.kind == "f":
         if found.dtype.name not in ITEMSIZES:
@@ -215,10 +202,8 @@ def _apply(
         if not bad.any():
             continue
         layer, token, dim = (int(axis) for axis in np.argwhere(bad)[0])
-        message = (
-            f"example {first_example + i} holds {int(bad.sum())} {what}; the first is "
-            f"{example[layer, token, dim]} at [layer position {layer}, token {token}, d_model {dim}]"
-        )
+        at = f"[{first_example + i}, layer position {layer}, token {token}, d_model {dim}]"
+        message = f"{example[layer, token, dim]} at {at} is one of the {what}"
         if policy == "raise":
             raise ArgumentError(message, where="acts", remedy=f"Nothing of this batch was written. {remedy}")
         warnings.warn(f"{message}; recorded as it is.", SaevStoreWarning, stacklevel=outside())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -48,9 +48,7 @@ def finalize_store(root_transport: Transport, metadata: Metadata) -> bool:
 def publish(work: Work, documents: Callable[[], Mapping[str, bytes]] = dict) -> bool:
     """Publish a store of which all shards have receipts; see `finalize_store`.
 
-    Args:
-        work: The store.
-        documents: Called under the lock of publishers for further small files, by name; they may replace shards.json.
+    `documents` gives further small files, by name; they may replace shards.json.
     """
     try:
         if work.is_disk:  # where nothing was begun no lock is made
@@ -79,12 +77,10 @@ def _alone(work: Work) -> AbstractContextManager[object]:
     """Hold the lock of publishers, which is waited for; in a bucket there is none, and all write the same bytes."""
     held = ExitStack()
     while True:
-        try:
+        with suppress(WriterConflictError):
             held.enter_context(work.lock("publish"))
-        except WriterConflictError:
-            time.sleep(_LOOK_S)
-        else:
             return held
+        time.sleep(_LOOK_S)
 
 
 def _publish(work: Work, documents: Callable[[], Mapping[str, bytes]]) -> bool:
@@ -102,13 +98,7 @@ def _publish(work: Work, documents: Callable[[], Mapping[str, bytes]]) -> bool:
 
 
 def _receipts(work: Work) -> list[Receipt]:
-    """The receipts of all shards, whose files have their sizes and, in a bucket, versions; all is looked at at once.
-
-    Raises:
-        StoreExistsError: another publisher was faster.
-        IncompleteStoreError: nothing was begun, a shard is missing, or only some have token arrays.
-        CorruptShardError: a file differs from its receipt.
-    """
+    """The receipts of all shards, whose files have their sizes and, in a bucket, versions; all is looked at at once."""
     shards, layout = range(work.layout.n_shards), work.layout
     with ThreadPoolExecutor(N_AHEAD, "saev-store-publish") as pool:
         published, document = pool.submit(work.is_published), pool.submit(read, work.work, METADATA_NAME)
@@ -146,10 +136,8 @@ def _join(work: Work, array: TokenArray, receipts: Sequence[Receipt]) -> FileDig
     sink = work.store.open_sink(array.file_name, used_nbytes=nbytes, file_nbytes=nbytes, replace=True)
     try:
         shards = list(enumerate(receipts))
-        n_ahead = 1 if work.is_disk else 8
-        for (shard_idx, _), rows in zip(
-            shards, ahead(lambda item: work.read_tokens(array, *item), shards, n_ahead), strict=True
-        ):
+        found = ahead(lambda item: work.read_tokens(array, *item), shards, 1 if work.is_disk else 8)
+        for (shard_idx, _), rows in zip(shards, found, strict=True):
             if rows is None:
                 path = tokens_path(array.name, shard_idx)
                 raise _not_as_written(f"{path} in the work folder is gone, or is not what was written", work)

@@ -15,25 +15,17 @@ from typing import TYPE_CHECKING, cast, get_args
 
 import numpy as np
 
-from saev_store.core.arguments import check_choice, check_flag
+from saev_store.core.arguments import check_choice
 from saev_store.core.layout import shard_name
 from saev_store.core.token_arrays import TokenArray
-from saev_store.errors import (
-    AccessError,
-    ArgumentError,
-    IncompleteStoreError,
-    NotFoundError,
-    ResumeError,
-    SaevStoreError,
-    brief,
-)
-from saev_store.names import DIGESTS_NAME, METADATA_NAME, WORK_FOLDER
+from saev_store.errors import AccessError, ArgumentError, NotFoundError, ResumeError, SaevStoreError, brief
+from saev_store.names import DIGESTS_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
-from saev_store.writer.create import differing, is_as_written
+from saev_store.writer.create import is_as_written
 from saev_store.writer.digests import BLOCK_BYTES, BlockDigester, Digests, FileDigests, load_digests
 from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy, as_array, token_rows
 from saev_store.writer.shard_writer import ShardWriter
-from saev_store.writer.work import Target, read
+from saev_store.writer.work import Target
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -59,7 +51,6 @@ def open_repair(
     metadata: Metadata,
     *,
     lost: Sequence[tuple[int, int]] = (),
-    deep: bool = False,
     exact: bool = False,
     on_nonfinite: NonfinitePolicy = "raise",
     on_overflow: OverflowPolicy = "raise",
@@ -73,29 +64,26 @@ def open_repair(
         store_transport: The store's own folder.
         metadata: The store's document.
         lost: Half-open ranges of examples that are known to be lost, such as `Report.lost`.
-        deep: Compare all shards with digests.json, where there is one.
-        exact: Refuse a shard or token array with other digests than those in digests.json, before it takes its place.
+        exact: Refuse a file with other digests than those in digests.json, before it takes its place.
         on_nonfinite: As for `create_store`.
         on_overflow: Likewise.
         progress: Show a bar; None shows one on a terminal.
 
     Raises:
-        IncompleteStoreError: the store is not published.
         WriterConflictError: another process is repairing the store.
         DocumentError: digests.json cannot be read.
-        ArgumentError: `lost` does not fit the store, or an option breaks its rule.
+        ArgumentError: an option breaks its rule.
     """
-    deep, exact = check_flag(deep, name="deep"), check_flag(exact, name="exact")
     check_choice(on_nonfinite, NONFINITE_POLICIES, name="on_nonfinite")
     check_choice(on_overflow, get_args(OverflowPolicy), name="on_overflow")
     with ExitStack() as held:
         held.enter_context(store_transport.lock(f"{WORK_FOLDER}/locks/repair.lock"))
         held.callback(_forget, store_transport)
         repair = Repair(store_transport, metadata, exact=exact)
-        shards = repair.damaged_shards(lost, deep=deep, progress=progress)
         writer = RepairWriter(
-            repair, shards, bool, on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress
-        )
+            repair, repair.damaged_shards(lost), bool,
+            on_nonfinite=on_nonfinite, on_overflow=on_overflow, progress=progress,
+        )  # fmt: skip
         repair.held = held.pop_all()
     return writer
 
@@ -108,26 +96,13 @@ def _forget(store: Transport) -> None:
 
 
 class Repair(Target):
-    """The repair of one store, as its shards see it (a `Target`).
-
-    Attributes:
-        held: What keeps other repairs out; closed at the end.
-        digests: Content of digests.json; None if there is none.
-        lost_arrays: Token arrays that are known to be missing or damaged.
-        repaired: The files that are whole again.
-    """
+    """The repair of one store; `held` keeps other repairs out."""
 
     def __init__(self, store: Transport, metadata: Metadata, *, exact: bool) -> None:
         super().__init__(store.at(""), metadata, BLOCK_BYTES)
         self.arrays = ()
         self.held, self.repaired = ExitStack(), list[RepairedFile]()
         self._exact, self._mutex = exact, threading.Lock()
-        if read(self.store, METADATA_NAME) is None:
-            raise IncompleteStoreError(
-                "the store is not published; repair is for complete ones that were damaged later",
-                where=self.url,
-                remedy="Continue it with resume=True.",
-            )
         self.digests = load_digests(self.store)
         if self.digests is not None:
             self.block_bytes = self.digests.block_bytes
@@ -141,24 +116,13 @@ class Repair(Target):
         is_right = promised is None or is_as_written(self.store, name, promised, self.block_bytes, nbytes)
         return size != nbytes or not is_right
 
-    def damaged_shards(self, lost: Sequence[tuple[int, int]], *, deep: bool, progress: bool | None) -> list[int]:
-        """The shards that are missing, short, known to be damaged, or (with `deep`) different from digests.json; ascending."""
+    def damaged_shards(self, lost: Sequence[tuple[int, int]]) -> list[int]:
+        """The shards that are missing, short, or known to be damaged; ascending."""
         layout, found = self.layout, set[int]()
         for start, end in lost:
-            if not 0 <= start <= end <= layout.n_examples:
-                raise ArgumentError(
-                    f"the range {start}:{end} is not within the {layout.n_examples} examples of the store", where="lost"
-                )
-            if start < end:
-                found.update(range(start // layout.examples_per_shard, -(-end // layout.examples_per_shard)))
+            found.update(range(start // layout.examples_per_shard, -(-end // layout.examples_per_shard)))
         found.update(i for i in range(layout.n_shards) if self._size(shard_name(i)) < layout.used_nbytes(i))
-        looked_at = {i: layout.used_nbytes(i) for i in range(layout.n_shards if deep else 0) if i not in found}
-        return sorted(found | differing(looked_at, self._is_right, is_disk=self.is_disk, progress=progress))
-
-    def _is_right(self, shard_idx: int) -> bool:
-        name = shard_name(shard_idx)
-        promised = self._promised(name, self.layout.used_nbytes(shard_idx))
-        return promised is None or is_as_written(self.store, name, promised, self.block_bytes, self._size(name))
+        return sorted(found)
 
     def _size(self, name: str) -> int:
         try:
@@ -172,11 +136,9 @@ class Repair(Target):
         return found if found is not None and found.nbytes == nbytes else None
 
     def open_shard(self, shard_idx: int) -> Sink:
-        """The new file of a shard, as long as the old one was; a lost one as this place would have it."""
-        name, used, full = shard_name(shard_idx), self.layout.used_nbytes(shard_idx), self.layout.shard_nbytes
-        size = self._size(name)
-        is_padded = size == full if size >= used else self.is_disk
-        return self.open_file(name, used, full if is_padded else used)
+        """The new file of a shard, as long as this place would have it."""
+        used = self.layout.used_nbytes(shard_idx)
+        return self.open_file(shard_name(shard_idx), used, self.layout.shard_nbytes if self.is_disk else used)
 
     def open_file(self, name: str, used_nbytes: int, file_nbytes: int) -> Sink:
         """The new version of a file; on a disk next to the old one, in a bucket it appears when it is committed."""
@@ -192,18 +154,11 @@ class Repair(Target):
         self.replace(shard_name(shard_idx), sink, written, (self.layout.example_range(shard_idx),))
 
     def replace(self, name: str, sink: Sink, written: FileDigests, examples: tuple[tuple[int, int], ...]) -> None:
-        """Put a new file in its place, and its digests into digests.json, if there is one.
-
-        Raises:
-            ResumeError: it has to be exact, and is not what was first written. The old file stays.
-        """
+        """Put a new file in its place, and its digests into digests.json, if there is one."""
         promised = self._promised(name, written.nbytes)
         if self._exact and promised not in (None, written):
-            raise ResumeError(
-                "it would not be what was first written: its digests are others",
-                where=f"{self.url}/{name}",
-                remedy="It stays as it was. Repair it from what it was first written from.",
-            )
+            message = "it would not be what was first written: its digests are others. It stays as it was"
+            raise ResumeError(message, where=f"{self.url}/{name}")
         with self._mutex:  # another shard's thread changes digests.json too
             sink.commit()
             if self.is_disk:
@@ -243,7 +198,6 @@ class RepairWriter(ShardWriter):
 
         Raises:
             ArgumentError: the store has no such array, or these have another shape or other values.
-            ResumeError: with `exact`: the file would not be what was first written. It stays as it is.
         """
         self._check_usable()
         target, n_examples, at = self._target, self.layout.n_examples, 0

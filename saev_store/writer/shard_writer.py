@@ -25,7 +25,6 @@ from saev_store.errors import (
     TransportError,
     brief,
 )
-from saev_store.names import printable
 from saev_store.transport import Sink
 from saev_store.writer.digests import digest
 from saev_store.writer.inputs import (
@@ -44,15 +43,10 @@ Rows = npt.NDArray[np.uint8] | None
 _N_BLOCKS, _N_THREADS = 6, 2
 #: To a bucket: so many shards are sent at once.
 _N_FAR_BLOCKS, _N_FAR_THREADS = 14, 8
-#: `write` holds so many bytes by default.
-MAX_REORDER_BYTES = 1 << 30
 
 
 class ShardFile:
-    """A shard that grows block by block, and counts when it is whole.
-
-    Its calls come one after the other, in any thread. After an error nothing of it counts.
-    """
+    """A shard that grows block by block, and counts when it is whole. Its calls come one after the other, in any thread."""
 
     def __init__(self, target: Target, shard_idx: int) -> None:
         self._target, self._shard_idx = target, shard_idx
@@ -71,13 +65,7 @@ class ShardFile:
             raise
 
     def write(self, block: memoryview, tokens: Mapping[str, bytes] | None = None) -> None:
-        """Write the next block; all but the last one are whole.
-
-        Args:
-            block: Its bytes, which may be changed afterwards.
-            tokens: With the last block: what was recorded for the tokens of the shard, by token array. The shard is then made
-                durable, and recorded.
-        """
+        """Write the next block; with the last one, and the values of token arrays, the shard becomes durable and is recorded."""
         if self._failed:
             raise TransportError("an earlier block of this shard was not written", where=self._target.url)
         try:
@@ -111,15 +99,6 @@ class ShardWriter:
 
     One thread may use it. `append` copies what it is given; threads of the writer digest and write.
 
-    Args:
-        target: What is written.
-        shards: The shards that are missing, ascending.
-        complete: Called by `close` when all are durable.
-        has_tokens: Whether token arrays are given for each example; None: the first `append` decides.
-        on_nonfinite: See `ShardStore.create`.
-        on_overflow: Likewise.
-        progress: Likewise.
-
     Attributes:
         url: Where the store is, or will be.
         metadata: Its document.
@@ -144,7 +123,7 @@ class ShardWriter:
         layout = target.layout
         self.url, self.metadata, self.layout = target.url, target.metadata, layout
         self.complete = self._closed = self._torn = False
-        self.max_reorder_bytes = MAX_REORDER_BYTES
+        self.max_reorder_bytes = 1 << 30
         self._target, self._publish, self._has_tokens = target, complete, has_tokens
         self._on_nonfinite, self._on_overflow = on_nonfinite, on_overflow
         self._shards = list(shards)
@@ -188,10 +167,6 @@ class ShardWriter:
             return self.layout.n_examples
         return self._shards[self._at] * self.layout.examples_per_shard + self._example
 
-    def __repr__(self) -> str:
-        state = "complete" if self.complete else "closed" if self._closed else "open"
-        return printable(f"<ShardWriter {self.url}: {self._n_left} examples are missing, {state}>")
-
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def append(self, acts: object, labels: object = None, **token_arrays: object) -> None:
@@ -211,9 +186,7 @@ class ShardWriter:
         self._check_usable()
         if self._held:
             raise ArgumentError(
-                f"{len(self._held)} examples wait for example {self.next_example}",
-                where="acts",
-                remedy="Give that one to `write`; `append` is for when nothing waits.",
+                f"examples of `write` wait for example {self.next_example}; give it to `write`", where="acts"
             )
         self._accept(*self._checked(acts, labels, token_arrays, self.next_example))
 
@@ -224,8 +197,8 @@ class ShardWriter:
 
         Args:
             example: Its position in the store, one of `missing`.
-            acts: (layers, tokens, d_model), or (1, layers, tokens, d_model), as for `append`.
-            labels: (content tokens,) or (1, content tokens), as for `append`.
+            acts: (layers, tokens, d_model), or with a first axis of 1, as for `append`.
+            labels: (content tokens,).
             token_arrays: Likewise, by name.
 
         Raises:
@@ -244,10 +217,6 @@ class ShardWriter:
         self._accept(batch, rows)
         while (held := self._held.pop(self.next_example, None)) is not None:
             self._accept(*held)
-
-    def note(self, text: str) -> None:
-        """Show a few words behind the bar, where there is one."""
-        self._progress.note(text)
 
     def close(self) -> None:
         """Wait until all whole shards are durable; publish if those are all; let go of the store. Closing twice is fine.
@@ -323,17 +292,14 @@ class ShardWriter:
         batch, arrays = as_activations(acts, self.layout), self._target.arrays
         if len(batch) > self._n_left:
             raise ArgumentError(
-                f"{len(batch)} examples were appended, {self._n_left} are missing",
+                f"{len(batch)} examples were appended; n_examples in the metadata is a promise: {self._n_left} are missing",
                 where="acts",
-                remedy="n_examples in the metadata is a promise; write a store with more examples under other metadata.",
             )
         required = bool(arrays) and self.metadata.declares_token_arrays
         rows = token_rows({"labels": labels, **token_arrays}, arrays, len(batch), self.layout, required=required)
         if self._has_tokens not in (None, rows is not None) and len(batch):
             raise ArgumentError(
-                "labels are given for some examples and not for others",
-                where="labels",
-                remedy="Give labels for every example of a store, or for none.",
+                "labels are given for some examples and not for others; give them for all, or for none", where="labels"
             )
         check_finite(batch, first_example, self._on_nonfinite)
         return check_overflow(batch, first_example, self.layout, self._on_overflow), rows
@@ -345,8 +311,7 @@ class ShardWriter:
         each = self.layout.example_nbytes + (0 if rows is None else rows.nbytes)
         if (len(self._held) + 1) * each > check_number(self.max_reorder_bytes, name="max_reorder_bytes"):
             raise ArgumentError(
-                f"example {self.next_example} has not come, and {len(self._held)} examples wait for it: there is no room for "
-                f"example {position} in {self.max_reorder_bytes:,} bytes",
+                f"example {self.next_example} has not come: there is no room for {position} in {self.max_reorder_bytes:,} bytes",
                 where="example",
                 remedy=f"Write example {self.next_example}, then this one again; or raise the writer's max_reorder_bytes.",
             )

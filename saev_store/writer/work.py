@@ -26,7 +26,6 @@ from saev_store.core.layout import shard_name
 from saev_store.errors import (
     IncompleteStoreError,
     NotFoundError,
-    ResumeError,
     SaevStoreError,
     StoreExistsError,
     TransportError,
@@ -35,7 +34,7 @@ from saev_store.errors import (
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Sink, Transport
 from saev_store.transport.durable import TEMP_PREFIX
-from saev_store.writer.digests import BLOCK_BYTES, FileDigests, digest, is_digest, n_blocks
+from saev_store.writer.digests import BLOCK_BYTES, MAX_DOCUMENT_BYTES, FileDigests, digest, is_digest, n_blocks
 
 if TYPE_CHECKING:
     from saev_store.core.token_arrays import TokenArray
@@ -48,7 +47,6 @@ T = TypeVar("T")
 VERSION = 1
 #: Small requests to a service that are made at once.
 N_AHEAD = 32
-_MAX_DOCUMENT_BYTES = 256 << 20
 _N_TRIES = 20
 
 
@@ -58,7 +56,7 @@ def stat(place: Transport, path: str) -> tuple[int, str]:
     return nbytes, "" if place.local_path is not None else version
 
 
-def read(place: Transport, path: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes | None:
+def read(place: Transport, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
     """A small file; None where there is none, or an empty one: a kill can leave that where there are no hard links."""
     try:
         return bytes(place.read(path, max_bytes=max_bytes)) or None
@@ -106,14 +104,9 @@ def part_shards(n_shards: int, rank: int, world: int) -> range:
 
 @dataclass(frozen=True)
 class Receipt:
-    """One shard, whole and durable.
+    """One shard, whole and durable: `nbytes` of vectors in a file of `file_nbytes`.
 
-    Attributes:
-        nbytes: Bytes that hold vectors.
-        file_nbytes: Length of the file, zeros at its end included.
-        digests: One for each block of the `nbytes`.
-        tokens: The digest of what was recorded for its tokens, by token array; empty where nothing was.
-        version: What a bucket calls the file (its ETag); "" where that is not known.
+    `tokens` has the digest of what was recorded for each token array; `version` is the ETag of the file in a bucket, or "".
     """
 
     nbytes: int
@@ -129,20 +122,11 @@ class Receipt:
 
 
 class Target(ABC):
-    """Purpose of written shards: a new store, or the repair of one.
-
-    Attributes:
-        store: The folder of the store.
-        metadata: Its document.
-        block_bytes: Length of a block, which has one digest.
-        url: The address of the store.
-        layout: Its geometry.
-        arrays: What is appended for each content token.
-        is_disk: Whether there are locks and renames, as on this machine; in a bucket a file appears when it is complete.
-    """
+    """Purpose of written shards: a new store, or the repair of one. `arrays` are appended for each content token."""
 
     def __init__(self, store: Transport, metadata: Metadata, block_bytes: int) -> None:
         self.store, self.metadata, self.block_bytes = store, metadata, block_bytes
+        # A disk has locks and renames; in a bucket a file appears when it is complete.
         self.url, self.layout, self.is_disk = store.url, metadata.layout, store.local_path is not None
         self.arrays: Sequence[TokenArray] = metadata.recordable
 
@@ -163,33 +147,12 @@ class Target(ABC):
 
 
 class Work(Target):
-    """An unfinished store.
+    """An unfinished store in a folder of stores; its name is the hash of the metadata if it is "". `work` is the work folder."""
 
-    Args:
-        root: The folder of stores.
-        metadata: What will be published.
-        pad: Give the last shard its full length, zeros at its end; None does so on a disk, where that costs nothing.
-        name: The folder of the store; "" is the hash of the metadata.
-        block_bytes: Length of a block, which has one digest.
-
-    Attributes:
-        work: The work folder.
-        name: The folder of the store.
-    """
-
-    def __init__(
-        self,
-        root: Transport,
-        metadata: Metadata,
-        *,
-        pad: bool | None = None,
-        name: str = "",
-        block_bytes: int = BLOCK_BYTES,
-    ) -> None:
+    def __init__(self, root: Transport, metadata: Metadata, *, name: str = "", block_bytes: int = BLOCK_BYTES) -> None:
         self.name = name or metadata.hash
         super().__init__(root.at(self.name), metadata, block_bytes)
-        self.work = root.at(f"{WORK_FOLDER}/{self.name}")
-        self._pads, self._root = self.is_disk if pad is None else pad, root
+        self.work, self._root = root.at(f"{WORK_FOLDER}/{self.name}"), root
 
     def lock(self, what: str) -> AbstractContextManager[object]:
         """Hold a lock; `WriterConflictError` if another process does. Nothing in a bucket."""
@@ -211,11 +174,7 @@ class Work(Target):
         return each(self.store, names, (self.store, self.work))
 
     def begin(self, there: Sequence[str], begun: Sequence[str]) -> bool:
-        """Begin the store, whose folders hold these names; False if it was begun before.
-
-        Raises:
-            IncompleteStoreError: they are files of another program, or of an older version of this one.
-        """
+        """Begin the store, whose folders hold these names; False if it was begun before. Files of others are refused."""
         foreign = [name for name in there if not name.startswith(TEMP_PREFIX)]
         # Of what was begun before, the document may be gone: of a killed `discard_unfinished`.
         if foreign and not begun:
@@ -223,18 +182,12 @@ class Work(Target):
         return self.claim()
 
     def claim(self) -> bool:
-        """Create the document of the work folder; False if it was there. `ResumeError` if it is another one."""
+        """Create the document of the work folder; False if it was there. `StoreExistsError` if it is another one."""
         left = _N_TRIES
         while True:
             left -= 1
             try:
                 return create(self.work, METADATA_NAME, self.metadata.raw)
-            except StoreExistsError:
-                raise ResumeError(
-                    "the unfinished store there has the same metadata in other bytes (order of keys, white space)",
-                    where=self.url,
-                    remedy="Use that document, or throw the unfinished store away.",
-                ) from None
             except NotFoundError:  # another store's writer has just removed the folder of all work folders
                 if not left:
                     raise
@@ -273,11 +226,7 @@ class Work(Target):
         return {shard_idx: receipt for shard_idx, receipt in found if receipt is not None}
 
     def check(self, shard_idx: int) -> None:
-        """Look, under the lock of a shard, whether it still has to be written.
-
-        Raises:
-            WriterConflictError: it was written, published or discarded by another process.
-        """
+        """Look, under the lock of a shard, whether it still has to be written; `WriterConflictError` if not."""
         if self.is_published():
             self.remove()  # the lock that was just made
             raise conflict("the store was published", self.url, "Open it.")
@@ -289,7 +238,7 @@ class Work(Target):
     def open_shard(self, shard_idx: int) -> Sink:
         """The file of a shard. In a bucket an old one stays until it is committed: it may be that of a store just published."""
         used = self.layout.used_nbytes(shard_idx)
-        file_nbytes = self.layout.shard_nbytes if self._pads else used
+        file_nbytes = self.layout.shard_nbytes if self.is_disk else used  # zeros at the end are a hole on a disk
         return self.store.open_sink(shard_name(shard_idx), used_nbytes=used, file_nbytes=file_nbytes, replace=True)
 
     def finish_shard(self, shard_idx: int, sink: Sink, digests: Sequence[str], tokens: Mapping[str, bytes]) -> None:
@@ -307,11 +256,6 @@ class Work(Target):
         of_tokens = {name: digest(rows) for name, rows in tokens.items()}
         receipt = Receipt(self.layout.used_nbytes(shard_idx), file_nbytes, tuple(digests), of_tokens, version)
         self.work.put(f"receipts/{shard_idx:06d}.json", json.dumps({"format": VERSION, **asdict(receipt)}).encode())
-
-    def forget(self, shard_idx: int) -> None:
-        """Delete the receipt of a shard that differs from it."""
-        with self.lock(f"{shard_idx:06d}"):
-            self.work.delete(f"receipts/{shard_idx:06d}.json")
 
     def read_tokens(self, array: TokenArray, shard_idx: int, receipt: Receipt) -> bytes | None:
         """Values recorded for the tokens of a shard; None if they are missing, or are something else."""

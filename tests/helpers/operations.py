@@ -176,7 +176,7 @@ def finalize_store_at(folder: Path, this: Case) -> bool:
 
 #: How each is made of a seed.
 OPERATIONS: dict[str, Callable[[int], Operation]] = {
-    "write": lambda seed: Write(("2.0", "3.0")[seed % 2], seed=seed, pad=bool(seed % 3), labelled=bool(seed % 5)),
+    "write": lambda seed: Write(("2.0", "3.0")[seed % 2], seed=seed, labelled=bool(seed % 5)),
     "parts": lambda seed: WriteInParts(("2.0", "3.0")[seed % 2], seed=seed, n=14, per_shard=2),
     "repair": lambda seed: Repair(("2.0", "3.0")[seed % 2], seed=seed),
     "copy": lambda seed: Copy(("2.0", "3.0")[seed % 2], seed=seed),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kill_harness_oracle import Case, case
 
+from saev_store import ShardStore
 from saev_store.transport import Transport, open_transport
 from saev_store.writer import RepairWriter, ShardWriter, create_store, finalize_store, open_repair
 from saev_store.writer.copies import Copy
@@ -45,9 +46,7 @@ def as_transport(root: str | os.PathLike[str] | Transport) -> Transport:
 
 def create(root, this: Case, **options) -> ShardWriter:
     """The writer of a case, without its bar; NaN is among its random bits."""
-    return create_store(
-        as_transport(root), this.metadata, pad=this.pad, **{"on_nonfinite": "allow", "progress": False, **options}
-    )
+    return create_store(as_transport(root), this.metadata, **{"on_nonfinite": "allow", "progress": False, **options})
 
 
 def finish(root, this: Case, batch: int = 2, **options) -> None:
@@ -59,7 +58,12 @@ def finish(root, this: Case, batch: int = 2, **options) -> None:
 def repair(root, this: Case, **options) -> RepairWriter:
     """The repair of a case below a root; all shards are looked at."""
     store = as_transport(root).at(this.name)
-    return open_repair(store, this.metadata, **{"deep": True, "on_nonfinite": "allow", "progress": False, **options})
+    if "lost" not in options:
+        report = ShardStore.open(store, damaged_ok=True).validate(deep=True, progress=False)
+        if any(problem.kind == "unreadable_digests" for problem in report.problems):
+            report.raise_if_bad()
+        options["lost"] = report.lost
+    return open_repair(store, this.metadata, **{"on_nonfinite": "allow", "progress": False, **options})
 
 
 def append_missing(writer: ShardWriter, this: Case, batch: int = 2, most: int | None = None) -> None:
@@ -71,11 +75,11 @@ def append_missing(writer: ShardWriter, this: Case, batch: int = 2, most: int | 
         examples = examples[n:]
 
 
-def copy_whole(store, root, metadata=None, *, resume=True, replace=False, client=None) -> None:
+def copy_whole(store, root, metadata=None, *, replace=False, client=None) -> None:
     """Copy to a transport, which may be one of a test."""
     tokens = slice(0, store.layout.tokens_per_example)
     copy = Copy(store, root, metadata or store.metadata, tokens, "raise", True)
-    make_copy(copy, resume=resume, replaces=replace, client=client, progress=False)
+    make_copy(copy, replaces=replace, client=client, progress=False)
 
 
 def content(folder: Path) -> dict[str, bytes]:

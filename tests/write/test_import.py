@@ -13,7 +13,7 @@ from clusters import two_workers
 from written import LOCAL, content
 
 from saev_store import ShardStore
-from saev_store.errors import ArgumentError, IncompleteStoreError, StoreExistsError, TransportError
+from saev_store.errors import ArgumentError, TransportError
 from saev_store.zarr import BFloat16
 
 SHAPE = (11, 3, 5, 8)
@@ -72,10 +72,7 @@ def test_from_array_of_every_kind_is_a_store_of_its_bits(tmp_path):
         acts, ids = numbers(name), np.arange(55).reshape(11, 5)
         for kind, array in as_kinds(acts, tmp_path / name).items():
             root = tmp_path / f"{name}-{kind}"
-            block_bytes = 4 * acts[0].nbytes
-            store = ShardStore.from_array(
-                array, root, **OPTIONS, token_arrays={"token_ids": ids}, max_block_bytes=block_bytes
-            )
+            store = ShardStore.from_array(array, root, **OPTIONS, token_arrays={"token_ids": ids})
             found = store.read(dtype="stored")
             assert (found.dtype.name, found.tobytes()) == (name, acts.tobytes()), kind
             assert np.array_equal(store.token_arrays["token_ids"], ids)
@@ -145,15 +142,11 @@ def test_from_array_that_was_cut_short_continues_with_whole_shards(tmp_path, mon
             patch.setattr(LOCAL, "open_sink", open_sink)
             with pytest.raises(TransportError):
                 ShardStore.from_array(acts, root, **OPTIONS)
-        with pytest.raises(IncompleteStoreError):
-            ShardStore.from_array(acts, root, **OPTIONS, resume=False)
         array = Noted(acts)
         array.blocks.clear()
         store = ShardStore.from_array(array, root, **OPTIONS)
         assert min(start for start, _ in array.blocks[1:]) == 6
         assert content(Path(store.url)) == content(Path(whole.url))
-        with pytest.raises(StoreExistsError):
-            ShardStore.from_array(acts, root, **OPTIONS, resume=False)
 
 
 def test_from_array_refuses_what_is_not_an_array_of_examples(tmp_path):
@@ -168,8 +161,8 @@ def test_from_array_refuses_what_is_not_an_array_of_examples(tmp_path):
         (acts, {"dims": ("batch", "layer", "token", "d_model")}), (acts, {"dims": "eltd"}), (acts, {"dims": 4}),
         (acts, {"layers": None}), (acts, {"layers": [1, 2]}), (acts, {"layers": [1, 2, 2]}), (acts, {"layers": 5}),
         (acts.astype(np.int16), {}), (acts.astype(np.complex64), {}), (np.zeros(SHAPE, object), {}),
-        (acts, {"dtype": "float64"}), (acts, {"max_block_bytes": 0}), (acts, {"max_block_bytes": 1.5}),
-        (acts, {"resume": "auto"}), (acts, {"data": "birds"}), (acts, {"token_arrays": [acts]}),
+        (acts, {"dtype": "float64"}),
+        (acts, {"data": "birds"}), (acts, {"token_arrays": [acts]}),
         (acts, {"token_arrays": {5: np.zeros((11, 5), np.int32)}}), (acts, {"client": "tcp://scheduler:8786"}), (acts, {"token_arrays": {"token_ids": np.zeros((11, 4), np.int32)}}),
         (acts, {"token_arrays": {"token_ids": np.zeros((11, 5))}}), (acts, {"token_arrays": {"token_ids": [[1, 2]]}}),
         (acts, {"token_arrays": {"mine": np.zeros((11, 5), np.uint16)}}), (acts, {"cls_token": True, "token_arrays": ids}),
@@ -202,20 +195,11 @@ def test_from_array_by_a_cluster_writes_the_bytes_of_one_process(tmp_path):
         return block
 
     with two_workers() as client:
-        store = ShardStore.from_array(
-            array, tmp_path / "many", **OPTIONS, token_arrays=arrays, client=client, resume=False
-        )
+        store = ShardStore.from_array(array, tmp_path / "many", **OPTIONS, token_arrays=arrays, client=client)
         assert content(Path(store.url)) == content(Path(whole.url))
         ShardStore.from_array(array, tmp_path / "many", **OPTIONS, token_arrays=arrays, client=client)
-        with pytest.raises(StoreExistsError):
-            ShardStore.from_array(array, tmp_path / "many", **OPTIONS, token_arrays=arrays, client=client, resume=False)
-        begun = tmp_path / "begun/.saev_store" / store.name
-        begun.mkdir(parents=True)
-        (begun / "metadata.json").write_bytes(store.metadata.raw)
-        with pytest.raises(IncompleteStoreError):
-            ShardStore.from_array(array, begun.parents[1], **OPTIONS, token_arrays=arrays, client=client, resume=False)
         fails = da.map_blocks(failing, da.from_array(acts[:, :1], chunks=5), flag=flag, dtype=acts.dtype, meta=acts[:0])
         flag.unlink()
         right = ShardStore.from_array(fails, tmp_path / "right", **OPTIONS | {"layers": [1]})
-        other = {"name": right.name, "options": OPTIONS | {"layers": [1], "client": client, "resume": True}}
+        other = {"name": right.name, "options": OPTIONS | {"layers": [1], "client": client}}
         assert ShardStore.from_array(fails, tmp_path / "failed", **other["options"]).name == other["name"]

@@ -67,14 +67,10 @@ def test_repair_of_what_a_report_names_and_of_nothing_else(tmp_path):
     this = a_case()
     finish(tmp_path, this)
     flip(tmp_path / this.name / "acts000001.bin")
-    for lost, missing in [((), []), ([(4, 5)], [range(3, 6)]), ([(2, 4), (10, 11), (5, 5)], [range(6), range(9, 11)])]:
-        writer = repair(tmp_path, this, deep=False, lost=lost)
+    for lost, missing in [((), []), ([(4, 5)], [range(3, 6)]), ([(2, 4), (10, 11)], [range(6), range(9, 11)])]:
+        writer = repair(tmp_path, this, lost=lost)
         assert writer.missing == missing
         writer.close()
-    for lost in ([(-1, 2)], [(3, 2)], [(0, 12)]):
-        with pytest.raises(ArgumentError) as found:
-            repair(tmp_path, this, lost=lost)
-        assert found.value.where == "lost"
 
 
 def test_repair_with_other_vectors_brings_digests_up_to_date(tmp_path):
@@ -213,7 +209,7 @@ def test_repair_is_refused_where_it_may_not_be(tmp_path):
         with pytest.raises(DocumentError):
             repair(tmp_path, this)
     (tmp_path / this.name / "digests.json").unlink()
-    for options in ({"deep": 1}, {"exact": "yes"}, {"on_nonfinite": "no"}, {"on_overflow": "no"}):
+    for options in ({"on_nonfinite": "no"}, {"on_overflow": "no"}):
         with pytest.raises(ArgumentError):
             repair(tmp_path, this, **options)
     with repair(tmp_path, this):  # no refused call holds a lock
@@ -228,7 +224,7 @@ def test_reader_that_had_the_store_open_gets_an_error_and_no_mixture(tmp_path):
     for engine in ("mmap", "pread"):
         reader = ShardStore.open(store, engine=engine)
         old = reader[3:6].tobytes()
-        with repair(tmp_path, this, lost=[(3, 4)], deep=False) as writer:
+        with repair(tmp_path, this, lost=[(3, 4)]) as writer:
             append_missing(writer, this)
         with contextlib.suppress(CorruptShardError):
             assert reader[3:6].tobytes() == old  # the file that it had open
@@ -243,7 +239,7 @@ def test_store_that_is_repaired_reads_the_new_files(tmp_path):
     flip(tmp_path / this.name / "acts000001.bin")
     transport = open_transport(tmp_path / this.name)
     (old,) = transport.get_ranges("acts000001.bin", starts=[40], ends=[41])
-    with open_repair(transport, this.metadata, deep=True, on_nonfinite="allow", progress=False) as writer:
+    with open_repair(transport, this.metadata, lost=[(3, 6)], on_nonfinite="allow", progress=False) as writer:
         append_missing(writer, this)
     (new,) = transport.get_ranges("acts000001.bin", starts=[40], ends=[41])
     assert bytes(old) != bytes(new) == this.files()["acts000001.bin"][40:41]
@@ -262,7 +258,7 @@ def test_link_to_where_one_may_not_look_is_a_missing_shard(tmp_path, monkeypatch
     monkeypatch.setattr(LOCAL, "size", size)
     (tmp_path / this.name / "acts000001.bin").unlink()
     (tmp_path / this.name / "acts000001.bin").symlink_to("/nowhere/elsewhere")
-    with repair(tmp_path, this, deep=False) as writer:
+    with repair(tmp_path, this, lost=()) as writer:
         append_missing(writer, this)
     this.check(content(tmp_path / this.name))
 
@@ -280,14 +276,14 @@ def test_repair_in_a_bucket_replaces_whole_objects_and_a_cut_one_is_continued():
         n_before = len(disk.state.log)
         failed = False
         try:
-            with repair(disk, this) as writer:
+            with repair(disk, this, lost=[(6, 9)]) as writer:
                 writer.restore_array("mask", this.arrays["mask"])
                 append_missing(writer, this)
         except SaevStoreError:
             failed = True
         done = len(disk.state.log) <= n_before + k
         disk.state.fails = {}
-        with repair(disk, this) as writer:
+        with repair(disk, this, lost=[(6, 9)]) as writer:
             for name in writer.lost_arrays:
                 writer.restore_array(name, this.arrays[name])
             append_missing(writer, this)

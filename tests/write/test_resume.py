@@ -18,7 +18,6 @@ from saev_store.errors import (
     CorruptShardError,
     IncompleteStoreError,
     NotFoundError,
-    ResumeError,
     SaevStoreWarning,
     StoreExistsError,
     TransportError,
@@ -200,27 +199,21 @@ def test_create_where_another_store_has_the_name_is_refused(tmp_path):
     shutil.rmtree(tmp_path / this.name)
     leave(tmp_path, this, 4)
     other: Metadata = parse_metadata(this.metadata.raw + b"\n", where="other")
-    with pytest.raises(ResumeError):
+    with pytest.raises(StoreExistsError):
         create(tmp_path, replace(this, metadata=other), resume=True)
 
 
 def test_create_with_a_wrong_option_is_refused(tmp_path):
     this = a_case()
     for where, options in [
-        ("resume", {"resume": "auto"}), ("exist_ok", {"exist_ok": 1}), ("pad", {"pad": "no"}),
+        ("resume", {"resume": "auto"}), ("exist_ok", {"exist_ok": 1}),
         ("on_nonfinite", {"on_nonfinite": "never"}), ("on_overflow", {"on_overflow": None}),
         *(("part", {"part": part}) for part in [(2, 2), (-1, 2), 3, ("0", 1), (0,), (0, 0), "ab"]),
     ]:  # fmt: skip
         with pytest.raises(ArgumentError) as found:
-            create(tmp_path, this, **options) if "pad" not in options else _create_padded(tmp_path, this, **options)
+            create(tmp_path, this, **options)
         assert found.value.where == where
     assert not list(tmp_path.iterdir())
-
-
-def _create_padded(root, this, pad):
-    from written import create_store
-
-    return create_store(open_transport(root), this.metadata, pad=pad)
 
 
 def test_second_writer_of_a_shard_is_refused_at_once(tmp_path):

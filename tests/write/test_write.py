@@ -271,14 +271,12 @@ def test_close_twice_is_fine_and_a_closed_writer_takes_nothing(tmp_path):
         writer.close()
     with pytest.raises(ArgumentError):
         this.append(writer, 4, 5)
-    assert "7 examples are missing, closed" in repr(writer)
     writer = create(tmp_path, this, resume=True)
     append_missing(writer, this)
     with writer:
         writer.close()
     with pytest.raises(StoreExistsError):
         this.append(writer, 0, 1)
-    assert "complete" in repr(writer)
 
 
 def test_dropped_writer_lets_go_of_its_lock(tmp_path):
@@ -358,7 +356,6 @@ def test_bar_counts_examples(tmp_path, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with create(tmp_path, this, progress=True) as writer:
-            writer.note("of a test")
             append_missing(writer, this)
     assert "11/11" in capsys.readouterr().err
 

@@ -37,7 +37,7 @@ def test_parts_races_repair_and_copies_in_a_bucket_are_right(s3_bucket: Bucket, 
         this.check(files(root(name), this.name))
     store = root(name).at(this.name)
     store.delete("acts000001.bin")
-    with repair(root(name), this, deep=False) as writer:
+    with repair(root(name), this, lost=()) as writer:
         assert writer.missing == [range(3, 6)]
         append_missing(writer, this)
     assert writer.repaired[0].identical

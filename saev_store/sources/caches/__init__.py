@@ -33,7 +33,6 @@ def import_cache(
     cls_token: bool | None = None,
     dtype: StoredDtype | None = None,
     max_tokens_per_shard: int | None = None,
-    resume: bool = True,
     storage_options: Mapping[str, object] | None = None,
     dst_storage_options: Mapping[str, object] | None = None,
     on_nonfinite: Literal["raise", "warn", "allow"] = "raise",
@@ -55,7 +54,6 @@ def import_cache(
         cls_token: For SAELens: token 0 of each context is the same BOS token, for which no token id is stored.
         dtype: Of the store; None keeps that of the cache.
         max_tokens_per_shard: Budget of vectors per shard; None chooses one, as `new_metadata`.
-        resume: As in `ShardStore.from_array`.
         storage_options: For the file system of `url`.
         dst_storage_options: For that of `root`.
         on_nonfinite: What to do with NaN and infinity.
@@ -67,8 +65,7 @@ def import_cache(
         ArgumentError: what the files do not have is not given, or does not fit.
         MissingDependencyError: the format needs a library that is not installed.
     """
-    options = ImportOptions(resume=resume, on_nonfinite=on_nonfinite, progress=progress)
-    options.check()
+    options = ImportOptions(on_nonfinite=on_nonfinite, progress=progress)
     for argument, given in (("layers", layers), ("layer_ids", layer_ids)):
         is_list = given is None or (isinstance(given, Sequence) and not isinstance(given, str))  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
         if not is_list or any(isinstance(each, tuple) and len(each) != 2 for each in given or ()):
