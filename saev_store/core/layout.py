@@ -83,7 +83,7 @@ class Layout:
         itemsize: Bytes of one number.
         n_layers: Number of recorded layers.
         n_special_tokens: Tokens before the content: 1 with a CLS token, else 0.
-        tokens_per_example: All tokens of an example, special ones included (T of section 4.1).
+        tokens_per_example: All tokens of an example, special ones included (T of section 4).
         shape: Shape of the logical tensor, in the order of `DIMS`.
         n_shards: Shards that hold at least one example.
         vectors_per_example: Vectors of one example, all layers and tokens.
@@ -208,7 +208,7 @@ class Layout:
     # -- coordinates ---------------------------------------------------------------------------------------------------
 
     def layer_index(self, layer: object) -> int:
-        """Position of a layer label, or of a pair (label, hook point), on the layer axis (section 4.2): literal match only.
+        """Position of a layer label, or of a pair (label, hook point), on the layer axis (section 4): literal match only.
 
         Raises:
             LayerNotFoundError: it is not among the recorded ones, or a label stands for several hook points.
@@ -236,7 +236,7 @@ class Layout:
         )
 
     def locate(self, example: int, layer: int, token: int) -> ByteRange:
-        """The bytes of one vector (section 4.2), from a logical coordinate.
+        """The bytes of one vector (section 4), from a logical coordinate.
 
         Args:
             example: 0 <= example < n_examples.

@@ -21,7 +21,7 @@ MIN_INT64 = -(2**63)
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.(?:0|[1-9][0-9]{0,8})){1,3}", re.ASCII)
 _MAJORS = {int(protocol.partition(".")[0]) for protocol in PROTOCOLS}
 _SPELLINGS = tuple(dict.fromkeys(version.spelling for version in VERSIONS))
-#: Keys of documents from before protocol 1.0.0, which say nothing about dtypes either.
+#: Keys of documents from before protocol 1.0.0.
 _UNVERSIONED_KEYS = {"n_patches_per_shard", "model", "model_org", "model_ckpt"}
 _HOOK_POINT = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 _GEOMETRY = (
@@ -107,17 +107,25 @@ def check_document(document: Mapping[str, object], findings: Findings) -> tuple[
     except ArgumentError as error:
         name = error.where or ""
         key = keys.get(name, name)
-        findings.add("wrong_value", error.message.replace(name, key), *([] if key == "layout" else [key]))
+        kind = "layout" if name in ("layout", "max_tokens_per_shard") else "wrong_value"
+        findings.add(kind, error.message.replace(name, key), *([] if key == "layout" else [key]))
     raise findings.error(f"The rules are those of {version.title}.")
 
 
 def _refuse(document: Mapping[str, object], findings: Findings) -> None:
-    """Refuse documents of an unknown major version, and of another dtype.
+    """Refuse documents from before protocol 1.0.0, of an unknown major version, and of another dtype.
 
     Warns:
-        BreakingProtocolWarning: with the error, as section 9 of docs/protocol.md demands.
+        BreakingProtocolWarning: with the error for the last two, as section 9 of docs/protocol.md demands.
     """
     protocol, dtype = document.get("protocol"), document.get("dtype")
+    is_old = document.keys() & _UNVERSIONED_KEYS or ("dtype" not in document and "vit_family" in document)
+    if "protocol" not in document and is_old:
+        message = (
+            'it has no "protocol": it is from before protocol 1.0.0 (June 2025), and nothing in it gives its layout'
+        )
+        findings.add("unversioned", message, "protocol")
+        raise findings.error("Record the activations again; a guess could give wrong vectors.")
     match = _VERSION.fullmatch(protocol) if isinstance(protocol, str) else None
     major = int(match[1]) if match else None
     is_ours = major == 3 and document.get("spec") == SPEC
@@ -125,8 +133,7 @@ def _refuse(document: Mapping[str, object], findings: Findings) -> None:
         known = f'{", ".join(PROTOCOLS)} (the last one only with "spec": "{SPEC}") and other minor versions of these'
         findings.add("unknown_protocol", f'"protocol" is {brief(protocol)}; this saev_store reads {known}', "protocol")
     held = ", ".join(ITEMSIZES) if is_ours else "float32"
-    is_versioned = "protocol" in document or document.keys().isdisjoint(_UNVERSIONED_KEYS)
-    if isinstance(dtype, str) and dtype not in held.split(", ") and is_versioned:
+    if isinstance(dtype, str) and dtype not in held.split(", "):
         whose = "protocol 3.x holds" if is_ours else "protocols 1.x and 2.x hold"
         findings.add("unknown_dtype", f'"dtype" is {brief(dtype)}; {whose} {held} only', "dtype")
     if findings.errors:

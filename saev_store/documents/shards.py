@@ -110,9 +110,11 @@ def _check_entry(i: int, entry: object, key: str, layout: Layout, findings: Find
         findings.add("wrong_name", message, i, "name")
     if len(entry.keys() & set(COUNT_KEYS)) > 1:
         findings.add("mixed_spellings", f'entry {i} has several counts; all entries have one, here "{key}"', i, key)
-    elif type(count) is not int or count != expected:
+    elif type(count) is not int:
+        findings.add("wrong_value", f'entry {i}: "{key}" is {brief(count)}; it must be an integer', i, key)
+    elif count != expected:
         rule = f"by the metadata it holds {expected} of {layout.n_examples}"
-        findings.add("wrong_count", f'entry {i}: "{key}" is {brief(count)}; {rule}', i, key)
+        findings.add("wrong_count", f'entry {i}: "{key}" is {brief(count)}; {rule}', i)
 
 
 def parse_token_array_size(nbytes: int, array: TokenArray, layout: Layout, *, where: str) -> None:

@@ -190,8 +190,6 @@ def test_parts_of_a_corpus_are_integers(tmp_path: Path) -> None:
         for call in (
             lambda junk: corpus.get(0, junk),
             lambda junk: corpus.get(0, 0, junk),
-            lambda junk: corpus.document(0, junk),
-            lambda junk: corpus.document(0, 0, junk),
             lambda junk: corpus[junk],
         ):
             try:
