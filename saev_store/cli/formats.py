@@ -74,7 +74,7 @@ def convert(
             _refuse_unused(given, "--dtype", "--tokenizer", "--part", "--split")
             n = documents_to_batches(
                 source, dst, seq_len=seq_len, batch_size=batch_size, seed=seed, end_token=end_token,
-                overwrite=overwrite, storage_options=target, progress=progress,
+                overwrite=overwrite, storage_options=target,
             )  # fmt: skip
             unit = "batches"
         else:

@@ -40,20 +40,18 @@ def documents_to_batches(
     end_token: int | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
-    progress: bool | None = None,
 ) -> int:
     """Join the documents of an MMIDIDX data set, cut them into records, shuffle those into batches and write them.
 
     Args:
         source: The documents, in order. Tokens at the end that fill no record are dropped.
         output_path: As in `write_batch_file`.
-        overwrite: As there.
-        storage_options: As there.
+        overwrite: Replace a file of that name.
+        storage_options: As in `open_source`.
         seq_len: Tokens of a record.
         batch_size: Records in a batch.
         seed: Seed of the order of records.
         end_token: Append this token to every document.
-        progress: Show a bar on stderr; default: when it is a terminal.
 
     Returns:
         The number of batches.
@@ -65,7 +63,7 @@ def documents_to_batches(
     seq_len = check_count(seq_len, name="seq_len", most=MAX_U32)
     if source.dtype.kind not in "iu":
         raise ArgumentError(f"the documents are of {source.dtype.name}; token ids are integers", where="source")
-    ends = source.tokens_before(source.doc_idx)[1:]
+    ends = source.cuts[source.doc_idx[1:]]
     n_tokens = source.n_tokens
     if end_token is not None:
         end_token = check_count(end_token, name="end_token", least=0, most=MAX_U32)
@@ -77,7 +75,7 @@ def documents_to_batches(
     )
     return write_batch_dataset(
         output_path, pieces, n_records, batch_size, seq_len, seed,
-        overwrite=overwrite, storage_options=storage_options, progress=progress,
+        overwrite=overwrite, storage_options=storage_options,
     )  # fmt: skip
 
 
@@ -86,9 +84,9 @@ def _joined(
 ) -> npt.NDArray[np.uint32]:
     """Tokens `first` to `last - 1` of all documents end to end, each with its end token."""
     if end_token is None:
-        return as_tokens(source.read_tokens([first], [last]))
+        return as_tokens(source.read_tokens(first, last))
     n_before, n_until = np.searchsorted(ends + np.arange(len(ends)), [first, last]).tolist()
-    tokens = as_tokens(source.read_tokens([first - n_before], [last - n_until]))
+    tokens = as_tokens(source.read_tokens(first - n_before, last - n_until))
     return np.insert(tokens, ends[n_before:n_until] - (first - n_before), end_token)
 
 

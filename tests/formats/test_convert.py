@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tarfile
 import tracemalloc
@@ -18,7 +19,7 @@ from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, Stor
 from saev_store.sources import convert, open_source
 from saev_store.sources.convert import documents_to_batches, samples_to_documents
 from saev_store.sources.energon import EnergonDataset
-from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_file
+from saev_store.sources.llmbatch import BatchFileReader, record_order, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 
 TEXTS = DATA / "energon/captioning_ratio_split/dataset"
@@ -45,16 +46,16 @@ def dataset(documents: list[list[int]], dtype: str = "int32") -> IndexedDataset:
 
 
 def records(source: IndexedDataset, seq_len: int, end: int | None) -> list[list[int]]:
-    run = [
-        token for i in range(source.n_documents) for token in [*source.document(i).tolist(), end] if token is not None
-    ]
+    documents = [source.rows(slice(first, last)) for first, last in itertools.pairwise(source.doc_idx)]
+    ends = [] if end is None else [end]
+    run = [token for sequences in documents for token in [*np.concatenate([[], *sequences]).astype(int), *ends]]
     return [run[i : i + seq_len] for i in range(0, len(run) - seq_len + 1, seq_len)]
 
 
 def in_order(path: Path) -> list[list[int]]:
     """The records of a file in the order of their source; all must be in it."""
     with BatchFileReader(path) as reader:
-        places = RecordOrder(reader.total_records, reader.seed).places(np.arange(reader.total_records))
+        places = record_order(reader.total_records, reader.seed).position_of(np.arange(reader.total_records))
         return reader.rows(places).tolist()
 
 
@@ -69,12 +70,12 @@ def test_documents_to_batches_gives_every_record(tmp_path_factory, documents, se
     wanted = records(source, seq_len, end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "_PIECE_TOKENS", piece)
-        n = documents_to_batches(source, path, seq_len=seq_len, batch_size=1, seed=3, end_token=end, progress=False)
+        n = documents_to_batches(source, path, seq_len=seq_len, batch_size=1, seed=3, end_token=end)
     assert (n, in_order(path)) == (len(wanted), wanted)
 
 
 def test_documents_to_batches_refuses_what_makes_none(tmp_path):
-    given_ = {"seq_len": 2, "batch_size": 1, "progress": False}
+    given_ = {"seq_len": 2, "batch_size": 1}
     for source, options, where in (
         (dataset([[2]]), {"seq_len": 0}, "seq_len"),
         (dataset([[2]]), {"end_token": -1}, "end_token"), (dataset([[2]]), {"batch_size": 0}, "batch_size"),
@@ -93,7 +94,7 @@ def test_documents_to_batches_refuses_what_makes_none(tmp_path):
 
 
 def test_samples_to_documents_keeps_every_sample(tmp_path):
-    write_batch_file(tmp_path / "x.batch", np.arange(24).reshape(8, 3), 2, progress=False)
+    write_batch_file(tmp_path / "x.batch", np.arange(24).reshape(8, 3), 2)
     largest = MemoryTransport()
     with IndexedDatasetBuilder("x", "uint64", transport=largest) as builder:
         for tokens in ([2**64 - 1, 2**63, 1], []):  # which no signed integer holds

@@ -12,7 +12,7 @@ from saev_store.errors import NotFoundError, StoreExistsError
 from saev_store.sources import open_source, reopen
 from saev_store.sources.convert import documents_to_batches
 from saev_store.sources.energon.prepare import prepare
-from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, RecordOrder, write_batch_dataset
+from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, record_order, write_batch_dataset
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
 from saev_store.transport import open_transport
 
@@ -37,11 +37,12 @@ def place(request):
 def test_token_formats(place):
     url, options, engine = place
     documents = [np.arange(size) + size for size in (5, 0, 300, 1, 40)]
-    with IndexedDatasetBuilder(f"{url}/d", np.uint16, storage_options=options, engine=engine) as builder:
+    there = open_transport(url, options, engine=engine)
+    with IndexedDatasetBuilder("d", np.uint16, transport=there) as builder:
         for document in documents:
             builder.add_document(document)
     with pytest.raises(StoreExistsError):
-        IndexedDatasetBuilder(f"{url}/d", np.uint16, storage_options=options, engine=engine)
+        IndexedDatasetBuilder(f"{url}/d", np.uint16, storage_options=options)
     source = open_source(f"{url}/d", options, engine=engine)
     assert isinstance(source, IndexedDataset)
     assert [tokens.tolist() for tokens in source.rows([2, 4, 1])] == [documents[i].tolist() for i in (2, 4, 1)]
@@ -58,13 +59,11 @@ def test_token_formats(place):
     batches = open_source(f"{url}/b.batch", options, engine=engine)
     assert isinstance(batches, BatchFileReader)
     run = np.concatenate(documents)
-    for at, number in zip((0, 7), RecordOrder(batches.total_records, 0).records(np.array([0, 7])), strict=True):
+    for at, number in zip((0, 7), record_order(batches.total_records, 0).at(np.array([0, 7])), strict=True):
         assert batches[at].tolist() == run[number * 10 : number * 10 + 10].tolist()
     assert len(list(BatchNativeLoader(batches, output="numpy"))) == n == 11
     assert len(reopen(batches.describe(digest="full"), options)) == 33
-    write_batch_dataset(
-        f"{url}/s.batch", iter(np.eye(4, dtype=np.uint8)), 4, 2, 4, storage_options=options, engine=engine
-    )
+    write_batch_dataset("s.batch", iter(np.eye(4, dtype=np.uint8)), 4, 2, 4, transport=there)
     assert BatchFileReader(f"{url}/s.batch", options, engine=engine).read_batch(1).shape == (2, 4)
 
 

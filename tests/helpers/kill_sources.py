@@ -27,7 +27,7 @@ from kill_children import content, ended, in_child, killed
 from saev_store.errors import NotFoundError
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.prepare import prepare
-from saev_store.sources.llmbatch import BatchFileReader, RecordOrder, write_batch_dataset, write_batch_file
+from saev_store.sources.llmbatch import BatchFileReader, record_order, write_batch_dataset, write_batch_file
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder
 from saev_store.transport.durable import TEMP_PREFIX
 
@@ -55,9 +55,8 @@ class Batches:
         self.records = [rng.integers(0, 2**32, (int(rng.integers(1, 60)), seq_len), dtype=np.uint32) for _ in range(2)]
 
     def write(self, folder: Path, version: int, engine: str) -> None:
-        options = {
-            "batch_size": self.batch_size, "seed": version, "overwrite": True, "progress": False, "engine": engine,
-        }  # fmt: skip
+        del engine
+        options = {"batch_size": self.batch_size, "seed": version, "overwrite": True}
         records = self.records[version]
         if self.stream:
             write_batch_dataset(folder / "x.batch", iter(records), len(records), seq_len=records.shape[1], **options)
@@ -73,7 +72,7 @@ class Batches:
         records = self.records[version]
         n_kept = len(records) // self.batch_size * self.batch_size
         assert len(reader) == n_kept
-        numbers = RecordOrder(len(records), version).records(np.arange(n_kept))
+        numbers = record_order(len(records), version).at(np.arange(n_kept))
         np.testing.assert_array_equal(reader.rows(slice(None)), records[numbers])
         return version
 
@@ -92,7 +91,8 @@ class Documents:
         ]
 
     def write(self, folder: Path, version: int, engine: str) -> None:
-        with IndexedDatasetBuilder(folder / "x", np.uint16, overwrite=True, engine=engine) as builder:
+        del engine
+        with IndexedDatasetBuilder(folder / "x", np.uint16, overwrite=True) as builder:
             for document in self.documents[version]:
                 builder.add_document(document)
 

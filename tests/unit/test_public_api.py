@@ -54,11 +54,10 @@ PUBLIC = {
         CrudeSample EnergonDataset RawSample SAMPLE_TYPES Sample
     """,
     "saev_store.sources.llmbatch": """
-        BatchFileReader BatchNativeLoader Header RecordOrder write_batch_dataset write_batch_file
+        BatchFileReader BatchNativeLoader Header record_order write_batch_dataset write_batch_file
     """,
     "saev_store.sources.mmididx": """
-        Index IndexedDataset IndexedDatasetBuilder SampleIndices TokenSamples build_indices build_sample_idx
-        parse_index
+        IndexedDataset IndexedDatasetBuilder SampleIndices TokenSamples build_indices build_sample_idx
     """,
     "saev_store.stats": """
         STATISTICS STATS_NAME Stats kept_stats moments_of store_stats

@@ -5,13 +5,13 @@ from __future__ import annotations
 from saev_store.sources.llmbatch.header import Header
 from saev_store.sources.llmbatch.loader import BatchNativeLoader
 from saev_store.sources.llmbatch.reader import BatchFileReader
-from saev_store.sources.llmbatch.writer import RecordOrder, write_batch_dataset, write_batch_file
+from saev_store.sources.llmbatch.writer import record_order, write_batch_dataset, write_batch_file
 
 __all__ = [
     "BatchFileReader",
     "BatchNativeLoader",
     "Header",
-    "RecordOrder",
+    "record_order",
     "write_batch_dataset",
     "write_batch_file",
 ]

@@ -41,14 +41,9 @@ class Header:
     total_records: int = 0
 
     @property
-    def raw_batch_nbytes(self) -> int:
-        """Bytes of one batch's tokens."""
-        return self.batch_size * self.seq_len * ITEMSIZE
-
-    @property
     def padded_batch_nbytes(self) -> int:
         """Bytes of one batch's slot: whole pages."""
-        return -(-self.raw_batch_nbytes // PAGE) * PAGE
+        return -(-self.batch_size * self.seq_len * ITEMSIZE // PAGE) * PAGE
 
     @property
     def file_nbytes(self) -> int:
@@ -63,11 +58,10 @@ class Header:
 
 def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> Header:
     """The header in the first 4096 bytes of a file, or all of a shorter one, checked against the size of the file."""
-    if not raw or raw[:8] != MAGIC[: len(raw)]:
-        raise DocumentError(f"it begins with {raw[:8]!r}; an LLMBATCH file begins with {MAGIC!r}", where=where)
-    if len(raw) < HEADER_NBYTES:
-        message = f"the file has {file_nbytes:,} bytes; the header alone has {HEADER_NBYTES:,}"
-        raise DocumentError(message, where=where, remedy="It was cut: copy it again.")
+    if len(raw) < HEADER_NBYTES or raw[:8] != MAGIC:
+        message = f"it begins with {raw[:8]!r} and has {file_nbytes:,} bytes"
+        rule = f"an LLMBATCH file begins with {MAGIC!r} and a header of {HEADER_NBYTES:,} bytes"
+        raise DocumentError(f"{message}; {rule}", where=where)
     _, version, batch_size, seq_len, num_batches, dtype, seed, total_records = _FIELDS.unpack_from(raw)
     if (version, dtype) != (VERSION, DTYPE_UINT32):
         known = f"only version {VERSION} with dtype {DTYPE_UINT32} (uint32) is known"
@@ -77,10 +71,6 @@ def parse_header(raw: bytes, *, file_nbytes: int, where: str) -> Header:
         rule = "a batch must have from 1 to 2^63 bytes, and reserved bytes must be 0"
         raise DocumentError(f"batch_size is {batch_size} and seq_len {seq_len}; {rule}", where=where)
     if header.file_nbytes != file_nbytes:
-        raise CorruptShardError(
-            f"the file has {file_nbytes:,} bytes; {num_batches:,} batches of {header.padded_batch_nbytes:,} bytes after "
-            f"the header make {header.file_nbytes:,}",
-            where=where,
-            remedy="It was cut, bytes were appended, or the header belongs to another file: copy it again.",
-        )
+        message = f"the file has {file_nbytes:,} bytes; its {num_batches:,} batches take {header.file_nbytes:,}"
+        raise CorruptShardError(message, where=where, remedy="It was cut, or bytes were appended: copy it again.")
     return header

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from saev_store._runtime.optional import need
 from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_choice, check_count, check_flag, is_mapping
 from saev_store.core.layout import IntArray
-from saev_store.errors import ResumeError, brief
+from saev_store.errors import ArgumentError, ResumeError, brief
 from saev_store.order import derive, permutation
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.reader import BatchFileReader, TokenArray
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from saev_store.sources.address import Url
-    from saev_store.transport import Engine
 
 #: Changes when the order changes; stored in the states of loaders.
 BLOCK_ORDER = "saev-store-blocks-2"
@@ -33,16 +33,15 @@ _GROUP_BYTES, _N_AHEAD = 4 << 20, 4
 class BatchNativeLoader:
     """Iterator over the batches of an LLMBATCH file, shuffled by blocks: every batch once in an epoch.
 
-    The file's batches are cut into blocks of `block_size` neighbours (the last may be short). An epoch visits the blocks in
-    an order that is the same on every machine and in every release, and the batches of a block in file order. It begins with the block
-    that a permutation seeded by `seed` has at position `epoch`, so any run of as many epochs as there are blocks has no two equal orders.
+    An epoch visits blocks of `block_size` neighbours (the last may be short) in an order that is the same on every machine and in every
+    release, and the batches of a block in file order. As many successive epochs as there are blocks have no two equal orders.
 
     Iterating starts at the beginning of the epoch, or after what a loaded state counts. The epoch is over, and `epoch` counts up, when its
     last batch was returned. Only one iteration may run at a time. With several ranks, rank r takes batches r, r + world_size, … of the
-    epoch's order, and up to `world_size - 1` batches at its end are left out. A state can be continued by another number of ranks.
+    epoch's order, and up to `world_size - 1` batches at its end are left out.
 
     Args:
-        path: The `.batch` file, or an open reader.
+        path: The `.batch` file, or an open reader, which may be of any storage.
         block_size: Batches in a block.
         shuffle: False keeps the file's order.
         seed: Seed of the order of blocks.
@@ -51,14 +50,9 @@ class BatchNativeLoader:
             if the file is mapped.
         rank: Number of this process, below `world_size`.
         world_size: Number of processes that share the epoch.
-        storage_options, engine: As in `BatchFileReader`.
 
     Attributes:
         epoch: The epoch of the next batch.
-        reader: The open file.
-
-    Raises:
-        ArgumentError: a number is out of range.
 
     >>> from saev_store.sources.llmbatch import write_batch_file
     >>> path = "memory://lab/loaded.batch"
@@ -79,55 +73,42 @@ class BatchNativeLoader:
         output: Literal["torch", "numpy"] = "torch",
         rank: int = 0,
         world_size: int = 1,
-        storage_options: Mapping[str, object] | None = None,
-        engine: Engine = "auto",
     ) -> None:
         check_choice(output, ("torch", "numpy"), name="output")
         self.block_size = check_count(block_size, name="block_size")
-        self.output: Literal["torch", "numpy"] = output
+        self.output = output
         self.shuffle = check_flag(shuffle, name="shuffle")
         self.seed = check_count(seed, name="seed", least=0, most=2**64 - 1)
         self.world_size = check_count(world_size, name="world_size", most=MAX_U32)
         self.rank = check_count(rank, name="rank", least=0, most=self.world_size - 1)
         self.epoch: int = check_count(epoch, name="epoch", least=0)
-        is_open = isinstance(path, BatchFileReader)
-        self.reader = path if is_open else BatchFileReader(path, storage_options, engine=engine)
-        self._digest: str | None = None
-        self._position: int = 0
-        self._is_resumed = False
+        self.reader = path if isinstance(path, BatchFileReader) else BatchFileReader(path)
+        self._start = self._position = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its beginning; the epoch of a loaded state keeps its position."""
         epoch = check_count(epoch, name="epoch", least=0)
-        if not (self._is_resumed and epoch == self.epoch):
-            self.epoch, self._position, self._is_resumed = epoch, 0, False
+        if not (self._start and epoch == self.epoch):
+            self.epoch, self._start, self._position = epoch, 0, 0
 
     def __len__(self) -> int:
         """Batches that this rank gets in a whole epoch."""
         return self.reader.num_batches // self.world_size
 
-    def order(self) -> IntArray:
-        """The numbers of this rank's batches in the order of the whole epoch, int64."""
-        return self._order(0)
-
-    def _order(self, first: int) -> IntArray:
-        """The numbers of this rank's batches from a position of the epoch's order on."""
-        n, block = self.reader.num_batches, min(self.block_size, max(self.reader.num_batches, 1))
-        whole = np.arange(n, dtype=np.int64)
+    def order(self, first: int = 0) -> IntArray:
+        """The numbers of this rank's batches in the order of the whole epoch, or of its rest from position `first` on, int64."""
+        n = self.reader.num_batches
+        whole, n_blocks = np.arange(n, dtype=np.int64), -(-n // self.block_size)
         if self.shuffle and n:
-            n_blocks = -(-n // block)
             begin = int(permutation(n_blocks, derive(_FIRST, self.seed))[self.epoch % n_blocks])
             rest = permutation(n_blocks - 1, derive(_REST, self.seed, self.epoch))
             blocks = np.concatenate(([begin], rest + (rest >= begin)))
-            batches = (blocks[:, None] * block + np.arange(block)).reshape(-1)
-            whole = batches[batches < n]
-        n_mine = (n - first) // self.world_size
-        return whole[first + self.rank :: self.world_size][:n_mine]
+            whole = np.argsort(np.argsort(blocks)[whole // self.block_size], kind="stable")
+        return whole[first + self.rank :: self.world_size][: (n - first) // self.world_size]
 
     def __iter__(self) -> Iterator[torch.Tensor | TokenArray]:
-        first = self._position if self._is_resumed else 0
-        self._position, self._is_resumed = first, False
-        order = self._order(first)
+        first = self._position = self._start
+        self._start, order = 0, self.order(first)
         batches = map(self.reader.read_batch, order.tolist()) if self.reader.is_resident else self._fetched(order)
         for n_yielded, batch in enumerate(batches, start=1):
             self._position = first + n_yielded * self.world_size
@@ -143,14 +124,15 @@ class BatchNativeLoader:
             for group in fetched:
                 yield from group
 
+    @cached_property
     def _identity(self) -> dict[str, object]:
-        self._digest = self._digest or self.reader.digest("sampled")
+        digest = self.reader.describe()["digest"]
         options = {"block_size": self.block_size, "shuffle": self.shuffle, "seed": self.seed}
-        return {"order": BLOCK_ORDER, "digest": self._digest, **options}
+        return {"order": BLOCK_ORDER, "digest": digest, **options}
 
     def state_dict(self) -> dict[str, object]:
-        """The position in plain JSON types: a digest of the file, and how many batches of the epoch all ranks together have returned."""
-        return {**self._identity(), "epoch": self.epoch, "position": self._position}
+        """The position in plain JSON types: the batches of the epoch that all ranks together have returned, and the file's digest."""
+        return {**self._identity, "epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue the next iteration after the batches that `state` counts, with any number of ranks.
@@ -159,26 +141,20 @@ class BatchNativeLoader:
             ResumeError: the state is of another file or order, or is not a state.
         """
         found = dict(state) if is_mapping(state) else {}
-        for name, value in self._identity().items():
+        for name, value in self._identity.items():
             if found.get(name) != value:
-                message = f"{name} is {brief(found.get(name))} in the state, but {brief(value)} here"
-                raise ResumeError(message, where="state")
-        epoch, position = found.get("epoch"), found.get("position")
-        if (
-            type(epoch) is not int
-            or type(position) is not int
-            or not (epoch >= 0 and 0 <= position <= self.reader.num_batches)
-        ):
-            raise ResumeError(
-                f"epoch is {brief(epoch)} and position {brief(position)}; they count batches", where="state"
-            )
+                raise ResumeError(f"{name} is {brief(found.get(name))}, but {brief(value)} here", where="state")
+        try:
+            epoch = check_count(found.get("epoch"), name="epoch", least=0)
+            position = check_count(found.get("position"), name="position", least=0, most=self.reader.num_batches)
+        except ArgumentError as error:
+            raise ResumeError(error.message, where="state") from None
         is_over = self.reader.num_batches - position < self.world_size  # nothing is left for this number of ranks
-        self.epoch, self._is_resumed = epoch + is_over, True
-        self._position = 0 if is_over else position
+        self.epoch = epoch + is_over
+        self._start = self._position = 0 if is_over else position
 
 
 def _as_tensor(tokens: TokenArray) -> torch.Tensor:
-    """Token ids as int64 in a tensor that owns its memory: torch's embeddings take no uint32."""
     need("torch", install="saev-store[torch]", where="output")
     import torch
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.progress import Progress
+from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
 from saev_store.problems import Problem
-from saev_store.sources._files import ALGORITHM, DataFile, chunks, digest_files
+from saev_store.sources._files import DataFile, describe_digest, digest_files
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, parse_header
@@ -27,17 +27,15 @@ TokenArray: TypeAlias = npt.NDArray[np.uint32]
 class BatchFileReader(Source[TokenArray]):
     """An open LLMBATCH file: `read_batch(i)` returns batches, `reader[i]` returns records in file order.
 
-    A record is one row of a batch: `seq_len` token ids. As a source the reader counts records. If the transport maps files, arrays
-    are read-only views of the map and stay valid after `close`. Other transports return fresh arrays.
+    A record is one row of a batch: `seq_len` token ids. As a source the reader counts records. If the transport maps files, batches
+    are read-only views of the map and stay valid after `close`. Other arrays are fresh.
 
     Args:
         path: The `.batch` file: a path, any fsspec URL, or, with `transport`, a path below its root.
         storage_options, engine, transport: As in `open_source`.
 
     Attributes:
-        transport, path: The storage, and the file's path below its root.
         header: The checked header; its numbers are attributes, too.
-        is_resident: True if batches are views of memory, so that nothing is fetched.
 
     Raises:
         NotFoundError: the file does not exist.
@@ -55,11 +53,13 @@ class BatchFileReader(Source[TokenArray]):
         engine: Engine = "auto",
         transport: Transport | None = None,
     ) -> None:
-        self.transport, self.path = locate(path, storage_options, engine=engine, transport=transport)
-        self._file = DataFile(self.transport, self.path)
+        self.transport, path = locate(path, storage_options, engine=engine, transport=transport)
+        self._file = DataFile(self.transport, path)
+        self._files = [(path, self._file.nbytes)]
         self.url, self.is_resident = self._file.url, self._file.is_resident
-        head = self._file.head(HEADER_NBYTES)
-        self.header = header = parse_header(head, file_nbytes=self._file.nbytes, where=self.url)
+        self.header = header = parse_header(
+            self._file.head(HEADER_NBYTES), file_nbytes=self._file.nbytes, where=self.url
+        )
         self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
         self.num_batches, self.total_records = header.num_batches, header.total_records
         #: The mapped file as one array; None before the first use, after `close`, and if it is not mapped.
@@ -76,7 +76,7 @@ class BatchFileReader(Source[TokenArray]):
         return self._view
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), transport=self.transport), (self.path,)
+        return partial(type(self), transport=self.transport), (self._file.path,)
 
     def __len__(self) -> int:
         return self.num_batches * self.batch_size
@@ -84,9 +84,7 @@ class BatchFileReader(Source[TokenArray]):
     def __repr__(self) -> str:
         facts = {
             "batches": f"{self.num_batches:,} of {self.batch_size} records x {self.seq_len} tokens (uint32)",
-            "records": f"{len(self):,} of {self.total_records:,} given to the writer",
-            "seed": self.seed,
-            "read through": self.transport.name,
+            "written": f"from {self.total_records:,} records, with seed {self.seed}",
         }
         return text_card(f"LLMBATCH {self.url}", facts, self.problems)
 
@@ -104,27 +102,24 @@ class BatchFileReader(Source[TokenArray]):
         wanted = check_positions(batch_indices, self.num_batches, what="batch")
         if (whole := self._whole()) is not None:
             return whole[wanted]
-        out = np.empty((len(wanted), self.batch_size, self.seq_len), TOKEN)
-        starts = HEADER_NBYTES + wanted * self.header.padded_batch_nbytes
-        self._file.readinto(starts.tolist(), [part.data for part in out])
-        return out
+        return self._fetched(wanted * self.header.padded_batch_nbytes, self.batch_size, self.seq_len)
 
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
         """Return a record by its place in the file: uint32, shape (seq_len,)."""
-        place = check_index(index, len(self), what="record")
-        if (whole := self._whole()) is None:
-            return self.rows([place])[0]
-        return whole[place // self.batch_size, place % self.batch_size]
+        return self.rows([check_index(index, len(self), what="record")])[0]
 
     def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
         """Return records by their places in the file: uint32, shape (n, seq_len), fresh memory."""
-        wanted = check_positions(indices, len(self), what="record")
-        batch_idx, row = np.divmod(wanted, np.int64(self.batch_size))
+        batch_idx, row = np.divmod(check_positions(indices, len(self), what="record"), np.int64(self.batch_size))
         if (whole := self._whole()) is not None:
             return whole[batch_idx, row]
-        out = np.empty((len(wanted), self.seq_len), TOKEN)
-        starts = HEADER_NBYTES + batch_idx * self.header.padded_batch_nbytes + row * (self.seq_len * ITEMSIZE)
-        self._file.readinto(starts.tolist(), [part.data for part in out])
+        row_nbytes = self.seq_len * ITEMSIZE
+        return self._fetched(batch_idx * self.header.padded_batch_nbytes + row * row_nbytes, self.seq_len)
+
+    def _fetched(self, starts: IntArray, *shape: int) -> TokenArray:
+        """Blocks of this shape that begin so many bytes behind the header."""
+        out = np.empty((len(starts), *shape), TOKEN)
+        self._file.readinto((HEADER_NBYTES + starts).tolist(), [part.data for part in out])
         return out
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
@@ -136,24 +131,19 @@ class BatchFileReader(Source[TokenArray]):
             "mapping": "example i is record i, in file order: row i % batch_size of batch i // batch_size",
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
-            "digest": {"algorithm": ALGORITHM, "scope": digest, "value": self.digest(digest)},
+            "digest": describe_digest(self.transport, self._files, scope=digest),
         }
 
-    def digest(self, scope: DigestScope) -> str:
-        """The digest of the file, as `describe` has it."""
-        return digest_files(self.transport, [(self.path, self.header.file_nbytes)], scope=scope)
-
     def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """Look for another file; `deep` also reads every byte."""
-        nbytes = self.header.file_nbytes if deep else 0
+        """Look for another file; `deep` reads every byte."""
+        del progress
         try:
             self._file.check_unchanged()
-            with Progress(nbytes, "checking", shown=progress if deep else False) as bar:
-                for part in chunks(self.transport, self.path, nbytes):
-                    bar.advance(len(part))
+            if deep:
+                digest_files(self.transport, self._files, scope="full")
         except SaevStoreError as error:
             return [self._lost(error, self.url)], 0
-        return [], nbytes
+        return [], self.header.file_nbytes if deep else 0
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the file again."""

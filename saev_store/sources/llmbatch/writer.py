@@ -1,83 +1,62 @@
-"""Writes LLMBATCH from an array or a stream, shuffled in the order of `RecordOrder`."""
+"""Writes LLMBATCH from an array or a stream, shuffled in the order of `record_order`."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping
-from functools import cached_property
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_count, check_flag
-from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, brief
 from saev_store.order import Permutation, derive
 from saev_store.sources._new_file import NewFile, refuse_existing
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import ITEMSIZE, MAX_U32, Header
 from saev_store.sources.llmbatch.reader import TOKEN, TokenArray
-from saev_store.transport.checks import byte_views, os_errors
+from saev_store.transport.checks import os_errors
 from saev_store.transport.durable import write_all
 
 if TYPE_CHECKING:
-    from saev_store.transport import Engine, Transport
+    from saev_store.transport import Transport
 
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 4 << 20
 _RECORDS = 0x4C4C4D42
 
 
-class RecordOrder:
-    """The permutation between records of the source and their places in the file.
+def record_order(total_records: int, seed: int) -> Permutation:
+    """The permutation between places in the file and records of the source, the same on every machine and in every release.
 
-    It is the same on every machine and in every release, and gives the place of any single record without listing the others.
+    A place beyond the file's last one means that the record was dropped.
 
     Args:
-        total_records: Records given to the writer.
+        total_records: Records given to the writer, at least 1.
         seed: The seed in the header.
 
-    >>> order = RecordOrder(6, seed=1)
-    >>> records = order.records(np.arange(6))
-    >>> order.places(records).tolist()
+    >>> order = record_order(6, seed=1)
+    >>> order.position_of(order.at(np.arange(6))).tolist()
     [0, 1, 2, 3, 4, 5]
     """
-
-    def __init__(self, total_records: int, seed: int) -> None:
-        self.total_records, self.seed = total_records, seed
-
-    @cached_property
-    def _permutation(self) -> Permutation:
-        return Permutation(self.total_records, derive(_RECORDS, self.seed))
-
-    def records(self, places: IntArray) -> IntArray:
-        """Numbers in the source of the records at these places, int64."""
-        return self._permutation.at(np.asarray(places, np.int64))
-
-    def places(self, records: IntArray) -> IntArray:
-        """Places of records, int64; a place beyond the file's last one means that the record was dropped."""
-        return self._permutation.position_of(np.asarray(records, np.int64))
+    return Permutation(total_records, derive(_RECORDS, seed))
 
 
 def write_batch_file(
     output_path: Url,
     tokens_array: npt.ArrayLike,
     batch_size: int,
-    seq_len: int | None = None,
     seed: int = 0,
     *,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
-    engine: Engine = "auto",
     transport: Transport | None = None,
-    progress: bool | None = None,
 ) -> int:
     """Shuffle the records of an array, form batches, write them, and return their number.
 
     Records that do not fill the last batch are dropped. `tokens_array` is of integers from 0 to 2^32 - 1, shape (records, seq_len), and may
     be a memory map larger than memory. `seed`, from 0 to 2^32 - 1, is kept in the header. `output_path` ends in `.batch`; `overwrite`
-    replaces a file of that name in one step. `storage_options`, `engine` and `transport` are as in `open_source`.
+    replaces a file of that name in one step. `storage_options` and `transport` are as in `open_source`.
 
     Raises:
         ArgumentError: the array is not of that shape, or a number is out of range. Nothing in the storage is changed.
@@ -86,29 +65,20 @@ def write_batch_file(
     >>> write_batch_file("memory://lab/x.batch", np.arange(22 * 5).reshape(22, 5), 4, overwrite=True)
     5
     """
-    tokens = _as_array(tokens_array, "tokens_array")
+    tokens = _as_array(tokens_array)
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise ArgumentError(f"the shape is {tokens.shape}; it must be (records, seq_len)", where="tokens_array")
-    if seq_len is not None and seq_len != tokens.shape[1]:
-        raise ArgumentError(f"seq_len is {brief(seq_len)}, but records have {tokens.shape[1]} tokens", where="seq_len")
-    overwrite = check_flag(overwrite, name="overwrite")
-    there, path = locate(output_path, storage_options, engine=engine, transport=transport)
+    there, path = locate(output_path, storage_options, transport=transport)
     header = _checked_header(path, len(tokens), batch_size, tokens.shape[1], seed)
-    order, n_group = RecordOrder(len(tokens), header.seed), max(1, _PIECE_BYTES // header.padded_batch_nbytes)
-    with (
-        Progress(header.file_nbytes, "writing", shown=progress) as bar,
-        NewFile(there, path, overwrite=overwrite) as file,
-    ):
+    order, n_records = record_order(len(tokens), header.seed), header.num_batches * header.batch_size
+    n_group = max(1, _PIECE_BYTES // header.padded_batch_nbytes) * header.batch_size
+    with NewFile(there, path, overwrite=check_flag(overwrite, name="overwrite")) as file:
         file.write(header.to_bytes())
-        for first in range(0, header.num_batches, n_group):
-            end = min(first + n_group, header.num_batches)
-            places = np.arange(first * header.batch_size, end * header.batch_size, dtype=np.int64)
-            slots = np.zeros((end - first, header.padded_batch_nbytes), np.uint8)
-            records = as_tokens(tokens[order.records(places)])
-            slots[:, : header.raw_batch_nbytes].view(TOKEN)[:] = records.reshape(end - first, -1)
+        for first in range(0, n_records, n_group):
+            records = order.at(np.arange(first, min(first + n_group, n_records)))
+            slots = np.zeros((len(records) // header.batch_size, header.padded_batch_nbytes // ITEMSIZE), TOKEN)
+            slots[:, : header.batch_size * header.seq_len] = as_tokens(tokens[records]).reshape(len(slots), -1)
             file.write(slots.data)
-            bar.advance(slots.nbytes)
-            del slots, records  # before the next ones are made
         file.commit()
     return header.num_batches
 
@@ -123,9 +93,7 @@ def write_batch_dataset(
     *,
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
-    engine: Engine = "auto",
     transport: Transport | None = None,
-    progress: bool | None = None,
 ) -> int:
     """Shuffle a stream of records globally, form batches, write them, and return their number.
 
@@ -138,17 +106,27 @@ def write_batch_dataset(
         ArgumentError: a record has another shape, more or fewer come than announced, or a number is out of range.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
     """
-    there, path = locate(output_path, storage_options, engine=engine, transport=transport)
-    header = _checked_header(path, total_records, batch_size, seq_len, seed)
+    there, path = locate(output_path, storage_options, transport=transport)
+    _checked_header(path, total_records, batch_size, seq_len, seed)
     if not check_flag(overwrite, name="overwrite"):  # before the stream is consumed
         refuse_existing(there, path)
-    shape = (header.total_records, header.seq_len)
+    n = 0
     with tempfile.TemporaryFile(buffering=0) as spool:
-        _collect(tokens_iter, spool, header)
-        tokens = np.memmap(spool, TOKEN, "r", shape=shape) if header.total_records else np.empty(shape, TOKEN)
-        return write_batch_file(
-            path, tokens, batch_size, seed=seed, overwrite=overwrite, transport=there, progress=progress
-        )
+        for item in tokens_iter:
+            found = as_tokens(item)
+            records = found[None] if found.ndim == 1 else found
+            if records.ndim != 2 or records.shape[1] != seq_len:
+                rule = f"it must be ({seq_len},), or several in a two-dimensional array"
+                raise ArgumentError(f"a record of shape {found.shape} came; {rule}", where="tokens_iter")
+            at, n = n, n + len(records)
+            if n > total_records:
+                break
+            with os_errors("$TMPDIR", "collect records"):
+                write_all(spool.fileno(), [memoryview(records.tobytes())], at * seq_len * ITEMSIZE)
+        if n != total_records:
+            raise ArgumentError(f"{total_records:,} records were announced, {n:,} came", where="total_records")
+        tokens = np.memmap(spool, TOKEN, "r", shape=(n, seq_len)) if n else np.empty((0, seq_len), TOKEN)
+        return write_batch_file(path, tokens, batch_size, seed, overwrite=overwrite, transport=there)
 
 
 def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int, seed: int) -> Header:
@@ -162,43 +140,16 @@ def _checked_header(path: str, total_records: int, batch_size: int, seq_len: int
     return Header(batch_size, seq_len, total_records // batch_size, seed, total_records)
 
 
-def _as_array(values: npt.ArrayLike, where: str) -> npt.NDArray[np.generic]:
+def _as_array(values: npt.ArrayLike) -> npt.NDArray[np.generic]:
     try:
         return np.asanyarray(values)
-    except ValueError:  # lists of unequal lengths
-        raise ArgumentError("records have different lengths", where=where) from None
+    except ValueError:
+        raise ArgumentError("records have different lengths", where="tokens") from None
 
 
 def as_tokens(values: npt.ArrayLike) -> TokenArray:
-    """Token ids as uint32.
-
-    Raises:
-        ArgumentError: they are not integers, or some are outside 0 to 2^32 - 1.
-    """
-    found = np.asarray(values)
-    if found.dtype.kind not in "iu" and found.size:
-        raise ArgumentError(f"token ids are {found.dtype}; they must be integers", where="tokens")
-    if found.size and not np.can_cast(found.dtype, TOKEN, "safe"):
-        low, high = int(found.min()), int(found.max())
-        if low < 0 or high > MAX_U32:
-            raise ArgumentError(f"token ids reach from {low} to {high}; uint32 holds 0 to {MAX_U32}", where="tokens")
+    """Token ids as uint32; `ArgumentError` if they are not integers from 0 to 2^32 - 1."""
+    found = _as_array(values)
+    if found.size and not (found.dtype.kind in "iu" and 0 <= found.min() <= found.max() <= MAX_U32):
+        raise ArgumentError(f"token ids are {brief(values)}; they must be integers below 2^32", where="tokens")
     return found.astype(TOKEN, copy=False)
-
-
-def _collect(items: Iterable[npt.ArrayLike], spool: IO[bytes], header: Header) -> None:
-    """Check records, and write them one after the other."""
-    n, total, seq_len = 0, header.total_records, header.seq_len
-    for item in items:
-        found = _as_array(item, "tokens_iter")
-        records = found[None] if found.ndim == 1 else found
-        if records.ndim != 2 or records.shape[1] != seq_len:
-            rule = f"it must be ({seq_len},), or several in a two-dimensional array"
-            raise ArgumentError(f"a record of shape {found.shape} came; {rule}", where="tokens_iter")
-        at, n = n, n + len(records)
-        if n > total:
-            break
-        parts = byte_views([np.ascontiguousarray(as_tokens(records)).data], writable=False)
-        with os_errors("$TMPDIR", "collect records"):
-            write_all(spool.fileno(), parts, at * seq_len * ITEMSIZE)
-    if n != total:
-        raise ArgumentError(f"{total:,} records were announced, {n:,} came", where="total_records")

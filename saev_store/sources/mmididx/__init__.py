@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from saev_store.sources.mmididx.index import Index, parse_index
 from saev_store.sources.mmididx.reader import IndexedDataset
-from saev_store.sources.mmididx.samples import (
-    SampleIndices,
-    TokenSamples,
-    build_indices,
-    build_sample_idx,
-)
+from saev_store.sources.mmididx.samples import SampleIndices, TokenSamples, build_indices, build_sample_idx
 from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
 
 __all__ = [
-    "Index",
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "SampleIndices",
     "TokenSamples",
     "build_indices",
     "build_sample_idx",
-    "parse_index",
 ]

@@ -7,17 +7,14 @@ here is an entry of `sizes`, which is a sequence of the data set, as in Megatron
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from saev_store.core.arguments import check_count, check_number
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, DocumentError, brief
-from saev_store.sources._files import ALGORITHM
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
 from saev_store.sources.mmididx.reader import IndexedDataset, TokenArray
 
@@ -30,16 +27,12 @@ _MAX_I32 = 2**31 - 1
 _Int = npt.NDArray[np.signedinteger]
 
 
-@dataclass(frozen=True)
-class SampleIndices:
+class SampleIndices(NamedTuple):
     """The three index arrays: documents of all epochs in order; where samples begin; and rows of it in the order of samples."""
 
     doc_idx: _Int
     sample_idx: _Int
     shuffle_idx: npt.NDArray[np.integer]
-
-    def __len__(self) -> int:
-        return len(self.shuffle_idx)
 
 
 def build_indices(
@@ -54,7 +47,7 @@ def build_indices(
     """The index arrays of `TokenSamples`: `sizes` are the tokens of each document of the data set, `documents` those to use, in order.
 
     >>> found = build_indices(np.array([20, 50, 60, 30, 100, 5]), np.arange(6), seq_length=30, num_samples=8)
-    >>> found.doc_idx.tolist(), len(found)
+    >>> found.doc_idx.tolist(), len(found.shuffle_idx)
     ([2, 1, 5, 0, 4, 3], 8)
     """
     seq_length = check_count(seq_length, name="seq_length", most=_MAX_I32)
@@ -135,21 +128,19 @@ def build_sample_idx(
 class TokenSamples(Source[TokenArray]):
     """Samples of `seq_length + 1` tokens that run through shuffled documents, as Megatron's GPT data set makes them.
 
-    `samples[i]` is the i-th in shuffled order, in the data set's dtype: a read-only view if the sample is inside one document of a mapped
-    file, else fresh memory.
+    `samples[i]` is the i-th in shuffled order, in the data set's dtype.
 
     Args:
         dataset: The tokens; its sequences are the documents.
         seq_length: A sample has one token more, with which the next one begins.
         num_samples: Smallest number of samples, over as many epochs as that takes; None makes those of one epoch.
         seed: Seed of the shuffles.
-        documents: Sequences to use: their numbers, or a range; all by default.
+        documents: Sequences to use; all by default.
         separate_below: When the last of several epochs contributes less than this share of an epoch's samples, its documents and
             samples are shuffled apart from the others. Megatron has 0.80, other tools 0.95; 0 never separates.
 
     Attributes:
         indices: The index arrays.
-        n_epochs: Number of times that every document is used.
 
     >>> samples = TokenSamples(IndexedDataset(TOKENS), seq_length=3, seed=1)
     >>> [sample.tolist() for sample in samples.batches(1)]
@@ -165,74 +156,51 @@ class TokenSamples(Source[TokenArray]):
         *,
         num_samples: int | None = None,
         seed: int = 1234,
-        documents: npt.ArrayLike | range | None = None,
+        documents: range | None = None,
         separate_below: float = SEPARATE_BELOW,
     ) -> None:
         self.dataset, self.seq_length = dataset, seq_length
-        chosen = np.asarray(range(len(dataset)) if documents is None else documents)
-        if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
-            raise ArgumentError(f"documents are {brief(documents)}; they must be integers", where="documents")
-        if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(dataset):
-            raise ArgumentError(f"documents must be from 0 to {len(dataset) - 1}", where="documents")
-        self._documents: IntArray = chosen.astype(np.int64)
+        chosen = range(len(dataset)) if documents is None else documents
+        if type(chosen) is not range or chosen.step != 1 or chosen.start < 0 or chosen.stop > len(dataset):
+            message = f"documents are {brief(documents)}; they must be a range within {len(dataset):,} sequences"
+            raise ArgumentError(message, where="documents")
         options: dict[str, Any] = {"num_samples": num_samples, "seed": seed, "separate_below": separate_below}
-        self._settings = {"seq_length": seq_length, **options}
-        self.indices = build_indices(dataset.sizes, self._documents, seq_length=seq_length, **options)
-        self.n_epochs = len(self.indices.doc_idx) // len(self._documents)
+        self._settings = {"seq_length": seq_length, **options, "documents": [chosen.start, chosen.stop]}
+        self.indices = build_indices(dataset.sizes, np.asarray(chosen, np.int64), seq_length=seq_length, **options)
         self.url, self.problems = dataset.url, dataset.problems
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.indices.shuffle_idx)
 
     def __repr__(self) -> str:
-        facts = {"samples": f"{len(self):,} of {self.seq_length} + 1 tokens, in {self.n_epochs} epochs"}
+        facts = {"samples": f"{len(self):,} of {self.seq_length} + 1 tokens"}
         return text_card(f"token samples over {self.url}", facts, self.problems)
 
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
-        """A sample: shape (seq_length + 1,).
-
-        Raises:
-            SelectionError: there is no such sample.
-        """
-        parts = self._parts(check_index(index, len(self), what="sample"))
-        return self.dataset.get(*parts[0]) if len(parts) == 1 else np.concatenate(self._read(parts))
+        """A sample: shape (seq_length + 1,); `SelectionError` if there is none."""
+        return self.rows([check_index(index, len(self), what="sample")])[0]
 
     def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
         """Several samples, fetched together: shape (n, seq_length + 1), fresh memory."""
-        positions = check_positions(indices, len(self), what="sample").tolist()
-        found = self._read([part for position in positions for part in self._parts(position)])
-        joined = np.concatenate([np.zeros(0, self.dataset.dtype), *found])
-        return joined.reshape(len(positions), self.seq_length + 1)
-
-    def _parts(self, position: int) -> list[tuple[int, int, int]]:
-        """The pieces that a sample is made of, as (sequence, offset, length) without empty ones."""
-        indices, row = self.indices, self.indices.shuffle_idx.item(position)
-        entry, offset = indices.sample_idx[row].tolist()
-        last, last_offset = indices.sample_idx[row + 1].tolist()
-        if entry == last:
-            return [(indices.doc_idx.item(entry), offset, last_offset - offset + 1)]
-        sequences = indices.doc_idx[entry : last + 1]
-        ends = self.dataset.sizes[sequences].tolist()
-        ends[-1] = last_offset + 1
-        offsets = [offset] + [0] * (len(ends) - 1)
-        parts = zip(sequences.tolist(), offsets, ends, strict=True)
-        return [(sequence, start, end - start) for sequence, start, end in parts if end > start]
-
-    def _read(self, parts: list[tuple[int, int, int]]) -> list[TokenArray]:
-        table = np.array(parts, np.int64).reshape(-1, 3)
-        return self.dataset.read_parts(table[:, 0], table[:, 1], table[:, 2])
+        rows = self.indices.shuffle_idx[check_positions(indices, len(self), what="sample")].astype(np.int64)
+        doc_idx, sizes = self.indices.doc_idx, self.dataset.sizes
+        (first, offset), (last, end) = self.indices.sample_idx[rows].T, self.indices.sample_idx[rows + 1].T
+        n = last.astype(np.int64) - first + 1  # documents that a sample touches
+        ends = np.cumsum(n)
+        entries: IntArray = np.repeat(first - ends + n, n) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
+        sequences = doc_idx[entries].astype(np.int64)
+        starts, stops = np.zeros(len(entries), np.int64), sizes[sequences].astype(np.int64)
+        starts[ends - n], stops[ends - 1] = offset, end + 1
+        found = self.dataset.read_parts(sequences, starts, stops - starts)
+        return np.concatenate([np.zeros(0, self.dataset.dtype), *found]).reshape(len(rows), self.seq_length + 1)
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the samples for `metadata.data` of a store; `reopen` builds the same samples again."""
-        chosen, first = self._documents, int(self._documents[0])
-        documents: object = [first, first + len(chosen)]
-        if not np.array_equal(chosen, np.arange(first, first + len(chosen))):
-            documents = {ALGORITHM: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(chosen, "<i8"))}
         return {
             **self.dataset.describe(digest=digest),
             "n_samples": len(self),
             "mapping": "example i is sample i, in shuffled order",
-            "samples": {**self._settings, "documents": documents, "random": "numpy.random.RandomState"},
+            "samples": {**self._settings, "random": "numpy.random.RandomState"},
         }
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
@@ -250,7 +218,5 @@ def from_description(source: Source[object], samples: object) -> TokenSamples:
     try:
         options = {name: settings[name] for name in ("seq_length", "num_samples", "seed", "separate_below")}
         return TokenSamples(cast("IndexedDataset", source), documents=range(*settings["documents"]), **options)
-    except (ArgumentError, TypeError, KeyError, AttributeError) as error:
-        message = f"{brief(samples)} describes no samples: {error}"
-        remedy = "Make TokenSamples; only the program that chose documents which are not a range knows them."
-        raise DocumentError(message, where="description", remedy=remedy) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DocumentError(f"{brief(samples)} describes no samples: {error}", where="description") from None

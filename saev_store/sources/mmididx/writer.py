@@ -20,7 +20,7 @@ from saev_store.store.opening import exists
 from saev_store.transport.durable import TEMP_PREFIX
 
 if TYPE_CHECKING:
-    from saev_store.transport import Engine, Transport
+    from saev_store.transport import Transport
 
 _MAX_I32 = 2**31 - 1
 
@@ -37,7 +37,7 @@ class IndexedDatasetBuilder:
         dtype: Type of a token; one of the eight integer types that the format has codes for.
         overwrite: Replace a data set of that name; for a moment there is no index. Refused in object stores, which
             cannot replace two files together.
-        storage_options, engine, transport: As in `open_source`.
+        storage_options, transport: As in `open_source`.
 
     Raises:
         ArgumentError: the format has no code for `dtype`.
@@ -58,15 +58,12 @@ class IndexedDatasetBuilder:
         *,
         overwrite: bool = False,
         storage_options: Mapping[str, object] | None = None,
-        engine: Engine = "auto",
         transport: Transport | None = None,
     ) -> None:
         overwrite = check_flag(overwrite, name="overwrite")
         code_of(dtype)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype.kind not in "iu":
-            raise ArgumentError(f"dtype is {self.dtype}; token ids are integers", where="dtype")
-        self._transport, name = locate(path, storage_options, engine=engine, transport=transport)
+        self._transport, name = locate(path, storage_options, transport=transport)
         self._idx_path, bin_path = file_names(name)
         # An object store has no lock: two writers that replace the two files could leave one file of each.
         self._overwrite = overwrite and self._transport.local_path is not None
@@ -76,7 +73,7 @@ class IndexedDatasetBuilder:
         #: Held during publication. Where a killed builder has left it, `.bin` without an index is that builder's.
         self._lock = f"{folder}{slash}{TEMP_PREFIX}{name}.lock"
         replaces = self._overwrite or exists(self._transport, self._lock)
-        self._bin: NewFile | None = NewFile(self._transport, bin_path, overwrite=replaces)
+        self._bin, self._is_done = NewFile(self._transport, bin_path, overwrite=replaces), False
         self._sizes, self._doc_idx = array.array("i"), array.array("q", [0])
 
     def add_document(self, tokens: npt.ArrayLike, lengths: Sequence[int] | None = None) -> None:
@@ -90,7 +87,7 @@ class IndexedDatasetBuilder:
         sizes = [len(found)] if lengths is None else [check_count(n, name="lengths", least=0) for n in lengths]
         if sum(sizes) != len(found):
             raise ArgumentError(f"lengths {brief(sizes)} do not cut {len(found)} tokens", where="lengths")
-        self._write(found)
+        self._bin.write(np.ascontiguousarray(found, self.dtype).data)
         self._sizes.extend(sizes)
         self._doc_idx.append(len(self._sizes))
 
@@ -98,56 +95,50 @@ class IndexedDatasetBuilder:
         """Publish both files: `.bin`, then `.idx`, which readers look for.
 
         Raises:
-            ArgumentError: called a second time.
             StoreExistsError: another writer has published a data set of that name in the meantime. Its files stay.
             WriterConflictError: another process publishes a data set of that name at this moment.
         """
-        if self._bin is None:
-            raise ArgumentError("this data set is complete or abandoned", where="finalize")
         try:
             with self._transport.lock(self._lock):
                 try:
-                    self._publish(self._bin)
+                    self._publish()
                 finally:
                     self._transport.delete(self._lock)
         finally:
             self.abort()
 
-    def _publish(self, bin_file: NewFile) -> None:
+    def _publish(self) -> None:
         """Publish `.bin`, which decides between several writers, then the index; delete `.bin` if the index fails."""
+        sizes, doc_idx = np.array(self._sizes, "<i4"), np.array(self._doc_idx, "<i8")
+        nbytes = sizes.astype("<i8") * self.dtype.itemsize
+        header = index_header(self.dtype, len(sizes), len(doc_idx))
         with NewFile(self._transport, self._idx_path, overwrite=self._overwrite) as index_file:
-            self._write_index(index_file)
+            for part in (header, sizes, np.cumsum(nbytes) - nbytes, doc_idx):
+                index_file.write(bytes(part))
+            self._bin.sync()  # a full disk is noticed before anything is replaced
+            index_file.sync()
             if self._overwrite:
-                bin_file.sync()  # a full disk is noticed before anything is replaced
-                index_file.sync()
                 self._transport.delete(self._idx_path)
             try:
-                bin_file.commit()
+                self._bin.commit()
                 index_file.commit()
             except StoreExistsError:  # it is another writer's
                 raise
             except BaseException:
                 if not exists(self._transport, self._idx_path):  # an interrupt may come after the last step
-                    self._transport.delete(bin_file.path)
+                    self._transport.delete(self._bin.path)
                 raise
-
-    def _write_index(self, file: NewFile) -> None:
-        sizes, doc_idx = np.array(self._sizes, "<i4"), np.array(self._doc_idx, "<i8")
-        nbytes = sizes.astype("<i8") * self.dtype.itemsize
-        for part in (index_header(self.dtype, len(sizes), len(doc_idx)), sizes, np.cumsum(nbytes) - nbytes, doc_idx):
-            file.write(bytes(part))
 
     def abort(self) -> None:
         """Leave nothing behind; has no effect after `finalize`."""
-        file, self._bin = self._bin, None
-        if file is not None:
-            file.abort()
+        self._is_done = True
+        self._bin.abort()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None and self._bin is not None:
+        if error is None and not self._is_done:
             self.finalize()
         else:
             self.abort()
@@ -161,15 +152,8 @@ class IndexedDatasetBuilder:
         if found.ndim != 1 or len(found) > _MAX_I32:
             rule = f"a sequence has one dimension of at most {_MAX_I32:,}"
             raise ArgumentError(f"the shape is {found.shape}; {rule}", where="tokens")
-        if not found.size or np.can_cast(found.dtype, self.dtype, "safe"):
-            return found
         held = np.iinfo(self.dtype.name)
-        if found.dtype.kind not in "iu" or not held.min <= found.min().item() <= found.max().item() <= held.max:
+        if found.size and not (found.dtype.kind in "iu" and held.min <= found.min() <= found.max() <= held.max):
             rule = f"they must be integers from {held.min} to {held.max}"
             raise ArgumentError(f"tokens are {brief(tokens)}; {rule}", where="tokens")
         return found
-
-    def _write(self, tokens: npt.NDArray[np.generic]) -> None:
-        if self._bin is None:
-            raise ArgumentError("this data set is complete or abandoned", where="add")
-        self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
