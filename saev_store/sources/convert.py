@@ -19,7 +19,6 @@ from saev_store.sources.address import Url
 from saev_store.sources.energon import RawSample
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.writer import as_tokens, write_batch_dataset
-from saev_store.sources.mmididx.index import code_of
 from saev_store.sources.mmididx.reader import IndexedDataset
 from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
 from saev_store.sources.texts import text_of
@@ -41,7 +40,7 @@ def documents_to_batches(
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
 ) -> int:
-    """Join the documents of an MMIDIDX data set, cut them into records, shuffle those into batches and write them.
+    """Join the documents of an MMIDIDX data set, cut them into records, shuffle those into batches, and return the number of these.
 
     Args:
         source: The documents, in order. Tokens at the end that fill no record are dropped.
@@ -52,9 +51,6 @@ def documents_to_batches(
         batch_size: Records in a batch.
         seed: Seed of the order of records.
         end_token: Append this token to every document.
-
-    Returns:
-        The number of batches.
 
     Raises:
         ArgumentError: the tokens are not integers from 0 to 2^32 - 1, or a number is out of range.
@@ -102,7 +98,7 @@ def samples_to_documents(
     storage_options: Mapping[str, object] | None = None,
     progress: bool | None = None,
 ) -> int:
-    """Write samples of token ids, or texts, as the documents of an MMIDIDX data set, in order.
+    """Write samples of token ids, or texts, as the documents of an MMIDIDX data set, in order, and return their number.
 
     Args:
         source: The samples, such as the records of an LLMBATCH file, or an `EnergonDataset` with texts.
@@ -115,17 +111,12 @@ def samples_to_documents(
         end_token: Append this token to every document.
         progress: Show a bar on stderr; default: when it is a terminal.
 
-    Returns:
-        The number of documents.
-
     Raises:
         DocumentError: a text is not UTF-8, or there is none of that name or at that path.
         ArgumentError: a sample is not token ids, or not ones that `dtype` holds. Nothing is published in these cases.
         StoreExistsError: a file of that name exists, and `overwrite` is false.
     """
-    code_of(dtype)  # refuses other types
-    most = int(np.iinfo(dtype).max) if np.dtype(dtype).kind in "iu" else 2**63 - 1
-    end_token = None if end_token is None else check_count(end_token, name="end_token", least=0, most=most)
+    end_token = None if end_token is None else check_count(end_token, name="end_token", least=0, most=MAX_U32)
     with (
         IndexedDatasetBuilder(output_path, dtype, overwrite=overwrite, storage_options=storage_options) as builder,
         Progress(len(source), "converting", shown=progress, unit="samples") as bar,

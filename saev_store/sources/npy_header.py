@@ -35,17 +35,11 @@ def parse_npy_header(head: bytes) -> NpyHeader:
     """
     stream = io.BytesIO(head[:_MAX_HEADER_NBYTES])
     try:
-        # Version 3 differs from 2 in the names of fields only, which no array of numbers has.
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(stream, max_header_size=_MAX_HEADER_NBYTES)
     except Exception as error:  # NumPy's reader lets through what Python's parser of literals raises, MemoryError too
         raise ValueError(brief(str(error) or type(error).__name__)) from None
-    if (
-        len(shape) > 64
-        or any(type(n) is not int or not 0 <= n < 2**63 for n in shape)
-        or not dtype.itemsize
-        or dtype.hasobject
-    ):
+    if any(type(n) is not int or not 0 <= n < 2**63 for n in shape) or not dtype.itemsize or dtype.hasobject:
         raise ValueError(f"its header has shape {brief(shape)} and {dtype}")
     return NpyHeader(shape, is_fortran, dtype, stream.tell())

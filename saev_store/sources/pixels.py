@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL.Image import Image as PilImage
 
-#: Limit of the pixels of one image, compared before it is decoded.
-MAX_PIXELS = 1 << 28
 #: Pillow's decoders by ending; none of them starts a program (as EPS does) or reads other files.
 FORMATS = {
     "jpg": "JPEG", "jpeg": "JPEG", "jpe": "JPEG", "jfif": "JPEG", "png": "PNG", "apng": "PNG", "webp": "WEBP", "gif": "GIF",
@@ -30,15 +28,13 @@ _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 
 @contextmanager
 def opened(raw: bytes, *, where: str) -> Generator[PilImage]:
-    """An image whose header was read, and whose size is below the limit; `DocumentError` also for what fails inside the block."""
+    """An image whose header was read, and whose size is below Pillow's limit; `DocumentError` also for what fails inside the block."""
     need("PIL", install="saev-store[energon]", where=where)
     from PIL import Image
 
     try:
         # The content decides, not the name.
         with Image.open(io.BytesIO(raw), formats=sorted(set(FORMATS.values()))) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise DocumentError(f"{image.width} x {image.height} pixels; at most {MAX_PIXELS:,}", where=where)
             yield image
     except (SaevStoreError, MemoryError):
         raise
@@ -54,9 +50,7 @@ def decode_rgb(raw: bytes, *, where: str) -> PilImage:
 
 
 def to_rgb(image: PilImage, *, where: str) -> PilImage:
-    """An image as RGB with 8 bits: turned by its EXIF orientation, 16 bits cut to the upper 8, without transparency.
-
-    The rest is Pillow's `convert("RGB")`: grey values are repeated, palettes looked up, CMYK inverted, alpha left out.
+    """An image as RGB with 8 bits: turned by its EXIF orientation, 16 bits cut to the upper 8; the rest is Pillow's `convert("RGB")`.
 
     Raises:
         DocumentError: it has floats, or integers beyond 16 bits, whose white is not known.

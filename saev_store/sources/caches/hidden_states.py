@@ -20,7 +20,7 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import check_count, is_mapping
 from saev_store.core.dtypes import numpy_dtype
 from saev_store.documents import Metadata, parse_json
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SaevStoreWarning, brief, outside
+from saev_store.errors import CorruptShardError, DocumentError, SaevStoreWarning, brief, outside
 from saev_store.sources._files import digest_files
 from saev_store.transport import Transport
 from saev_store.writer.importing import Block
@@ -66,9 +66,6 @@ class HiddenStatesCache:
     axis: Mapping[str, object] | None = None
 
     def __init__(self, transport: Transport, sizes: Mapping[str, int], context: int | None) -> None:
-        if context is None:
-            remedy = "Pass context=256 or the like: documents lie end to end, and every example has so many tokens."
-            raise ArgumentError("this cache has no examples yet", where="context", remedy=remedy)
         self._transport, self._context = transport, check_count(context, name="context", most=2**31 - 1)
         names = sorted((name for name in sizes if name.endswith(ENDING)), key=_by_numbers)
         numbers = _request_numbers(names)
