@@ -48,7 +48,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (copy, "/scratch/shards/1a2b3c4d s3://lab/shards --dst-option endpoint_url=http://127.0.0.1:9000"),
     (clean, "/scratch/shards --dry-run"),
     (convert, "docs.idx docs.batch --seq-len 2048 --batch-size 8"),
-    (prepare, "/data/photos --split 8,1,1 --sample-type CrudeWebdataset"),
+    (prepare, "/data/photos --split 8,1,1"),
     (demo, "--out /scratch/demo"),
     (docs, "--no-open"),
 )

@@ -57,8 +57,8 @@ def pairs_of(pairs: Iterable[str], *, where: str) -> dict[str, str]:
     Raises:
         ArgumentError: a text has no `=`, or no name before it.
 
-    >>> pairs_of(["image=jpg"], where="--field")
-    {'image': 'jpg'}
+    >>> pairs_of(["key=me"], where="--option")
+    {'key': 'me'}
     """
     found: dict[str, str] = {}
     for pair in pairs:

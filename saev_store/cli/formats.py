@@ -15,7 +15,6 @@ from saev_store.cli._common import (
     emit,
     emit_json,
     load_tokenizer,
-    pairs_of,
     storage_options,
 )
 from saev_store.errors import ArgumentError
@@ -118,26 +117,7 @@ def prepare(
             "--split",
             "--split-ratio",
             metavar="N,N,N",
-            help="Ratio of train, val and test, such as 8,1,1. Needed, or --split-parts.",
-        ),
-    ] = None,
-    split_parts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:REGEX",
-            help="Instead of --split: tars of a split, such as 'train:shards/train_.*'; may be repeated.",
-        ),
-    ] = None,
-    sample_type: Annotated[
-        str | None,
-        typer.Option(help="Class of a sample, such as CaptioningSample or VQASample; CrudeWebdataset has raw parts."),
-    ] = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--field",
-            metavar="FIELD=PART",
-            help="The part that is a field, such as image=jpg or caption=json[caption]; may be repeated.",
+            help="Ratio of train, val and test, such as 8,1,1. Needed, unless there is a split.yaml.",
         ),
     ] = None,
     overwrite: Annotated[
@@ -159,9 +139,6 @@ def prepare(
         path,
         storage_options=storage_options(option),
         split=split,
-        split_parts=split_parts or (),
-        sample_type=sample_type,
-        field_map=pairs_of(field or (), where="--field") or None,
         overwrite=overwrite or force_overwrite,
         progress=progress,
     )

@@ -147,12 +147,11 @@ def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
 
     files = EnergonFileSystem(dataset=dataset)
     try:
-        found = files.info(folder)
-        entries = files.entries(folder) if found["type"] == "directory" else iter([found])
+        entries = files.ls(folder)
     except NotFoundError:
         # The key of a sample, without a part.
         parts = dataset.parts(folder)
-        entries = iter([{"name": f"{folder}.{part.name}", "size": part.nbytes, "type": "file"} for part in parts])
+        entries = [{"name": f"{folder}.{part.name}", "size": part.nbytes, "type": "file"} for part in parts]
     rows = ((each["name"], None if each["type"] == "directory" else each["size"]) for each in entries)
     if as_json:
         emit_json({"dataset": dataset.url, "entries": [{"name": name, "nbytes": nbytes} for name, nbytes in rows]})

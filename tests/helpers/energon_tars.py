@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def write_dataset(folder: Path, *, n_shards: int = 3, n: int = 4, odd: bool = Tr
     return truth
 
 
+def write_definition(folder: Path, sample_type: str, field_map: dict[str, str]) -> None:
+    """The `dataset.yaml` of a folder of tars, which may still have to be prepared."""
+    (folder / ".nv-meta").mkdir(parents=True, exist_ok=True)
+    # Energon does not export this one with the others.
+    module = "megatron.energon.flavors.vqa_and_ocr" if sample_type == "VQAOCRSample" else "megatron.energon"
+    kind = {"__module__": module, "__class__": sample_type}
+    (folder / ".nv-meta/dataset.yaml").write_text(json.dumps({"sample_type": kind, "field_map": field_map}))
+
+
 METADATASET_HEAD = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
 
 
@@ -82,7 +92,7 @@ def write_metadataset(folder: Path) -> Path:
         (folder / name).mkdir()
         for i, files in enumerate(shards):
             (folder / name / f"{i}.tar").write_bytes(tar_bytes(files))
-        prepare(folder / name, split_parts=["train:0", "val:1"], progress=False)
+        prepare(folder / name, split="1,1,0", progress=False)
     for name, data in media.items():
         (folder / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "files" / name).write_bytes(data)

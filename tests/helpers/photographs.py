@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from energon_tars import write_definition
 
 from saev_store.sources.energon.prepare import prepare
 
@@ -34,7 +34,13 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def write_energon(folder: Path, shards: list[list[tuple[str, bytes]]], **options: Any) -> Path:
+def write_energon(
+    folder: Path,
+    shards: list[list[tuple[str, bytes]]],
+    *,
+    sample_type: str = "",
+    field_map: dict[str, str] | None = None,
+) -> Path:
     """A prepared data set of shards of (name of the part's file, its bytes)."""
     folder.mkdir(parents=True)
     for number, files in enumerate(shards):
@@ -43,5 +49,7 @@ def write_energon(folder: Path, shards: list[list[tuple[str, bytes]]], **options
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
-    prepare(folder, split="1,0,0", progress=False, **options)
+    if sample_type:
+        write_definition(folder, sample_type, field_map or {})
+    prepare(folder, split="1,0,0", progress=False)
     return folder

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from energon_tars import tar_bytes, write_dataset, write_metadataset
+from energon_tars import tar_bytes, write_dataset, write_definition, write_metadataset
 
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.joins import open_metadataset
@@ -69,10 +69,9 @@ def test_parts_by_file_name(tmp_path):
 
 def test_captions_and_images(tmp_path):
     shutil.copytree(DATA / "captioning_ratio_split/dataset/shards", tmp_path / "d/shards")
-    prepare(
-        tmp_path / "d", split="8,1,1", sample_type="CaptioningSample", progress=False,
-        field_map={"image": "png,jpg", "caption": "detail.json[caption],txt"},
-    )  # fmt: skip
+    fields = {"image": "png,jpg", "caption": "detail.json[caption],txt"}
+    write_definition(tmp_path / "d", "CaptioningSample", fields)
+    prepare(tmp_path / "d", split="8,1,1", progress=False)
     dataset = EnergonDataset(tmp_path / "d").split("train")
     found = dict(peer("read", tmp_path / "d", "train")["train"])
     assert len(found) == len(dataset) > 0
@@ -84,7 +83,7 @@ def test_captions_and_images(tmp_path):
 
 def test_exclude_is_understood_alike(tmp_path):
     write_dataset(tmp_path / "d", odd=False)
-    prepare(tmp_path / "d", split_parts=["train:shards/.*"], progress=False)
+    prepare(tmp_path / "d", split="1,0,0", progress=False)
     split = tmp_path / "d/.nv-meta/split.yaml"
     split.write_text(
         split.read_text().replace(
@@ -112,13 +111,9 @@ def test_the_same_index_as_the_peer_writes(tmp_path):
     assert EnergonDataset(tmp_path / "peer").validate(deep=True, progress=False).ok
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"split": "5,3,2"}, {"split_parts": [r"train:shards/.*[0-6]\.tar", r"val:shards/.*[78]\.tar", r"odd:.*9\.tar"]}],
-)
-def test_every_split_is_theirs(tmp_path, options):
+def test_every_split_is_theirs(tmp_path):
     write_dataset(tmp_path / "d", n_shards=10, odd=False)
-    made = prepare(tmp_path / "d", **options, progress=False)
+    made = prepare(tmp_path / "d", split="5,3,2", progress=False)
     dataset = EnergonDataset(tmp_path / "d")
     assert sum(map(len, made.documents.splits.values())) == 10
     for name in made.splits:
@@ -200,7 +195,8 @@ def test_every_sample_type_has_their_fields_and_values(tmp_path):
     for name, field_map in FIELDS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.tar").write_bytes(tar_bytes(files))
-        prepare(tmp_path / name, split="1,0,0", sample_type=name, field_map=field_map, progress=False)
+        write_definition(tmp_path / name, name, field_map)
+        prepare(tmp_path / name, split="1,0,0", progress=False)
     theirs = peer("types", *(tmp_path / name for name in FIELDS))
     for name in FIELDS:
         sample = EnergonDataset(tmp_path / name).sample(0)

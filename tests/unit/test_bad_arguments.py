@@ -122,8 +122,6 @@ def calls(root: Path) -> dict[str, Callable[[object], object]]:
         "address of a source": open_source,
         "scope of a description": lambda junk: reopen({"url": str(root), "digest": {"scope": junk}}),
         "split": lambda junk: prepare(root, split=junk),
-        "patterns of a split": lambda junk: prepare(root, split_parts=junk),
-        "type of samples": lambda junk: prepare(root, sample_type=junk),
         "dtype of tokens": lambda junk: IndexedDatasetBuilder(root / "mm", junk).abort(),
         "family of a cache": lambda junk: import_cache(root, root / "to", family=junk),
         "layers of a cache": lambda junk: import_cache(root, root / "to", family="x", layers=junk),

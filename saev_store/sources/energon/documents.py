@@ -1,6 +1,6 @@
 """The documents in `.nv-meta`, of all generations: shards, splits and the sample type. All of them are untrusted.
 
-Energon 5 and 6 write `.info.yaml`, 7 writes `.info.json`; the other documents are the same.
+Energon 6 writes `.info.yaml`, 7 writes `.info.json`; the other documents are the same.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _MAX_JSON_NBYTES = 256 << 20
 MAX_YAML_NBYTES = 1 << 20
 _MAX_DEPTH = 32
 MODULE = "megatron.energon"
-#: Modules of sample types that Energon does not export with the others.
-_MODULES = {"VQAOCRSample": f"{MODULE}.flavors.vqa_and_ocr"}
 SPLITS = ("train", "val", "test")
 #: Limit of the characters of all names of a document; each name counts 64 more.
 MAX_EXPANDED_CHARACTERS = 64 << 20
@@ -157,19 +155,6 @@ def _read_definition(transport: Transport) -> tuple[str | None, dict[str, FieldP
     if name in SAMPLE_TYPES and field_map:
         check_fields(name, field_map, where=where)
     return name, field_map
-
-
-def definition_bytes(sample_type: str, field_map: Mapping[str, str]) -> bytes:
-    """The content of `dataset.yaml` for one of Energon's sample types."""
-    if sample_type == CRUDE:
-        return yaml_bytes({"__module__": MODULE, "__class__": CRUDE})
-    module = _MODULES.get(sample_type, MODULE)
-    return yaml_bytes({"sample_type": {"__module__": module, "__class__": sample_type}, "field_map": dict(field_map)})
-
-
-def yaml_bytes(value: object) -> bytes:
-    """A document of ours."""
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=2**20).encode()
 
 
 # -- untrusted documents -----------------------------------------------------------------------------------------------
@@ -299,15 +284,7 @@ def deal(shards: Sequence[str], shares: Sequence[Fraction]) -> dict[str, list[st
     return {name: list(shards[end - n : end]) for name, n, end in zip(SPLITS, counts, ends, strict=True)}
 
 
-def patterns_of(split_parts: Sequence[str]) -> dict[str, list[re.Pattern[str]]]:
-    """The regular expressions of each split, from texts such as `"train:shards/train_.*"`."""
-    found: dict[str, list[re.Pattern[str]]] = {}
-    for item in split_parts if isinstance(split_parts, (list, tuple)) else [None]:
-        name, _, pattern = item.partition(":") if isinstance(item, str) else ("", "", "")
-        try:
-            found.setdefault(name, []).append(re.compile(pattern))
-        except re.error as error:
-            raise ArgumentError(f"{brief(pattern)} is not a regular expression: {error}", where="split_parts") from None
-        if not name or not pattern:
-            raise ArgumentError("each must be written 'train:shards/train_.*'", where="split_parts")
-    return found
+def split_bytes(splits: Mapping[str, Sequence[str]]) -> bytes:
+    """The content of `split.yaml`."""
+    found = {"split_parts": {name: collapse(shards) for name, shards in splits.items()}, "exclude": list[str]()}
+    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=2**20).encode()

@@ -4,24 +4,25 @@
 # pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
-import contextlib
+import io
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
-from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+from fsspec.spec import AbstractFileSystem
 
-from saev_store.errors import NotFoundError, ReadOnlyError, SelectionError
-from saev_store.sources.energon.keys import split_name
+from saev_store.errors import DocumentError, NotFoundError, ReadOnlyError
 from saev_store.sources.energon.reader import EnergonDataset
 
 _HERE = {None, "file", "local"}
+#: Samples that a listing takes from the index at once.
+_PAGE = 1_000
 
 
 class EnergonFileSystem(AbstractFileSystem):
     """A read-only file system: `doc/000.img1.jpg` is part `img1.jpg` of sample `doc/000`.
 
-    `fsspec.open("energon://doc/000.json::s3://bucket/dataset")` opens a part, and so does every tool that takes addresses
-    of fsspec. fsspec finds the protocol where this package is installed.
+    `fsspec.open("energon://doc/000.json::s3://bucket/dataset")` reads a part, and so does every tool that takes addresses
+    of fsspec. fsspec finds the protocol where this package is installed. Listing goes through the whole index.
 
     Args:
         fo: The data set's folder.
@@ -33,7 +34,6 @@ class EnergonFileSystem(AbstractFileSystem):
     protocol = "energon"
     #: fsspec must not keep instances: after a new preparation, their index is stale.
     cachable = False
-    root_marker = ""
 
     def __init__(
         self,
@@ -47,67 +47,37 @@ class EnergonFileSystem(AbstractFileSystem):
         super().__init__(**kwargs)  # pyright: ignore[reportUnknownMemberType]  # the stubs
         if dataset is None:
             url = fo if target_protocol in _HERE or "://" in fo else f"{target_protocol}://{fo}"
-            options = None if target_protocol in _HERE else dict(target_options or {}) or None
-            dataset = EnergonDataset(url, options)
+            dataset = EnergonDataset(url, None if target_protocol in _HERE else dict(target_options or {}) or None)
         self.dataset = dataset
 
-    @classmethod
-    def _strip_protocol(cls, path: str | list[str]) -> Any:  # noqa: ANN401 - as fsspec has it
-        if isinstance(path, list):
-            return [cls._strip_protocol(each) for each in path]
-        return path.removeprefix("energon://").strip("/")
-
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """The entries of a folder, or the file itself; sorted as UTF-8."""
-        path = self._strip_protocol(path)
-        entry = self.info(path)
-        entries = list(self.entries(path)) if entry["type"] == "directory" else [entry]
-        return entries if detail else [each["name"] for each in entries]
+        """The entries of a folder, or the file itself, in the order of the index."""
+        path = str(self._strip_protocol(path))
+        found = {entry["name"]: entry for entry in self._entries(path)}
+        if path and not found:
+            raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
+        return list(found.values() if detail else found)
 
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Name, size and type of a file or folder."""
-        path = self._strip_protocol(path)
-        key, name = split_name(path) or ("", "")
-        with contextlib.suppress(SelectionError):
-            for part in self.dataset.parts(key):
-                if part.name == name:
-                    return {"name": path, "size": part.nbytes, "type": "file"}
-        if not path or next(self.entries(path), None) is not None:
-            return {"name": path, "size": 0, "type": "directory"}
-        raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
-
-    def entries(self, folder: str) -> Iterator[dict[str, Any]]:
-        """The entries of a folder one by one, as `ls` returns them."""
-        index = self.dataset.index
-        if index is None:
-            raise NotFoundError("it cannot be listed: it has no index.sqlite", where=self.dataset.url)
-        start, after = len(folder) + 1 if folder else 0, ("", 0)
-        while rows := index.files(folder, after):
-            for key, offset, part, nbytes in rows:
-                inner, slash, _ = key[start:].partition("/")
-                if slash:  # continue behind all that this folder has: "0" follows "/"
-                    name = key[: start + len(inner)]
-                    yield {"name": name, "size": 0, "type": "directory"}
-                    after = (f"{name}0", -1)
-                    break
-                yield {"name": f"{key}.{part}", "size": nbytes, "type": "file"}
-                after = (key, offset)
+    def _entries(self, path: str) -> Iterator[dict[str, Any]]:
+        """The entries of a folder; the same subfolder may be among them several times."""
+        index, start = self.dataset.index, len(path) + 1 if path else 0
+        if not index.has_parts:
+            raise DocumentError("it does not list parts, which Energon 6 did not index", where=index.where)
+        for shard, n in enumerate(self.dataset.documents.counts.tolist()):
+            places = (each for i in range(0, n, _PAGE) for each in index.samples(shard, i, min(i + _PAGE, n)))
+            for name, part in ((f"{place.key}.{part.name}", part) for place in places for part in place.parts):
+                if not path or name == path or name.startswith(f"{path}/"):
+                    inner, slash, _ = name[start:].partition("/")
+                    if slash:
+                        yield {"name": name[:start] + inner, "size": 0, "type": "directory"}
+                    else:
+                        yield {"name": name, "size": part.nbytes, "type": "file"}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """The bytes of a part, or a range of them; negative numbers count from the end."""
-        path = self._strip_protocol(path)
-        with contextlib.suppress(SelectionError):
-            return self.dataset.part(*(split_name(path) or (path, "")), start=start, end=end)
-        raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
+        """The bytes of a part, or a range of them as a slice takes it."""
+        return self.dataset.file(str(self._strip_protocol(path)))[start:end]
 
-    def _open(self, path: str, mode: str = "rb", block_size: int | str = "default", **options: Any) -> _PartFile:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec's own subclasses narrow it, too
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BytesIO:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec's own subclasses narrow it, too
         if mode != "rb":
             raise ReadOnlyError(f"parts are not written through this file system (mode {mode!r})", where=path)
-        return _PartFile(self, path, mode, block_size=cast("Any", block_size), **options)
-
-
-class _PartFile(AbstractBufferedFile):
-    """A part, read in blocks."""
-
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        return cast("EnergonFileSystem", self.fs).cat_file(cast("str", self.path), start, end)
+        return io.BytesIO(self.cat_file(path))

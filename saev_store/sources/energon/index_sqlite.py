@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import xxhash
 
-from saev_store.errors import DeadlineError, DocumentError, NotFoundError, TransportError, UnsafeContentError, brief
+from saev_store.errors import DeadlineError, DocumentError, TransportError, UnsafeContentError, brief
 from saev_store.sources._files import chunks
 from saev_store.sources.energon.keys import INDEX_SQLITE
 from saev_store.sources.energon.tars import BLOCK, Part, Place, Shard
@@ -34,22 +34,20 @@ TIMEOUT_S = 60.0
 _MAX_OBJECTS = 64
 _MAX_TEXT_NBYTES = 1 << 16
 _MAX_NUMBER = 2**62
-#: Limits of rows: parts of each sample, and of all others in one statement; parts of a folder that are read at once.
-_MAX_PARTS, _MAX_ROWS, _PAGE = 64, 100_000, 1_000
+#: Limits of rows: parts of each sample, and of all others in one statement.
+_MAX_PARTS, _MAX_ROWS = 64, 100_000
 
-_JOIN = "samples AS s JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index"
+_SAMPLE = "s.sample_index, s.sample_key, s.byte_offset, s.byte_size"
+_WHERE = " WHERE s.tar_file_id = ? AND s.sample_index >= ? AND s.sample_index < ? ORDER BY s.sample_index"
+#: Energon 6 lists samples without their parts.
+_SAMPLES_ONLY = f"SELECT {_SAMPLE} FROM samples AS s{_WHERE} LIMIT ?"  # noqa: S608 - constants
 _SAMPLES = (
-    "SELECT s.sample_index, s.sample_key, s.byte_offset, s.byte_size, p.part_name, p.content_byte_offset,"  # noqa: S608 - constants
-    f" p.content_byte_size FROM {_JOIN} WHERE s.tar_file_id = ? AND s.sample_index >= ? AND s.sample_index < ?"
-    " ORDER BY s.sample_index, p.content_byte_offset LIMIT ?"
+    f"SELECT {_SAMPLE}, p.part_name, p.content_byte_offset, p.content_byte_size FROM samples AS s"  # noqa: S608 - constants
+    " JOIN sample_parts AS p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index"
+    f"{_WHERE}, p.content_byte_offset LIMIT ?"
 )
 _LAST = "SELECT sample_index, byte_offset, byte_size FROM samples WHERE tar_file_id = ? ORDER BY 1 DESC LIMIT 1"
 _FIND = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ? ORDER BY 1, 2 LIMIT 100"
-_FILES = (
-    f"SELECT s.sample_key, p.content_byte_offset, p.part_name, p.content_byte_size FROM {_JOIN}"  # noqa: S608 - constants
-    " WHERE s.sample_key >= ? AND s.sample_key < ? AND (s.sample_key, p.content_byte_offset) > (?, ?)"
-    " ORDER BY s.sample_key, p.content_byte_offset LIMIT ?"
-)
 
 
 class SqliteIndex:
@@ -76,19 +74,19 @@ class SqliteIndex:
         self.has_parts = "sample_parts" in tables
 
     def samples(self, shard: int, first: int, end: int) -> list[Place]:
-        """Samples `first` to `end` of a shard with their parts, in order."""
-        limit = (end - first) * _MAX_PARTS + _MAX_ROWS
-        rows = self._checked((int, str, int, int, str, int, int), _SAMPLES, shard, first, end, limit)
+        """Samples `first` to `end` of a shard in order, with their parts if the index has these."""
+        limit, statement = (end - first) * _MAX_PARTS + _MAX_ROWS, _SAMPLES if self.has_parts else _SAMPLES_ONLY
+        rows = self._checked((int, str, int, int, str, int, int), statement, shard, first, end, limit)
         found: list[tuple[int, Place]] = []
         for (index, key, offset, nbytes), group in groupby(rows, key=lambda row: row[:4]):
-            parts = [Part(*row[4:]) for row in group]
+            parts = [Part(*row[4:]) for row in group if row[4:]]
             ends = [offset, *(part.offset + part.nbytes for part in parts)]
             if ends[-1] > offset + nbytes or any(p.offset < end + BLOCK for p, end in zip(parts, ends, strict=False)):
                 self._refuse(f"a part of {brief(key)} is outside of the sample, or overlaps another one")
             found.append((index, Place(key, offset, nbytes, parts)))
         # The end may be a number that a file claims, so the lengths are compared first.
         if len(found) != end - first or [index for index, _ in found] != list(range(first, end)) or len(rows) == limit:
-            self._refuse(f"samples {first} to {end - 1} of shard {shard} are not there exactly once, with parts")
+            self._refuse(f"samples {first} to {end - 1} of shard {shard} are not there exactly once")
         return [place for _, place in found]
 
     def last(self, shard: int) -> tuple[int, int]:
@@ -100,22 +98,11 @@ class SqliteIndex:
         """(shard, sample_index) of the samples with a key: none, one, or (Energon 7.0) several."""
         return self._checked((int, int), _FIND, key)
 
-    def files(self, folder: str, after: tuple[str, int]) -> list[tuple[str, int, str, int]]:
-        """Key, offset, name and size of the first parts below a folder behind `after`, a key and an offset: a page.
-
-        They are in the order of their keys' UTF-8 bytes; `""` is the root.
-        """
-        if not self.has_parts:
-            self._refuse("it does not list parts, which Energon 6 did not index")
-        # "0" follows "/"; every text sorts before a blob.
-        first, end = (f"{folder}/", f"{folder}0") if folder else ("", b"")
-        return self._checked((str, int, str, int), _FILES, max(first, after[0]), end, *after, _PAGE)
-
     def _checked(self, kinds: Sequence[type], statement: str, *values: object) -> list[Any]:
         """Rows whose values are texts, or integers that are neither negative nor huge."""
         rows = self._rows(statement, *values)
         for row in rows:
-            for value, kind in zip(row, kinds, strict=True):
+            for value, kind in zip(row, kinds, strict=False):
                 if type(value) is not kind or (kind is int and not 0 <= value < _MAX_NUMBER):
                     self._refuse(f"it holds {brief(value)}; that must be a text or an integer that is not negative")
         return rows
@@ -158,13 +145,9 @@ class SqliteIndex:
             self._db = None
 
 
-def open_index(transport: Transport) -> SqliteIndex | None:
-    """Open the database of a data set if there is one; a remote one is fetched whole, to a temporary file."""
-    where = transport.where(INDEX_SQLITE)
-    try:
-        nbytes = transport.size(INDEX_SQLITE)
-    except NotFoundError:
-        return None
+def open_index(transport: Transport) -> SqliteIndex:
+    """Open the database of a data set; a remote one is fetched whole, to a temporary file."""
+    where, nbytes = transport.where(INDEX_SQLITE), transport.size(INDEX_SQLITE)
     if transport.local_path is not None:
         return SqliteIndex(f"{transport.local_path}/{INDEX_SQLITE}", where=where)
     with os_errors("$TMPDIR", "write"):

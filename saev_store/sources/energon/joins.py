@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from saev_store._runtime.threads import ahead
-from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError, UnsafeContentError, brief
+from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
 from saev_store.names import joined_url
 from saev_store.sources._source import DigestScope, Source
 from saev_store.sources.address import Url, locate, split_address
@@ -20,7 +20,7 @@ from saev_store.sources.energon.documents import MAX_YAML_NBYTES, MODULE, Docume
 from saev_store.sources.energon.keys import check_names
 from saev_store.sources.energon.reader import N_THREADS, EnergonDataset, RawSample
 from saev_store.sources.energon.samples import FieldPath, resolve
-from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 
 
 class JoinedDataset(Source[RawSample]):
@@ -101,10 +101,7 @@ class JoinedDataset(Source[RawSample]):
     def _file(self, wanted: tuple[str, str]) -> bytes:
         auxiliary, name = wanted
         files = self.auxiliary[auxiliary]
-        try:
-            return files.read(name) if isinstance(files, Transport) else files.file(name)
-        except SelectionError:
-            raise NotFoundError(f"{auxiliary!r} has no file {brief(name)}", where=files.url) from None
+        return files.read(name) if isinstance(files, Transport) else files.file(name)
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the primary data set, as which `reopen` opens it."""
@@ -146,7 +143,6 @@ def open_metadataset(
     storage_options: Mapping[str, object] | None = None,
     *,
     names: Mapping[str, str],
-    engine: Engine = "auto",
     outside_ok: bool = False,
 ) -> JoinedDataset:
     """The primary data set of a split of a metadata set (`MetadatasetV2`), joined with the auxiliary ones that `names` lists.
@@ -156,7 +152,6 @@ def open_metadataset(
         split: A split of the metadata set.
         storage_options: Options of the file systems of the document and of all data sets that it names.
         names: As in `JoinedDataset`, for some of the auxiliary data sets.
-        engine: As in `open_source`.
         outside_ok: Allow addresses outside the document's folder: absolute ones, URLs, and those with `..`.
 
     Raises:
@@ -165,7 +160,7 @@ def open_metadataset(
         UnsafeContentError: an address is outside the folder, and `outside_ok` is false; or the document has tags.
         DocumentError: it is not such a document, or a split combines several primary data sets: open those one by one.
     """
-    transport, name = locate(url, storage_options, engine=engine, transport=None)
+    transport, name = locate(url, storage_options, engine="auto", transport=None)
     where, folder = transport.where(name), split_address(os.fspath(url))[0]
     splits = load_yaml(_Metadataset, transport.read(name, max_bytes=MAX_YAML_NBYTES), where=where).splits
     if split not in splits:
@@ -189,10 +184,10 @@ def open_metadataset(
         if text is None:
             raise ArgumentError(f"split {brief(split)} has no auxiliary data set {brief(name)}", where="names")
         if (scheme := _FOLDER.match(text)) is None:
-            auxiliary[name] = EnergonDataset(address_of(text), storage_options, engine=engine)
+            auxiliary[name] = EnergonDataset(address_of(text), storage_options)
         else:  # the folder's own address: without the word `filesystem`
             below = text[scheme.end() :]
             address = address_of(f"{scheme[1]}://{below}" if scheme[1] else below)
-            auxiliary[name] = open_transport(address, storage_options, engine=engine)
-    primary = EnergonDataset(address_of(given.path), storage_options, engine=engine).split(given.split_part or split)
+            auxiliary[name] = open_transport(address, storage_options)
+    primary = EnergonDataset(address_of(given.path), storage_options).split(given.split_part or split)
     return JoinedDataset(primary, auxiliary, names=names)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
-from saev_store.core.layout import IntArray
 from saev_store.errors import (
     ArgumentError,
     CorruptShardError,
@@ -26,14 +25,14 @@ from saev_store.errors import (
 from saev_store.names import joined_url
 from saev_store.problems import Problem
 from saev_store.sources._files import describe_digest
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url
 from saev_store.sources.energon._view import View
 from saev_store.sources.energon.documents import Documents, read_documents
 from saev_store.sources.energon.index_sqlite import SqliteIndex, open_index
-from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, split_name
+from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, idx_path, split_name
 from saev_store.sources.energon.samples import SAMPLE_TYPES, CrudeSample, Sample, resolve
-from saev_store.sources.energon.tars import BLOCK, Part, Place, is_header_of, parse_sample, read_tar_idx, scan_shard
+from saev_store.sources.energon.tars import BLOCK, Part, Place, offsets_of, parse_sample, scan_shard
 from saev_store.transport import Engine, Transport, open_transport
 
 N_THREADS = 16
@@ -102,11 +101,7 @@ class EnergonDataset(Source[RawSample]):
         self._damaged_ok = damaged_ok
         self.url = self.transport.url
         self.documents: Documents = read_documents(self.transport)
-        #: None for data sets of Energon 5.
-        self.index: SqliteIndex | None = open_index(self.transport)
-        #: The index if it lists parts. Otherwise a sample's range is in `.tar.idx`, its key and parts are in the tar.
-        self._parts_index = self.index if self.index is not None and self.index.has_parts else None
-        self._offsets: dict[int, IntArray] = {}
+        self.index: SqliteIndex = open_index(self.transport)
         #: The split that `split` chose; None for all samples, also where a split is called "all".
         self._chosen_split: str | None = None
         self.view = View(range(len(self.documents.shards)), self.documents.counts)
@@ -129,15 +124,6 @@ class EnergonDataset(Source[RawSample]):
     def __len__(self) -> int:
         return len(self.view)
 
-    def __repr__(self) -> str:
-        facts = {
-            "samples": f"{len(self):,} in {len(self.view.shard_ids):,} shards",
-            "split": self._chosen_split or "all",
-            "splits": ", ".join(self.splits),
-            "sample type": self.sample_type or "parts as they are",
-        }
-        return text_card(f"Energon {self.url}", facts, self.problems)
-
     def __getitem__(self, index: SupportsIndex) -> RawSample:
         """The sample at a position; negative ones count from the end."""
         return self.rows([check_index(index, len(self), what="sample")])[0]
@@ -157,101 +143,68 @@ class EnergonDataset(Source[RawSample]):
 
         Raises:
             SelectionError: there is no such sample, or several have the key (Energon 7.0 allowed that).
-            NotFoundError: the data set has no index of keys.
         """
-        shard, number, _ = self._find(sample)
-        return self._fetch(shard, [number])[0]
+        return self[self.index_of(sample) if isinstance(sample, str) else sample]
 
-    def part(
-        self, sample: SupportsIndex | str, part: str, *, start: int | None = None, end: int | None = None
-    ) -> bytes:
-        """The bytes of a part, or bytes `start` to `end` of it as a slice takes them; otherwise as `raw`.
-
-        Where the index lists parts, only these bytes and the headers before the part are read.
-        """
-        shard, _, place = self._find(sample)
+    def part(self, sample: SupportsIndex | str, part: str) -> bytes:
+        """The bytes of a part; otherwise as `raw`. Only it and its headers are read, except from data sets of Energon 6."""
+        shard, place = self._find(sample)
         found = next((each for each in place.parts if each.name == part), None)
         if found is None:
             raise SelectionError(f"sample {brief(place.key)} has no part {brief(part)}", where="part")
-        first, last, _ = slice(start, end).indices(found.nbytes)
-        before = [each.offset + -(-each.nbytes // BLOCK) * BLOCK for each in place.parts if each.offset < found.offset]
-        starts = [max([place.offset, *before]), found.offset + first]
-        ends = [found.offset, found.offset + max(first, last)]
-        headers, data = self.transport.get_ranges(self.documents.shards[shard], starts=starts, ends=ends)
-        if not is_header_of(headers, name=f"{place.key}.{part}", nbytes=found.nbytes):
-            raise self._stale(shard, f"{brief(place.key)}.{part} is not at {found.offset:,}, where the index has it")
-        return bytes(data)
+        ends = {each.offset: each.offset + -(-each.nbytes // BLOCK) * BLOCK for each in place.parts}
+        start = max([place.offset, *(end for offset, end in ends.items() if offset < found.offset)])
+        ((_, data),) = self._read(shard, [Place(place.key, start, ends[found.offset] - start, [found])])
+        return bytes(data[found.offset - start :][: found.nbytes])
 
     def parts(self, sample: SupportsIndex | str) -> tuple[Part, ...]:
         """Names, offsets in the tar and sizes (bytes) of a sample's parts."""
-        return tuple(self._find(sample)[2].parts)
+        return tuple(self._find(sample)[1].parts)
 
     def file(self, name: str) -> bytes:
-        """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`."""
-        return self.part(*(split_name(name) or (name, "")))
+        """A part by the name of its file in the tar, such as `"doc/000.img1.jpg"`; `NotFoundError` if there is none."""
+        with contextlib.suppress(SelectionError):
+            return self.part(*(split_name(name) or (name, "")))
+        raise NotFoundError(f"there is no {brief(name)}", where=self.url)
 
     def key(self, index: SupportsIndex) -> str:
         """The key of the sample at a position."""
-        return self._find(check_index(index, len(self), what="sample"))[2].key
+        return self._find(check_index(index, len(self), what="sample"))[1].key
 
     def index_of(self, key: str) -> int:
         """The position of a key; raises as `raw`."""
-        found = self._with_key(key)
+        found = self.index.find(key)
         position = self.view.position(*found[0]) if len(found) == 1 else None
         if position is None:
             raise SelectionError(f"{len(found)} samples have the key {brief(key)}, or none in the split", where="key")
         return position
 
-    def _with_key(self, key: str) -> list[tuple[int, int]]:
-        """Shard and number of all samples that have a key."""
-        if self.index is None:
-            remedy = "Run `saev-store prepare --overwrite` on it."
-            raise NotFoundError("it has no index.sqlite, so no keys: Energon 5 made it", where=self.url, remedy=remedy)
-        return self.index.find(key)
-
-    def _find(self, sample: SupportsIndex | str) -> tuple[int, int, Place]:
-        """Shard, number and place of a sample of this source."""
+    def _find(self, sample: SupportsIndex | str) -> tuple[int, Place]:
+        """Shard and place of a sample of this source."""
         position = self.index_of(sample) if isinstance(sample, str) else check_index(sample, len(self), what="sample")
         ((shard, number),) = self.view.places([position])
-        (place,) = self._places(shard, [number])
+        (place,) = self.index.samples(shard, number, number + 1)
         if not place.parts:
-            ((place, _),) = self._read(shard, [number])
-        if isinstance(sample, str) and place.key != sample:
-            raise self._stale(shard, f"the index has {brief(sample)} there, the tar {brief(place.key)}")
-        return shard, number, place
+            ((place, _),) = self._read(shard, [place])
+        return shard, place
 
-    def _places(self, shard: int, numbers: Sequence[int]) -> list[Place]:
-        """The places of samples of one shard in ascending order; without key and parts where only the tar has them."""
-        if (index := self._parts_index) is not None:
-            return [place for first, end in _runs(numbers) for place in index.samples(shard, first, end)]
-        offsets = self._offsets_of(shard)
-        starts, ends = offsets[list(numbers)].tolist(), offsets[1:][list(numbers)].tolist()
-        return [Place("", start, end - start, []) for start, end in zip(starts, ends, strict=True)]
-
-    def _offsets_of(self, shard: int) -> IntArray:
-        """The content of a shard's `.tar.idx`, read once."""
-        if shard not in self._offsets:
-            n_samples = int(self.documents.counts[shard])
-            self._offsets[shard] = read_tar_idx(self.transport, self.documents.shards[shard], n_samples)
-        return self._offsets[shard]
-
-    def _read(self, shard: int, numbers: Sequence[int]) -> list[tuple[Place, memoryview]]:
-        """Places of samples of one shard in ascending order, and their bytes; compared with the headers in the tar."""
-        places = self._places(shard, numbers)
+    def _read(self, shard: int, places: Sequence[Place]) -> list[tuple[Place, memoryview]]:
+        """Samples, or single parts, of one shard and their bytes; compared with the headers in the tar."""
         starts, ends = [each.offset for each in places], [each.offset + each.nbytes for each in places]
         found: list[tuple[Place, memoryview]] = []
         buffers = self.transport.get_ranges(self.documents.shards[shard], starts=starts, ends=ends)
         for place, buffer in zip(places, buffers, strict=True):
             parsed = parse_sample(buffer, offset=place.offset, where=self._where(shard))
-            if len(parsed) != 1 or (place.parts and (parsed[0].key, parsed[0].parts) != (place.key, place.parts)):
+            if len(parsed) != 1 or (parsed[0].key, place.parts or parsed[0].parts) != (place.key, parsed[0].parts):
                 raise self._stale(shard, f"{brief(place.key)} is not at {place.offset:,}, where the index has it")
             found.append((parsed[0], memoryview(buffer)))
         return found
 
     def _fetch(self, shard: int, numbers: Sequence[int]) -> list[RawSample]:
         """Samples of one shard by their numbers, ascending."""
+        places = [place for first, end in _runs(numbers) for place in self.index.samples(shard, first, end)]
         found: list[RawSample] = []
-        for number, (place, data) in zip(numbers, self._read(shard, numbers), strict=True):
+        for number, (place, data) in zip(numbers, self._read(shard, places), strict=True):
             parts = {name: bytes(data[at - place.offset :][:nbytes]) for name, at, nbytes in place.parts}
             found.append(RawSample(place.key, self.documents.shards[shard], number, parts))
         return found
@@ -297,7 +250,7 @@ class EnergonDataset(Source[RawSample]):
                 (shard, number)
                 for path, key in documents.exclude
                 if path in documents.splits[name]
-                for shard, number in self._with_key(key)
+                for shard, number in self.index.find(key)
                 if shard == numbers[path] and number < documents.counts[shard]
             }
             chosen, view = name, View(ids, documents.counts[ids], excluded)
@@ -346,12 +299,12 @@ class EnergonDataset(Source[RawSample]):
 
     def _check_shard(self, shard: int, *, deep: bool) -> int:
         """Raise an error unless a shard ends where its index does (`deep`: and has its headers); return the bytes read."""
-        name, index, n_samples = self.documents.shards[shard], self._parts_index, int(self.documents.counts[shard])
+        name, n_samples = self.documents.shards[shard], int(self.documents.counts[shard])
         try:
             nbytes = self.transport.size(name)
         except NotFoundError as error:
             raise MissingShardError(error.message, where=self._where(shard), remedy="Restore the tar.") from None
-        n_found, end = index.last(shard) if index is not None else (n_samples, int(self._offsets_of(shard)[-1]))
+        n_found, end = self.index.last(shard)
         if n_found != n_samples or end > nbytes:
             message = (
                 f"{brief(name)} has {nbytes:,} bytes, {n_samples:,} samples; the index has {end:,} and {n_found:,}"
@@ -363,16 +316,16 @@ class EnergonDataset(Source[RawSample]):
         if not deep:
             return len(behind)
         found = scan_shard(self.transport, name)
-        listed = found.samples if index is None else index.samples(shard, 0, len(found.samples))
-        offsets = [*(sample.offset for sample in found.samples), found.end]
-        if self._offsets_of(shard).tolist() != offsets or listed != found.samples:
+        there = found.samples if self.index.has_parts else [sample._replace(parts=[]) for sample in found.samples]
+        offsets = offsets_of(found)
+        is_listed = self.index.samples(shard, 0, len(there)) == there
+        if not is_listed or self.transport.read(idx_path(name), max_bytes=len(offsets)) != offsets:
             raise self._stale(shard, "its headers differ from the index")
         return nbytes
 
     def close(self) -> None:
         """Release the database, maps and connections; later reads open them again."""
-        if self.index is not None:
-            self.index.close()
+        self.index.close()
         self.transport.close()
 
 

@@ -36,9 +36,6 @@ class Sample:
     __restore_key__: tuple[str | int, ...] = ()
     __subflavors__: dict[str, object] | None = None
 
-    def __reduce__(self) -> tuple[object, ...]:  # the classes of `SAMPLE_TYPES` have no names in this module
-        return (_rebuilt, (type(self).__name__, vars(self)))
-
 
 @dataclass(kw_only=True)
 class CrudeSample(Sample):
@@ -69,7 +66,9 @@ _FIELDS = {
 def _made(name: str, required: str, optional: str) -> type[Sample]:
     fields = [(each, "object") for each in required.split()]
     others = [(each, "object", dataclasses.field(default=None)) for each in optional.split()]
-    return cast("type[Sample]", dataclasses.make_dataclass(name, [*fields, *others], bases=(Sample,), kw_only=True))
+    there = {"__module__": __name__}
+    made = dataclasses.make_dataclass(name, [*fields, *others], bases=(Sample,), kw_only=True, namespace=there)
+    return cast("type[Sample]", made)
 
 
 #: Data classes by the names that `dataset.yaml` uses.
@@ -79,8 +78,7 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {
 }
 
 
-def _rebuilt(name: str, values: dict[str, object]) -> Sample:
-    return SAMPLE_TYPES.get(name, CrudeSample)(**values)  # type: ignore[arg-type]  # of an object of this class
+globals().update(SAMPLE_TYPES)  # where `pickle` looks for them
 
 
 def check_fields(sample_type: str, names: Collection[str], *, where: str) -> None:

@@ -13,9 +13,8 @@ from typing import IO, NamedTuple, cast
 
 import numpy as np
 
-from saev_store.core.layout import IntArray
-from saev_store.errors import CorruptShardError, DocumentError, brief
-from saev_store.sources.energon.keys import idx_path, split_name
+from saev_store.errors import CorruptShardError, brief
+from saev_store.sources.energon.keys import split_name
 from saev_store.transport import Buffer, Transport
 
 BLOCK = 512
@@ -145,22 +144,6 @@ def _scan(headers: _Headers, name: str, *, where: str) -> Shard:
     return Shard(name, headers.nbytes, samples, end if samples else 0)
 
 
-def is_header_of(headers: Buffer, *, name: str, nbytes: int) -> bool:
-    """Return True if some bytes end with the header of a regular member of this name and size, with a valid checksum."""
-    file = _Headers(lambda start, end: headers[start:end], len(headers) + nbytes + BLOCK)
-    try:
-        info = next(info for info, _ in file.members() if info.offset_data == len(headers))
-    except (*_TAR_ERRORS, StopIteration):
-        return False
-    return info.isreg() and (info.name, info.size) == (name, nbytes)
-
-
-def read_tar_idx(transport: Transport, shard: str, n_samples: int) -> IntArray:
-    """The offsets of a tar's samples and the end of the last one, from its `.tar.idx`: int64, `n_samples + 1`."""
-    path, nbytes = idx_path(shard), (n_samples + 1) * 8
-    raw = transport.read(path, max_bytes=nbytes) if transport.size(path) == nbytes else b""
-    offsets = np.frombuffer(raw, "<u8").astype(np.int64)
-    if not raw or np.any(offsets < 0) or np.any(np.diff(offsets) <= 0) or np.any(offsets % BLOCK):
-        message = f"it must hold {nbytes:,} bytes for {n_samples:,} samples: ascending offsets in whole blocks"
-        raise DocumentError(message, where=transport.where(path), remedy="Prepare the data set again.")
-    return offsets
+def offsets_of(shard: Shard) -> bytes:
+    """The content of `.tar.idx`: the offsets of the samples and the end of the last one, u64."""
+    return np.array([*(sample.offset for sample in shard.samples), shard.end], "<u8").tobytes()
