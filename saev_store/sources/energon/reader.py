@@ -318,7 +318,7 @@ class EnergonDataset(Source[RawSample]):
         found = scan_shard(self.transport, name)
         there = found.samples if self.index.has_parts else [sample._replace(parts=[]) for sample in found.samples]
         offsets = offsets_of(found)
-        is_listed = self.index.samples(shard, 0, len(there)) == there
+        is_listed = len(there) == n_samples and self.index.samples(shard, 0, n_samples) == there
         if not is_listed or self.transport.read(idx_path(name), max_bytes=len(offsets)) != offsets:
             raise self._stale(shard, "its headers differ from the index")
         return nbytes
