@@ -120,7 +120,9 @@ def test_datasets_of_energon_6_are_read_without_an_index_of_parts():
 def test_key_of_another_sample_in_a_tar_of_energon_6_is_refused(tmp_path):
     folder = Path(shutil.copytree(GENERATIONS / "6.0.1", tmp_path / "d"))
     db = sqlite3.connect(folder / ".nv-meta/index.sqlite", isolation_level=None)
-    db.execute("UPDATE samples SET byte_offset = (SELECT byte_offset FROM samples WHERE sample_index = 1) WHERE sample_index = 0")
+    db.execute(
+        "UPDATE samples SET byte_offset = (SELECT byte_offset FROM samples WHERE sample_index = 1) WHERE sample_index = 0"
+    )
     db.close()
     dataset = EnergonDataset(folder)
     for read in (dataset.raw, dataset.parts, lambda key: dataset.part(key, "txt")):

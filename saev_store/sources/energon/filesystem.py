@@ -52,7 +52,7 @@ class EnergonFileSystem(AbstractFileSystem):
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """The entries of a folder, or the file itself, in the order of the index."""
-        path = str(self._strip_protocol(path))
+        path = path.removeprefix("energon://").strip("/")
         found = {entry["name"]: entry for entry in self._entries(path)}
         if path and not found:
             raise NotFoundError(f"there is no {path!r}", where=self.dataset.url)
@@ -75,7 +75,7 @@ class EnergonFileSystem(AbstractFileSystem):
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """The bytes of a part, or a range of them as a slice takes it."""
-        return self.dataset.file(str(self._strip_protocol(path)))[start:end]
+        return self.dataset.file(path.removeprefix("energon://").strip("/"))[start:end]
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BytesIO:  # pyright: ignore[reportIncompatibleMethodOverride]  # fsspec's own subclasses narrow it, too
         if mode != "rb":
