@@ -198,8 +198,9 @@ class Synthetic:
         del path
         return [bytes(end - start) for start, end in zip(starts, ends, strict=True)]
 
-    def prefetch(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> None:
-        del path, starts, ends
+    def load_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int], memory: memoryview) -> list[bytes]:
+        del memory
+        return self.get_ranges(path, starts=starts, ends=ends)
 
     def size(self, path: str) -> int:
         raise NotImplementedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ TASK_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
 #: Vectors of another dtype are converted in pieces that stay in the processor's cache.
 _CONVERT_BYTES = 512 << 10
+#: Memory that each thread reads local files to, before rows are copied to their slots.
+_of_thread = threading.local()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +86,17 @@ class ReadTask:
         reader.check(self.shard_idx, self.highest)
         starts: list[int] = self.starts.reshape(-1).tolist()
         ends: list[int] = (self.starts + self.n_cells[:, None] * reader.layout.vector_nbytes).reshape(-1).tolist()
+        nbytes = int(self.n_cells.max()) * reader.layout.vector_nbytes
+        scratch: Bytes | None = getattr(_of_thread, "scratch", None)
+        if scratch is None or len(scratch) < nbytes:
+            scratch = _of_thread.scratch = np.empty(nbytes, np.uint8)
         try:
-            reader.transport.prefetch(path, starts=starts, ends=ends)
-            self._scatter(reader.transport.get_ranges(path, starts=starts, ends=ends), memory)
+            self._scatter(reader.transport.load_ranges(path, starts=starts, ends=ends, memory=scratch.data), memory)
         except NotFoundError:
             reader.check_size(self.shard_idx)
             raise
 
-    def _scatter(self, found: Sequence[Buffer], memory: Bytes) -> None:
+    def _scatter(self, found: Iterable[Buffer], memory: Bytes) -> None:
         """Copy the rows of all ranges, each with its layers, to their slots."""
         stored, pool, parts = self.side.rows.reader.dtype, self.pool, iter(found)
         out = self.side.vectors(memory, len(pool.slot))

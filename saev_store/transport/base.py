@@ -154,6 +154,13 @@ class Transport(ABC):
         [1, 4]
         """
 
+    def load_ranges(
+        self, path: str, *, starts: Sequence[int], ends: Sequence[int], memory: memoryview
+    ) -> Iterable[Buffer]:
+        """As `get_ranges`, but never maps: each range of a local file is read to the beginning of `memory` when it is asked for."""
+        del memory
+        return self.get_ranges(path, starts=starts, ends=ends)
+
     def readinto(self, path: str, *, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fill each buffer, which is writable and C-contiguous, from the bytes that begin at its start; errors as of `get_ranges`.
 
@@ -173,9 +180,6 @@ class Transport(ABC):
         """A read-only view of the first bytes of a file; None if it cannot be mapped, `CorruptShardError` if it is shorter."""
         del path, nbytes
         return None
-
-    def prefetch(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> None:  # noqa: B027  # only maps need it
-        """Let the system bring ranges of a mapped file into memory that are not there yet; nothing where files are not mapped."""
 
     def check_mapped(self, path: str, nbytes: int) -> None:  # noqa: B027  # only maps need it
         """Raise a `CorruptShardError` if the file behind a map is shorter than `nbytes` now, before bytes are copied out of it."""

@@ -114,16 +114,23 @@ class LocalTransport(Transport):
         self.readinto(path, starts=starts, buffers=parts)
         return [part.toreadonly() for part in parts]
 
-    def prefetch(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> None:
-        if not self.use_mmap or not hasattr(os, "RWF_NOWAIT"):
-            return
-        with self._opened(path, 0) as file:
-            for start, end in zip(starts, ends, strict=True):
+    def load_ranges(
+        self, path: str, *, starts: Sequence[int], ends: Sequence[int], memory: memoryview
+    ) -> Generator[Buffer]:
+        where = self.where(path)
+        with self._opened(path, max(ends, default=0)) as file:
+            for start, end in zip(starts, ends, strict=True) if hasattr(os, "RWF_NOWAIT") else ():
                 try:
                     os.preadv(file.fd, [bytearray(1)], end - 1, os.RWF_NOWAIT)
-                except OSError:  # it would wait, or the file system does not know
+                except (
+                    OSError
+                ):  # it would wait, or the file system does not know: the disk shall work on all ranges at once
                     for at in range(start, end, _ADVICE_BYTES):
                         os.posix_fadvise(file.fd, at, min(_ADVICE_BYTES, end - at), os.POSIX_FADV_WILLNEED)
+            for start, end in zip(starts, ends, strict=True):
+                part = memory[: end - start]
+                _read_all(file.fd, [part], start, where=where)
+                yield part
 
     def map_prefix(self, path: str, nbytes: int) -> memoryview | None:
         if not self.use_mmap:

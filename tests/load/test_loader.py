@@ -10,6 +10,7 @@ import pickle
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -554,10 +555,10 @@ class Hanging:
     def __getattr__(self, name: str) -> object:
         return getattr(self.below, name)
 
-    def get_ranges(self, path: str, **parts: object) -> object:
+    def load_ranges(self, path: str, **parts: object) -> object:
         self.asked.set()
         self.go.wait(60)
-        return self.below.get_ranges(path, **parts)
+        return self.below.load_ranges(path, **parts)
 
 
 def hanging_rows(tmp_path: Path) -> tuple[Selection, Hanging]:
@@ -577,6 +578,24 @@ def test_read_that_hangs_is_a_deadline_and_its_memory_is_not_used_again(tmp_path
             next(iter(loader))
     transport.go.set()
     assert [bits(batch["act"]) for batch in loader] == expected
+
+
+class Cutting(Hanging):
+    """A transport whose shards are cut when their first range was read."""
+
+    def load_ranges(self, path: str, **parts: object) -> Iterator[object]:
+        for found in self.below.load_ranges(path, **parts):
+            yield found
+            os.truncate(self.below.where(path), 0)
+
+
+@pytest.mark.parametrize("engine", ["mmap", "pread"])
+def test_loader_shard_cut_while_it_is_read_is_an_error(tmp_path: Path, engine: str) -> None:
+    made = token_store(tmp_path, n=13, content=5, per_shard=3)
+    rows = ShardStore.open(str(made.path), engine=engine).sel(layer=5, tokens="content", masked=True)
+    rows.reader.transport = Cutting(rows.reader.transport)
+    with Loader(rows, batch_size=30) as loader, pytest.raises(CorruptShardError):
+        list(loader)
 
 
 def test_close_ends_an_iteration_that_waits(tmp_path: Path) -> None:
