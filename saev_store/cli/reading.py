@@ -197,7 +197,7 @@ def head(
     """Show the first vectors of a layer with their example, token and norm."""
     import numpy as np
 
-    from saev_store.loaders.columns import TokenColumns
+    from saev_store.loaders.reads import TokenColumns
     from saev_store.store.store import ShardStore
 
     wanted = None if layer is None else layer_keys(layer, where="--layer")

@@ -17,11 +17,10 @@ import numpy.typing as npt
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, kind_of
-from saev_store.loaders.columns import TokenColumns, layer_columns
 from saev_store.loaders.explain import Explanation, explain
 from saev_store.loaders.iteration import MOST_POOLS, Allocate, Plan, PoolMemory, PoolReader, Reading, allocate, ended
 from saev_store.loaders.options import LoaderOptions, chosen, rank_and_world
-from saev_store.loaders.reads import Side, plan_reads
+from saev_store.loaders.reads import Side, TokenColumns, layer_columns, plan_reads
 from saev_store.loaders.state import Place, check_state, state_of
 from saev_store.order import Cut, Epoch
 from saev_store.store.pair import PairSelection
@@ -89,14 +88,12 @@ class BaseLoader(ABC, Generic[B]):
             pool_batches=max(1, most // (options.batch_size * self._row_nbytes)),
             early_start=options.early_start or is_stored,
         )  # fmt: skip
-        self._cut = self._adopted(cut, self._loaded)
+        self._cut = cut if self._loaded is None else self._adopted(cut, self._loaded)
         self._ranks = ranks
         return self._cut
 
-    def _adopted(self, cut: Cut, place: Place | None) -> Cut:
+    def _adopted(self, cut: Cut, place: Place) -> Cut:
         """Return a cut with the pools and partitions of a state."""
-        if place is None:
-            return cut
         found = replace(cut, **place.order)  # pyright: ignore[reportArgumentType]  # checked
         if min(found.pool_batches, cut.n_batches) > cut.pool_batches:
             needed = 2 * found.pool_batches * cut.batch_size * self._row_nbytes
@@ -168,7 +165,8 @@ class BaseLoader(ABC, Generic[B]):
         if self._memory is None or self._memory.nbytes != end:
             self._memory = PoolMemory(end, self._make_memory)
         is_local = all(part.reader.transport.is_local for part in self._parts.values())
-        plan = partial(self._plan, Epoch(self._first.space, cut, self.options.seed, self._epoch), self.rank, sides)
+        rank = (self._ranks or (0, 1))[0]
+        plan = partial(self._plan, Epoch(self._first.space, cut, self.options.seed, self._epoch), rank, sides)
         reader = self._reader = PoolReader(
             ahead(plan, range(cut.pool_of(first), len(cut.pool_starts) - 1), 2),
             self._memory,

@@ -6,7 +6,6 @@ Nothing here reads or keeps anything that grows with the data, except for eight 
 from __future__ import annotations
 
 from saev_store.order.mixing import Mixing, predict_mixing
-from saev_store.order.permutation import Permutation, derive, permutation
-from saev_store.order.pools import ORDER_VERSION, Cut, Epoch, Pool
+from saev_store.order.pools import ORDER_VERSION, Cut, Epoch, Permutation, Pool, derive, permutation
 
 __all__ = ["ORDER_VERSION", "Cut", "Epoch", "Mixing", "Permutation", "Pool", "derive", "permutation", "predict_mixing"]

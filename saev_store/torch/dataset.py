@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from saev_store.errors import ArgumentError, SelectionError, brief
-from saev_store.loaders.columns import TokenColumns, layer_columns
 from saev_store.loaders.options import LoaderOptions, chosen
+from saev_store.loaders.reads import TokenColumns, layer_columns
 from saev_store.store.pair import PairSelection
 from saev_store.torch.batch import ExampleBatch, example_of, tensors
 from saev_store.torch.rows import RowOptions, Source, choose_rows
