@@ -6,10 +6,10 @@ import shutil
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from saev_store._runtime.progress import human_seconds
 from saev_store.record._fill import computed
 from saev_store.record._part import missing_examples
 from saev_store.record._record import plan
@@ -72,7 +72,7 @@ class RecordingEstimate:
             f"store      {self.name}",
             f"size       {self.n_examples:,} examples, {human_bytes(self.nbytes)} in {self.n_shards:,} shards",
             f"left       {self.n_left:,} examples to record, {human_bytes(self.needed_nbytes)}",
-            f"time       {human_seconds(self.seconds)}",
+            f"time       {timedelta(seconds=round(self.seconds))}",
         ]
         if self.free_nbytes is not None:
             lines.append(

@@ -85,8 +85,8 @@ class NewFile:
         sink = self._transport.open_sink(self.path, used_nbytes=nbytes, file_nbytes=nbytes, replace=self._overwrite)
         try:
             self._file.seek(0)
-            for start in range(0, nbytes, CHUNK_BYTES):
-                sink.write(start, [memoryview(self._file.read(CHUNK_BYTES))])
+            while block := self._file.read(CHUNK_BYTES):
+                sink.write([memoryview(block)])
             sink.commit()
         finally:
             sink.abort()

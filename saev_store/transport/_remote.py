@@ -145,7 +145,7 @@ class RemoteTransport(Transport):
             return await super().get_range_async(path, start=start, end=end)
         loop, limit_s = self.loop(), TIMEOUT_S + (end - start) / SLOWEST_BYTES_PER_S
         with self.errors("read", where):
-            work = within(lambda: self._get(path, start, end), limit_s)
+            work = asyncio.wait_for(self._get(path, start, end), limit_s)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
     def _below(self, path: str) -> str:
@@ -231,7 +231,7 @@ def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, li
 
     async def whole() -> T:
         try:
-            return await within(work, limit_s)
+            return await asyncio.wait_for(work(), limit_s)
         finally:
             ended.set()
 
@@ -242,8 +242,3 @@ def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, li
         future.cancel()
         ended.wait(_STUCK_S)
         raise
-
-
-async def within(work: Callable[[], Awaitable[T]], limit_s: float) -> T:
-    async with asyncio.timeout(limit_s):
-        return await work()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Self
 
-from saev_store.errors import ArgumentError, ReadOnlyError, TransportError
+from saev_store.errors import ArgumentError, ReadOnlyError
 from saev_store.names import joined_url
 from saev_store.transport.checks import Buffer, ReadCost, byte_views, check_path
 
@@ -46,33 +46,24 @@ class Sink(ABC):
         self._where, self._used, self._file_nbytes = where, used_nbytes, file_nbytes
         self._written, self._is_open = 0, True
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, buffers: Sequence[memoryview]) -> None:
         """Append C-contiguous buffers, which may be reused when the call returns.
 
         Raises:
-            ArgumentError: `offset` is not the next byte, or the buffers exceed the file.
-            TransportError: the bytes could not be written, or the file is committed or aborted.
+            TransportError: the bytes could not be written.
         """
-        if not self._is_open:
-            raise TransportError("this file is already committed or aborted", where=self._where)
-        views = byte_views(buffers, writable=False)
-        end = offset + sum(map(len, views))
-        if offset != self._written or end > self._used:
-            raise ArgumentError(
-                f"bytes {offset}:{end} are not the next ones: {self._written:,} of {self._used:,} were written",
-                where=self._where,
-            )
+        views = byte_views(buffers)
         self._append(views)
-        self._written = end
+        self._written += sum(map(len, views))
 
     def commit(self) -> None:
         """Make the file durable under its name, exactly `file_nbytes` long, with zeros at its end.
 
         Raises:
-            ArgumentError: some of `used_nbytes` were not written: the hole would read as vectors of zeros.
+            ArgumentError: not exactly `used_nbytes` were written: a hole would read as vectors of zeros.
         """
-        if self._written < self._used:
-            raise ArgumentError(f"only {self._written:,} of {self._used:,} bytes were written", where=self._where)
+        if self._written != self._used:
+            raise ArgumentError(f"{self._written:,} of {self._used:,} bytes were written", where=self._where)
         self._finish()
         self.abort()
 

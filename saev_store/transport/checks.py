@@ -17,7 +17,6 @@ from saev_store.errors import (
     AccessError,
     ArgumentError,
     CorruptShardError,
-    DeadlineError,
     NotFoundError,
     SaevStoreError,
     StoreExistsError,
@@ -38,7 +37,6 @@ _ERRORS: dict[int, tuple[type[SaevStoreError], str | None]] = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), (TransportError, "Raise the limit on open files (`ulimit -n`).")),
     errno.EEXIST: (StoreExistsError, "Resume, or delete it first."),
     errno.EFBIG: (TransportError, "Choose a smaller max_tokens_per_shard."),
-    errno.ETIMEDOUT: (DeadlineError, None),
     **dict.fromkeys((errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG), (TransportError, None)),
 }
 
@@ -58,25 +56,15 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
 
 def check_ranges(where: str, starts: Sequence[int], ends: Sequence[int]) -> int:
     """The largest end (0 if there are no ranges), once each range is half-open and not negative; else an `ArgumentError`."""
-    if len(starts) != len(ends):
-        raise ArgumentError(f"{len(starts)} starts, but {len(ends)} ends or buffers", where=where)
-    largest = 0
     for start, end in zip(starts, ends, strict=True):
         if not 0 <= start <= end:
             raise ArgumentError(f"the range {start}:{end} is negative or backwards", where=where)
-        largest = max(largest, end)
-    return largest
+    return max(ends, default=0)
 
 
-def byte_views(buffers: Sequence[memoryview], *, writable: bool) -> list[memoryview]:
-    """The same memory as one-dimensional bytes, one view for each buffer; `ArgumentError` if that is impossible."""
-    if writable and any(buffer.readonly and buffer.nbytes for buffer in buffers):
-        raise ArgumentError("a read-only buffer cannot be filled", where="buffers")
-    try:
-        return [buffer.cast("B") if buffer.nbytes else memoryview(b"") for buffer in buffers]
-    except (TypeError, ValueError) as error:
-        remedy = "Pass C-contiguous arrays of a native dtype."
-        raise ArgumentError(f"a buffer is not plain memory: {error}", where="buffers", remedy=remedy) from error
+def byte_views(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """The same memory as one-dimensional bytes, one view for each C-contiguous buffer."""
+    return [buffer.cast("B") if buffer.nbytes else memoryview(b"") for buffer in buffers]
 
 
 class ReadCost(NamedTuple):
@@ -109,8 +97,8 @@ def requests_into(
     where: str, starts: Sequence[int], buffers: Sequence[memoryview], cost: ReadCost
 ) -> list[Request[memoryview]]:
     """Cut and merge reads into requests whose targets are writable bytes; `ArgumentError` for impossible ones."""
-    views = byte_views(buffers, writable=True)
-    check_ranges(where, starts, [start + len(view) for start, view in zip(starts, views, strict=False)])
+    views = byte_views(buffers)
+    check_ranges(where, starts, [start + len(view) for start, view in zip(starts, views, strict=True)])
     pieces: list[tuple[int, int, memoryview]] = []
     for start, view in zip(starts, views, strict=True):
         n, step = len(view), int(min(cost.max_request_bytes, len(view)))
@@ -137,10 +125,11 @@ def too_short(where: str, *, size: int, needed: int) -> CorruptShardError:
     )
 
 
-def too_big(where: str, *, size: int | None, max_bytes: int) -> TransportError:
+def too_big(where: str, *, size: int, max_bytes: int) -> TransportError:
     """The error for a document that is larger than any valid one."""
-    length = "more" if size is None else f"{size:,} bytes"
-    return TransportError(f"the file has {length}, but at most {max_bytes:,} bytes are read at once", where=where)
+    return TransportError(
+        f"the file has {size:,} bytes or more, but at most {max_bytes:,} bytes are read at once", where=where
+    )
 
 
 def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
@@ -150,7 +139,7 @@ def from_os_error(error: OSError, *, where: str, doing: str) -> SaevStoreError:
     kind, remedy = _ERRORS.get(code, (TransportError, None))
     made = kind(f"could not {doing}: {text}", where=where, remedy=remedy)
     if isinstance(made, TransportError):
-        made.transient = code not in _ERRORS or code == errno.ETIMEDOUT
+        made.transient = code not in _ERRORS
     return made
 
 

@@ -178,5 +178,4 @@ def _try_to_lock(where: str) -> int:
 
 
 def _conflict(where: str) -> WriterConflictError:
-    remedy = "Wait for it, or stop it and resume."
-    return WriterConflictError("another process or thread is writing here", where=where, remedy=remedy)
+    return WriterConflictError("another process is writing here", where=where, remedy="Wait for it, or stop it.")

@@ -25,12 +25,8 @@ _HAS_POSITIONS, _ONE_POSITION = hasattr(os, "preadv"), threading.Lock()
 _OPEN: deque[OpenFile] = deque(maxlen=128)
 
 
-def _fstat_size(fd: int, _offset: int, _whence: int, /) -> int:
-    return os.fstat(fd).st_size
-
-
 #: Size of an open file. `lseek` to its end takes a third of the time of `fstat`, but moves the only position that Windows has.
-seek_end = os.lseek if _HAS_POSITIONS else _fstat_size
+seek_end: Callable[[int, int, int], int] = os.lseek if _HAS_POSITIONS else lambda fd, _at, _from: os.fstat(fd).st_size
 
 
 class OpenFile:

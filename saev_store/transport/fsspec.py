@@ -28,9 +28,6 @@ _S3, _GOOGLE, _WEB = {"s3", "s3a"}, {"gs", "gcs"}, {"http", "https"}
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_GOOGLE, "gcs")}
 #: With less, as by default, aiohttp stops and resumes the socket several times for each answer.
 _BUFFER_BYTES = 8 << 20
-#: A request through fsspec's clients is about a millisecond of Python: the time of 180 kB at 1 Gbit/s, with its latency.
-_FAR = ReadCost(180_000, 8 << 20)
-_NEAR = ReadCost(256 << 10, 64 << 20)
 #: Names of what distinguishes a file from others of its name, as file systems have it.
 _VERSIONS = ("generation", "ETag", "etag", "Last-Modified", "LastModified", "mtime", "modified", "created")
 _MODIFIED = ("LastModified", "mtime", "updated", "last_modified", "modified")
@@ -50,15 +47,17 @@ class FsspecTransport(RemoteTransport):
     one of the same length is not noticed.
     """
 
+    #: A request is about a millisecond of Python: the time of 180 kB at 1 Gbit/s, with its latency.
+    cost = ReadCost(180_000, 8 << 20)
+
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
         super().__init__(url, storage_options or {}, safe_url=_safe_url(url))
         if "credential_provider" in self.options:
             raise ArgumentError("only obstore takes a credential_provider", where="storage_options")
-        self.protocols: Sequence[str] = _protocols_of(url)
+        self.protocols = [_protocol(link) for link in url.split("::")]
         self.name = f"fsspec:{'::'.join(self.protocols)}"
-        self.cost = _NEAR if _NEAR_PROTOCOLS.issuperset(self.protocols) else _FAR
         self._pid = os.getpid()
-        self.fs, root = _open_filesystem(url, self.options)
+        self.fs, root = _open_filesystem(url, self.protocols, self.options)
         # By type: a caching file system pretends to have the attributes of the one it wraps.
         self.is_async = self.protocols[0] != "dir" and issubclass(
             type(self.fs), import_module("fsspec.asyn").AsyncFileSystem
@@ -109,7 +108,7 @@ class FsspecTransport(RemoteTransport):
                     raise
                 return b""  # servers refuse any range of an empty file
         if max_bytes is not None and len(found) > max_bytes:
-            raise too_big(where, size=None, max_bytes=max_bytes)
+            raise too_big(where, size=len(found), max_bytes=max_bytes)
         return found
 
     def stat(self, path: str) -> FileStat:
@@ -255,9 +254,9 @@ def _modified_s(info: Mapping[str, Any]) -> float | None:
     return found.timestamp() if isinstance(found, datetime) else found
 
 
-def _open_filesystem(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
+def _open_filesystem(url: str, protocols: Sequence[str], options: Mapping[str, object]) -> tuple[Any, str]:
     """The file system behind an address, and its name of the address."""
-    protocols, where = _protocols_of(url), _safe_url(url)
+    where = _safe_url(url)
     try:
         ours = _tuned(protocols[0], options) if len(protocols) == 1 else dict(options)
         for protocol in set(protocols) if len(protocols) > 1 else ():
@@ -312,10 +311,6 @@ def _safe_url(url: str) -> str:
         shown = link if is_near else re.sub(r"://[^/]*@", "://", re.split(r"[?#]", link, maxsplit=1)[0])
         links.append(shown if shown.endswith("://") else shown.rstrip("/"))
     return "::".join(links)
-
-
-def _protocols_of(url: str) -> tuple[str, ...]:
-    return tuple(_protocol(link) for link in url.split("::"))
 
 
 def _protocol(link: str) -> str:

@@ -42,7 +42,7 @@ _ADVICE_BYTES = 128 << 10
 _MAX_MAPS = 8192
 #: Maps cost nothing: ranges are views, gaps are never touched.
 FREE = ReadCost(float("inf"), float("inf"))
-_PREAD = ReadCost(0, 64 << 20)
+_PREAD = ReadCost(0, _PART_BYTES)
 
 
 class LocalTransport(Transport):
@@ -122,9 +122,7 @@ class LocalTransport(Transport):
             for start, end in zip(starts, ends, strict=True) if hasattr(os, "RWF_NOWAIT") else ():
                 try:
                     os.preadv(file.fd, [bytearray(1)], end - 1, os.RWF_NOWAIT)
-                except (
-                    OSError
-                ):  # it would wait, or the file system does not know: the disk shall work on all ranges at once
+                except OSError:  # it would wait, or is not known: the disk shall work on all ranges at once
                     for at in range(start, end, _ADVICE_BYTES):
                         os.posix_fadvise(file.fd, at, min(_ADVICE_BYTES, end - at), os.POSIX_FADV_WILLNEED)
             for start, end in zip(starts, ends, strict=True):
@@ -161,8 +159,7 @@ class LocalTransport(Transport):
     def readinto_files(self, reads: Iterable[FileReads]) -> None:
         for path, starts, buffers in reads:
             n = n_threads(sum(buffer.nbytes for buffer in buffers), part_bytes=_PART_BYTES)
-            cost = _PREAD if n == 1 else ReadCost(0, _PART_BYTES)
-            requests = requests_into(self.where(path), starts, buffers, cost)
+            requests = requests_into(self.where(path), starts, buffers, _PREAD)
             with self._opened(path, max((request.end for request in requests), default=0)) as file:
                 in_threads(partial(_read, file.fd, where=self.where(path)), requests, n)
 

@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
-from saev_store.errors import ArgumentError, MissingDependencyError, NotFoundError, SaevStoreError, TransportError
+from saev_store._runtime.optional import need
+from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, TransportError
 from saev_store.transport import base
 from saev_store.transport._errors import shown, status_of, translated
 from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport, own_loop
@@ -50,11 +51,9 @@ class ObstoreTransport(RemoteTransport):
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
         super().__init__(url, storage_options or {}, safe_url=url.rstrip("/"))
-        try:
-            import obstore
-        except ImportError as error:
-            remedy = "Run: pip install 'saev-store[obstore]'"
-            raise MissingDependencyError("obstore is not installed", where=url, remedy=remedy) from error
+        need("obstore", install="saev-store[obstore]", where=url)
+        import obstore
+
         self.api = obstore
         self.place = _place_of(url, self.options)
         self.name = f"obstore:{self.place.kind}"
@@ -164,7 +163,7 @@ class ObstoreSink(Sink):
         where, key = transport.where(path), transport.key(path)
         super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
         self._transport, self._path, self._key = transport, path, key
-        self._part_bytes = part_bytes(file_nbytes)
+        self._part_bytes = max(REQUEST_BYTES, -(-file_nbytes // _MAX_PARTS))
         self._writer: AsyncWritableFile = transport.api.open_writer_async(
             transport.store, key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
         )
@@ -196,11 +195,6 @@ class ObstoreSink(Sink):
         except BaseException:
             self.abort()  # a failed upload cannot continue, and its parts cost money
             raise
-
-
-def part_bytes(file_nbytes: int) -> int:
-    """Bytes of a part of a file of that length."""
-    return max(REQUEST_BYTES, -(-file_nbytes // _MAX_PARTS))
 
 
 def _file_stat(meta: ObjectMeta) -> FileStat:

@@ -141,7 +141,7 @@ def _join(work: Work, array: TokenArray, receipts: Sequence[Receipt]) -> FileDig
             if rows is None:
                 path = tokens_path(array.name, shard_idx)
                 raise _not_as_written(f"{path} in the work folder is gone, or is not what was written", work)
-            sink.write(digester.nbytes, [memoryview(rows)])
+            sink.write([memoryview(rows)])
             digester.update(rows)
         if work.is_published():
             raise StoreExistsError("another publisher was faster", where=work.url)

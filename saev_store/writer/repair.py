@@ -212,7 +212,7 @@ class RepairWriter(ShardWriter):
                 n = min(len(np.atleast_1d(some)), n_examples - at)
                 rows = token_rows({name: some}, (array,), n, self.layout, required=True)
                 data, at = np.ascontiguousarray(rows).reshape(-1).data, at + n
-                sink.write(digester.nbytes, [data])
+                sink.write([data])
                 digester.update(data)
             if at < n_examples:
                 raise ArgumentError(f"{name} was given for {at} of {n_examples} examples; give it for all", where=name)

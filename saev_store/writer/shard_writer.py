@@ -71,7 +71,7 @@ class ShardFile:
         try:
             sink = self._sink = self._sink or self._target.open_shard(self._shard_idx)
             self._digests.append(digest(block))  # first: the block is in the cache
-            sink.write(self._nbytes, [block])
+            sink.write([block])
             self._nbytes += len(block)
             if tokens is None:
                 return

@@ -75,7 +75,7 @@ def use(transport: Transport) -> None:
     with suppress(StoreExistsError):
         transport.create("b.bin", b"0123456789")
     sink = transport.open_sink(f"c{os.urandom(4).hex()}.bin", used_nbytes=9 << 20, file_nbytes=9 << 20)
-    sink.write(0, [memoryview(bytes(9 << 20))])
+    sink.write([memoryview(bytes(9 << 20))])
     sink.commit()
     assert bytes(transport.get_ranges("a.bin", starts=[3], ends=[7])[0]) == b"3456"
     assert transport.read("a.bin") == b"0123456789" and transport.size("b.bin") == 10

@@ -239,7 +239,7 @@ transport.get_ranges("acts000000.bin", starts=[0], ends=[4])
 for n in range(8):
     threading.Thread(target=transport.read, args=["metadata.json"], daemon=True).start()
 sink = transport.open_sink("new.bin", used_nbytes=20 << 20, file_nbytes=20 << 20)
-sink.write(0, [memoryview(bytes(9 << 20))])
+sink.write([memoryview(bytes(9 << 20))])
 """
 
 

@@ -183,9 +183,9 @@ class DiskSink:
     def __init__(self, state: State, path: str, file: File, used_nbytes: int) -> None:
         self.state, self.path, self.file, self.used, self.prefix = state, path, file, used_nbytes, 0
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        offset = self.prefix
         data = b"".join(bytes(buffer) for buffer in buffers)
-        assert offset == self.prefix, "blocks come in order"
         assert offset + len(data) <= self.used
         self.file.pending.append((offset, data))  # the write that a power cut interrupts may have got anywhere
         self.state.step(f"write {self.path} {offset}")

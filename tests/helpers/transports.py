@@ -116,9 +116,9 @@ class _WrappedSink(Sink):
 
     _append = _finish = _release = Sink.abort
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, buffers: Sequence[memoryview]) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._around("sink.write", nbytes, lambda: self._inner.write(offset, buffers))
+        self._around("sink.write", nbytes, lambda: self._inner.write(buffers))
 
     def commit(self) -> None:
         self._around("sink.commit", 0, self._inner.commit)

@@ -316,12 +316,13 @@ def test_failed_block_is_raised_and_nothing_of_its_shard_counts(tmp_path, monkey
 def test_failed_block_within_a_shard_is_raised_and_the_shard_is_missing(tmp_path, monkeypatch):
     def open_sink(self, path, **options):
         sink = real(self, path, **options)
-        write = sink.write
+        write, begun = sink.write, []
 
-        def disk_full(offset, buffers):
-            if offset == 8 << 20:
+        def disk_full(buffers):
+            if len(begun) == 1:
                 raise TransportError("the disk is full", where=path)
-            write(offset, buffers)
+            begun.append(path)
+            write(buffers)
 
         sink.write = disk_full
         return sink
