@@ -77,9 +77,7 @@ class Inputs:
     model: Annotated[
         str | None, typer.Option(help="The model: a folder, or a name on the hub, such as gpt2. Needed.")
     ] = None
-    text: Annotated[
-        str | None, typer.Option(metavar="URL", help="A text file, or a JSONL file with a text in each line.")
-    ] = None
+    text: Annotated[str | None, typer.Option(metavar="URL", help="A JSONL file with a text in each line.")] = None
     tokens: Annotated[
         str | None, typer.Option(metavar="URL", help="Instead: an MMIDIDX or LLMBATCH file, or Energon with texts.")
     ] = None

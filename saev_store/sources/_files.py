@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
@@ -20,27 +19,20 @@ _SAMPLE_BYTES = 32 << 10
 
 
 class DataFile:
-    """A file of a data set. Reads continue after `close`, as long as the file is the one that was opened.
-
-    `is_resident` is true if ranges are views of memory, so that nothing is fetched.
-    """
+    """A file of a data set, as it was when it was opened."""
 
     def __init__(self, transport: Transport, path: str) -> None:
         self.transport, self.path, self.url = transport, path, transport.where(path)
         self._stat = transport.stat(path)
         transport.version(path)  # pins the file, also if nothing is read yet
         self.nbytes = self._stat.nbytes
-        self.is_resident = math.isinf(transport.cost.max_gap_bytes)
-        self._is_open = True
 
     def ranges(self, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         """Half-open ranges of bytes, as of `Transport.get_ranges`."""
-        self._reopen()
         return self.transport.get_ranges(self.path, starts=starts, ends=ends)
 
     def readinto(self, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fill buffers, as `Transport.readinto`."""
-        self._reopen()
         self.transport.readinto(self.path, starts=starts, buffers=buffers)
 
     def head(self, nbytes: int) -> bytes:
@@ -53,14 +45,8 @@ class DataFile:
             message = "another file has this name since the data set was opened"
             raise CorruptShardError(message, where=self.url, remedy="Open it again.")
 
-    def _reopen(self) -> None:
-        if not self._is_open:  # the transport forgot which file it was
-            self.check_unchanged()
-            self._is_open = True
-
     def close(self) -> None:
-        """Release maps and connections."""
-        self._is_open = False
+        """Release maps and connections; later reads open the file again."""
         self.transport.close()
 
 

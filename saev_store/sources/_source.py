@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, Literal, Self, SupportsIndex, TypeVar
 
 import numpy as np
@@ -156,9 +156,3 @@ def steps(n: int, batch_size: int) -> Iterator[tuple[int, int]]:
     batch_size = check_count(batch_size, name="batch_size")
     for first in range(0, n, batch_size):
         yield first, min(first + batch_size, n)
-
-
-def text_card(title: str, facts: Mapping[str, object], problems: Sequence[Problem]) -> str:
-    """The text of a source's `repr`: facts and the first problems."""
-    rows = [*facts.items(), *(("problem", f"{problem.where}: {problem.message}") for problem in problems[:5])]
-    return "\n".join([one_line(title), *(f"  {name.ljust(16)}{one_line(str(value))}" for name, value in rows)])

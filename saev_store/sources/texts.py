@@ -1,9 +1,8 @@
-"""Texts as samples: those of a file (`TextFile`), parts of Energon samples, columns of other data sets."""
+"""Texts as samples: JSON lines (`TextFile`), parts of Energon samples, columns of other data sets."""
 
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, SupportsIndex, cast
@@ -23,32 +22,23 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-_HEAD_NBYTES, _GROUP = 4096, 256
-#: How gzip, Zstandard, bzip2, xz, LZ4 and zip files begin.
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0", b"\x04\x22\x4d\x18", b"PK\x03\x04")
-#: A JSON object that continues in its line, and one in an array or of several lines.
-_OBJECT = re.compile(rb'\s*\{[ \t]*"')
-_ONE_DOCUMENT = re.compile(rb'\s*(?:\[\s*\{\s*"|\{[ \t]*[\r\n]\s*")')
+_GROUP = 256
 #: Endings of the parts of an Energon sample that are text.
 _ENDINGS = frozenset({"txt", "text", "transcript"})
 
 
 class TextFile(Source[str]):
-    """The texts of a UTF-8 file as a source: of JSON lines one in each line, which is an object; any other file is one text.
+    """The texts of a file of JSON lines as a source: each line is an object with a text; lines without content are left out.
 
-    JSON lines are files named `*.jsonl`, and those that begin with a JSON object whatever their name is. Lines without
-    content are left out. The file is read once when it is opened, for its digest and to find its lines; of the texts,
-    24 bytes each are kept.
+    The file is read once when it is opened, for its digest and to find its lines; of the texts, 24 bytes each are kept.
 
     Args:
         url: The file: a path or any fsspec URL.
         storage_options: As in `open_source`.
-        text_key: Key of the text in the objects of JSON lines.
+        text_key: Key of the text in the objects.
 
     Raises:
         NotFoundError: there is no such file.
-        DocumentError: it is compressed, or one JSON document of several lines.
-        ArgumentError: `text_key` is given for a file that is one text.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -65,42 +55,23 @@ class TextFile(Source[str]):
     ) -> None:
         self.transport, path = locate(url, storage_options)
         self._file, self.text_key = DataFile(self.transport, path), text_key
-        self.url, nbytes = self._file.url, self._file.nbytes
-        self._has_lines = self._look(self._file.head(_HEAD_NBYTES))
+        self.url = self._file.url
         #: The first byte of each text, the one behind its last, and the number of its line.
         self._starts, self._ends, self._lines = array("q"), array("q"), array("q")
         # The same digest as that of `digest_files`.
-        hasher = xxhash.xxh3_128(nbytes.to_bytes(8, "little"))
+        hasher = xxhash.xxh3_128(self._file.nbytes.to_bytes(8, "little"))
         for number, (start, line) in enumerate(self._scanned(hasher), 1):
             if line.strip():
                 self._starts.append(start)
                 self._ends.append(start + len(line))
                 self._lines.append(number)
-        if not self._has_lines:
-            self._starts, self._ends, self._lines = array("q", [0]), array("q", [nbytes]), array("q", [1])
         self._digest = hasher.hexdigest()
-
-    def _look(self, head: bytes) -> bool:
-        """Return True for JSON lines, from the first bytes of the file; refuse what is neither these nor a text."""
-        if head.startswith(_COMPRESSED):
-            raise DocumentError("it is compressed; texts are read as they are", where=self.url, remedy="Decompress it.")
-        is_named = self._file.path.endswith(".jsonl")
-        if not is_named and _ONE_DOCUMENT.match(head):
-            remedy = "Write one object with a text in each line."
-            raise DocumentError("it is one JSON document, not a text", where=self.url, remedy=remedy)
-        has_lines = is_named or _OBJECT.match(head) is not None
-        if not has_lines and self.text_key != "text":
-            message = f"text_key is {brief(self.text_key)}, but the file is one text, not JSON lines"
-            raise ArgumentError(message, where="text_key", remedy="Leave it out.")
-        return has_lines
 
     def _scanned(self, hasher: xxhash.xxh3_128) -> Iterator[tuple[int, bytes]]:
         """Digest the file, and yield the start of each line and its bytes."""
         start, begun = 0, list[bytes]()
         for chunk in chunks(self.transport, self._file.path, self._file.nbytes):
             hasher.update(chunk)
-            if not self._has_lines:
-                continue
             *whole, rest = bytes(chunk).split(b"\n")
             for end in whole:
                 line = b"".join([*begun, end])
@@ -127,15 +98,13 @@ class TextFile(Source[str]):
         return (self._text(bytes(raw), position) for position, raw in zip(wanted, found, strict=True))
 
     def _text(self, raw: bytes, position: int) -> str:
-        """The text of the bytes of a line, or of the file."""
-        where = f"{self.url}:{self._lines[position]}" if self._has_lines else self.url
+        """The text of the bytes of a line."""
+        where = f"{self.url}:{self._lines[position]}"
         try:
-            decoded = raw.decode()
-            if not self._has_lines:
-                return decoded.replace("\r\n", "\n").replace("\r", "\n")
-            found = cast("object", json.loads(decoded))
+            found = cast("object", json.loads(raw.decode()))
         except (ValueError, RecursionError) as error:  # bad UTF-8 and long numbers are ValueErrors
-            raise DocumentError(f"it is not UTF-8, or the line is not JSON: {error}", where=where) from None
+            remedy = "Texts are JSON lines, not compressed: an object with a text in each."
+            raise DocumentError(f"the line is not JSON: {error}", where=where, remedy=remedy) from None
         text = found.get(self.text_key) if is_mapping(found) else None
         if not isinstance(text, str):
             message = f"the line must be an object with a text under {self.text_key!r}, got {brief(found)}"
@@ -148,7 +117,7 @@ class TextFile(Source[str]):
         return {
             "format": self.format,
             "url": self.url,
-            **({"text_key": self.text_key} if self._has_lines else {}),
+            "text_key": self.text_key,
             "n_samples": len(self),
             "digest": {"algorithm": ALGORITHM, "scope": "full", "value": self._digest},
         }

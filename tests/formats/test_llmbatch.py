@@ -221,30 +221,6 @@ def test_validate_reports_changed_files(tmp_path):
         assert (problem.kind, problem.lost) == ("corrupt_shard", ((0, 6),))
 
 
-def test_read_after_close_notices_another_file(tmp_path, s3_bucket):
-    places = [(put(tmp_path), {"engine": "mmap"}), (put(tmp_path, name="y"), {"engine": "pread"})]
-    places += [(f"{s3_bucket.url}/x.batch", {"storage_options": s3_bucket.options})]
-    transport = open_transport(s3_bucket.url, s3_bucket.options)
-    for place, options in places:
-        transport.put("x.batch", FILE)
-        reader = BatchFileReader(place, **options)
-        reader.close()
-        assert np.array_equal(reader.read_batch(0), BATCHES[0])
-        reader.close()
-        other = llmbatch_bytes(BATCHES + np.uint32(1))
-        transport.put("x.batch", other)
-        if isinstance(place, Path):
-            put(tmp_path, other, "other").replace(place)
-        for read, argument in (
-            (reader.read_batch, 0),
-            (reader.read_batches, [0]),
-            (reader.rows, [3]),
-            (reader.__getitem__, 1),
-        ):
-            assert type(refusal(read, argument)) is CorruptShardError
-        assert "secret" not in repr(reader) + reader.url
-
-
 # -- the loader --------------------------------------------------------------------------------------------------------
 
 

@@ -5,17 +5,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from saev_store._runtime.optional import need
 from saev_store.documents import parse_json
 from saev_store.errors import ArgumentError, DocumentError, SaevStoreError, brief
-from saev_store.sources.npy_header import parse_npy_header
 from saev_store.sources.pixels import FORMATS, opened
 
 #: The class in `dataset.yaml` of samples whose parts are not decoded.
@@ -157,13 +159,7 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
             case "cls" | "cls2" | "index" | "inx" | "id":
                 return int(raw)
             case "npy":
-                header = parse_npy_header(raw)
-                if header.end != len(raw):
-                    raise ValueError(
-                        f"{header.dtype} of {brief(header.shape)} is {header.end:,} bytes, not {len(raw):,}"
-                    )
-                order = "F" if header.is_fortran else "C"
-                return np.ndarray(header.shape, header.dtype, raw, offset=header.start, order=order).copy()
+                return _array(raw)
             case "mp" | "msg":
                 need("msgpack", install="saev-store[energon]", where=where)
                 import msgpack
@@ -178,3 +174,17 @@ def decode(part: str, raw: bytes, *, where: str, images: Images = "rgb8") -> obj
         why = error.message if isinstance(error, SaevStoreError) else str(error)
         message = f"part {brief(part)} does not decode: {why or type(error).__name__}"
         raise DocumentError(message, where=where) from None
+
+
+def _array(raw: bytes) -> npt.NDArray[np.generic]:
+    """The numbers of a `.npy` file, whose header is compared with its size first."""
+    stream = io.BytesIO(raw)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(stream)
+    except Exception as error:  # NumPy lets through what Python's parser of literals raises, MemoryError too
+        raise ValueError(brief(str(error))) from None
+    if stream.tell() + math.prod(shape) * dtype.itemsize != len(raw) or not dtype.itemsize or dtype.hasobject:
+        raise ValueError(f"{dtype} of {brief(shape)} is not what {len(raw):,} bytes hold")
+    return np.ndarray(shape, dtype, raw, stream.tell(), order="F" if is_fortran else "C").copy()

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 #: Changes when the order changes; stored in the states of loaders.
 BLOCK_ORDER = "saev-store-blocks-2"
 _FIRST, _REST = 0x4C4C4D43, 0x4C4C4D44
-#: Bytes of one fetch from a remote file, and the number of concurrent fetches.
-_GROUP_BYTES, _N_AHEAD = 4 << 20, 4
+#: Batches that are read ahead.
+_N_AHEAD = 16
 
 
 class BatchNativeLoader:
@@ -109,20 +109,13 @@ class BatchNativeLoader:
     def __iter__(self) -> Iterator[torch.Tensor | TokenArray]:
         first = self._position = self._start
         self._start, order = 0, self.order(first)
-        batches = map(self.reader.read_batch, order.tolist()) if self.reader.is_resident else self._fetched(order)
-        for n_yielded, batch in enumerate(batches, start=1):
-            self._position = first + n_yielded * self.world_size
-            if n_yielded == len(order):
-                self.epoch, self._position = self.epoch + 1, 0
-            yield _as_tensor(batch) if self.output == "torch" else batch
-
-    def _fetched(self, order: IntArray) -> Iterator[TokenArray]:
-        """The batches, fetched ahead of the consumer in groups."""
-        n = max(1, _GROUP_BYTES // self.reader.header.padded_batch_nbytes)
-        groups = [order[first : first + n] for first in range(0, len(order), n)]
-        with contextlib.closing(ahead(self.reader.read_batches, groups, _N_AHEAD)) as fetched:
-            for group in fetched:
-                yield from group
+        n_threads = 1 if self.reader.transport.is_local else _N_AHEAD
+        with contextlib.closing(ahead(self.reader.read_batch, order.tolist(), n_threads)) as batches:
+            for n_yielded, batch in enumerate(batches, start=1):
+                self._position = first + n_yielded * self.world_size
+                if n_yielded == len(order):
+                    self.epoch, self._position = self.epoch + 1, 0
+                yield _as_tensor(batch) if self.output == "torch" else batch
 
     @cached_property
     def _identity(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
 from saev_store.problems import Problem
 from saev_store.sources._files import DataFile, describe_digest, digest_files
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, parse_header
 
@@ -56,37 +56,18 @@ class BatchFileReader(Source[TokenArray]):
         self.transport, path = locate(path, storage_options, engine=engine, transport=transport)
         self._file = DataFile(self.transport, path)
         self._files = [(path, self._file.nbytes)]
-        self.url, self.is_resident = self._file.url, self._file.is_resident
+        self.url = self._file.url
         self.header = header = parse_header(
             self._file.head(HEADER_NBYTES), file_nbytes=self._file.nbytes, where=self.url
         )
         self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
         self.num_batches, self.total_records = header.num_batches, header.total_records
-        #: The mapped file as one array; None before the first use, after `close`, and if it is not mapped.
-        self._view: TokenArray | None = None
-
-    def _whole(self) -> TokenArray | None:
-        """The mapped file as batches, read-only, shape (num_batches, batch_size, seq_len); None if it is not mapped."""
-        header = self.header
-        if self._view is None and self.is_resident and header.num_batches:
-            (data,) = self._file.ranges([0], [header.file_nbytes])
-            shape = (header.num_batches, header.batch_size, header.seq_len)
-            strides = (header.padded_batch_nbytes, header.seq_len * ITEMSIZE, ITEMSIZE)
-            self._view = np.ndarray(shape, TOKEN, data, HEADER_NBYTES, strides)
-        return self._view
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), transport=self.transport), (self._file.path,)
 
     def __len__(self) -> int:
         return self.num_batches * self.batch_size
-
-    def __repr__(self) -> str:
-        facts = {
-            "batches": f"{self.num_batches:,} of {self.batch_size} records x {self.seq_len} tokens (uint32)",
-            "written": f"from {self.total_records:,} records, with seed {self.seed}",
-        }
-        return text_card(f"LLMBATCH {self.url}", facts, self.problems)
 
     def read_batch(self, batch_index: SupportsIndex) -> TokenArray:
         """Return a batch: uint32, shape (batch_size, seq_len); negative numbers count from the end.
@@ -95,13 +76,13 @@ class BatchFileReader(Source[TokenArray]):
             SelectionError: there is no such batch.
         """
         index = check_index(batch_index, self.num_batches, what="batch")
-        return self.read_batches([index])[0] if (whole := self._whole()) is None else whole[index]
+        start, shape = HEADER_NBYTES + index * self.header.padded_batch_nbytes, (self.batch_size, self.seq_len)
+        (raw,) = self._file.ranges([start], [start + self.batch_size * self.seq_len * ITEMSIZE])
+        return np.frombuffer(raw, TOKEN).reshape(shape)
 
     def read_batches(self, batch_indices: npt.ArrayLike | slice) -> TokenArray:
         """Return several batches in the order asked for: uint32, shape (n, batch_size, seq_len), fresh memory."""
         wanted = check_positions(batch_indices, self.num_batches, what="batch")
-        if (whole := self._whole()) is not None:
-            return whole[wanted]
         return self._fetched(wanted * self.header.padded_batch_nbytes, self.batch_size, self.seq_len)
 
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
@@ -111,8 +92,6 @@ class BatchFileReader(Source[TokenArray]):
     def rows(self, indices: npt.ArrayLike | slice) -> TokenArray:
         """Return records by their places in the file: uint32, shape (n, seq_len), fresh memory."""
         batch_idx, row = np.divmod(check_positions(indices, len(self), what="record"), np.int64(self.batch_size))
-        if (whole := self._whole()) is not None:
-            return whole[batch_idx, row]
         row_nbytes = self.seq_len * ITEMSIZE
         return self._fetched(batch_idx * self.header.padded_batch_nbytes + row * row_nbytes, self.seq_len)
 
@@ -147,5 +126,4 @@ class BatchFileReader(Source[TokenArray]):
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the file again."""
-        self._view = None
         self._file.close()

@@ -14,7 +14,7 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
 from saev_store.problems import Problem
 from saev_store.sources._files import DataFile, describe_digest, digest_files
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, check_header, parse_index
 
@@ -80,14 +80,6 @@ class IndexedDataset(Source[TokenArray]):
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    def __repr__(self) -> str:
-        facts = {
-            "sequences": f"{len(self):,} in {len(self.doc_idx) - 1:,} documents",
-            "tokens": f"{self.n_tokens:,} of {self.dtype.name}",
-            "read through": self.transport.name,
-        }
-        return text_card(f"MMIDIDX {self.url}", facts, self.problems)
 
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
         """A sequence: its token ids in the data set's dtype, read-only; `SelectionError` if there is none."""

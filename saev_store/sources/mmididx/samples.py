@@ -15,7 +15,7 @@ import numpy.typing as npt
 from saev_store.core.arguments import check_count, check_number
 from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, DocumentError, brief
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions, text_card
+from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.mmididx.reader import IndexedDataset, TokenArray
 
 if TYPE_CHECKING:
@@ -171,10 +171,6 @@ class TokenSamples(Source[TokenArray]):
 
     def __len__(self) -> int:
         return len(self.indices.shuffle_idx)
-
-    def __repr__(self) -> str:
-        facts = {"samples": f"{len(self):,} of {self.seq_length} + 1 tokens"}
-        return text_card(f"token samples over {self.url}", facts, self.problems)
 
     def __getitem__(self, index: SupportsIndex) -> TokenArray:
         """A sample: shape (seq_length + 1,); `SelectionError` if there is none."""
