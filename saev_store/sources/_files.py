@@ -7,47 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import xxhash
 
 from saev_store.core.arguments import check_choice
-from saev_store.errors import CorruptShardError
+from saev_store.errors import DocumentError
 from saev_store.sources._source import DigestScope
-from saev_store.transport import Buffer, Transport
+from saev_store.transport import Buffer, Entry, Transport
 
 ALGORITHM = "xxh3_128"
 #: Bytes of a file that are read or written at once.
 CHUNK_BYTES = 8 << 20
+#: Folders below the root at most this deep; a link to a folder above itself would have no end.
+_MAX_DEPTH = 32
 _SAMPLES = 32
 _SAMPLE_BYTES = 32 << 10
-
-
-class DataFile:
-    """A file of a data set, as it was when it was opened."""
-
-    def __init__(self, transport: Transport, path: str) -> None:
-        self.transport, self.path, self.url = transport, path, transport.where(path)
-        self._stat = transport.stat(path)
-        transport.version(path)  # pins the file, also if nothing is read yet
-        self.nbytes = self._stat.nbytes
-
-    def ranges(self, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        """Half-open ranges of bytes, as of `Transport.get_ranges`."""
-        return self.transport.get_ranges(self.path, starts=starts, ends=ends)
-
-    def readinto(self, starts: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        """Fill buffers, as `Transport.readinto`."""
-        self.transport.readinto(self.path, starts=starts, buffers=buffers)
-
-    def head(self, nbytes: int) -> bytes:
-        """The first `nbytes`, or all of a shorter file."""
-        return bytes(self.ranges([0], [min(nbytes, self.nbytes)])[0])
-
-    def check_unchanged(self) -> None:
-        """Raise `CorruptShardError` if another file has the name now."""
-        if self.transport.stat(self.path) != self._stat:
-            message = "another file has this name since the data set was opened"
-            raise CorruptShardError(message, where=self.url, remedy="Open it again.")
-
-    def close(self) -> None:
-        """Release maps and connections; later reads open the file again."""
-        self.transport.close()
 
 
 def chunks(transport: Transport, path: str, nbytes: int, *, start: int = 0) -> Iterator[Buffer]:
@@ -80,3 +50,21 @@ def digest_files(transport: Transport, files: Sequence[tuple[str, int]], *, scop
 def describe_digest(transport: Transport, files: Sequence[tuple[str, int]], *, scope: DigestScope) -> dict[str, object]:
     """The digest of files as `Source.describe` returns it."""
     return {"algorithm": ALGORITHM, "scope": scope, "value": digest_files(transport, files, scope=scope)}
+
+
+def pinned_nbytes(transport: Transport, path: str) -> int:
+    """The size of a file, which reads compare from now on."""
+    transport.version(path)
+    return transport.size(path)
+
+
+def files_below(transport: Transport, folder: str = "", depth: int = 0) -> Iterator[Entry]:
+    """The files of a folder and of those below it, without hidden ones."""
+    if depth > _MAX_DEPTH:
+        message = f"folders are nested more than {_MAX_DEPTH} deep: does a link lead to a folder above it?"
+        raise DocumentError(message, where=transport.where(folder))
+    for entry in transport.list(folder):
+        if entry.is_dir and not entry.name.startswith("."):
+            yield from files_below(transport, entry.path.rstrip("/"), depth + 1)
+        elif not entry.name.startswith("."):
+            yield entry

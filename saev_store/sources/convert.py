@@ -144,11 +144,8 @@ def _token_ids(found: object) -> npt.NDArray[np.integer]:
 
 
 def _text(source: Source[object], sample: object, part: str) -> str:
-    """The text of a sample of Energon."""
-    if not isinstance(sample, RawSample):
-        message = f"a tokenizer is for texts; samples of format {source.format} are not"
-        raise ArgumentError(message, where="tokenizer")
-    where = f"{source.url}/{sample.shard}/{sample.key}"
+    """The text of a sample."""
+    where = f"{source.url}/{sample.shard}/{sample.key}" if isinstance(sample, RawSample) else source.url
     text = text_of(source, sample, part, where=where)
     if not isinstance(text, str):
         raise DocumentError(f"{part!r} must be a text, got {brief(text)}", where=where)

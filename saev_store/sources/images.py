@@ -13,13 +13,13 @@ from saev_store._runtime.threads import ahead
 from saev_store.core.arguments import is_mapping
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, brief
 from saev_store.names import joined_url
-from saev_store.sources._files import ALGORITHM, digest_files
+from saev_store.sources._files import ALGORITHM, digest_files, files_below
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url
 from saev_store.sources.energon import EnergonDataset, RawSample
 from saev_store.sources.energon.samples import resolve
 from saev_store.sources.pixels import FORMATS, decode_rgb, opened, upright_px
-from saev_store.transport import Entry, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 #: The name of a column, or a place in a pair such as (image, label).
 ImageKey = str | int
 
-#: Files and folders below the root at most this deep; a link to a folder above itself would have no end.
-_MAX_DEPTH = 32
 _MAX_NBYTES = 1 << 30
 _N_THREADS = 8
 #: Files whose bytes a sampled digest covers: all of a small folder, of a larger one so many that a bucket gives them in seconds.
@@ -63,7 +61,9 @@ class ImageFolder(Source[np.ndarray]):
     ) -> None:
         self.transport = open_transport(url, storage_options) if transport is None else transport.at(str(url))
         self.url = self.transport.url
-        found = sorted(_images_in(self.transport), key=lambda entry: entry.path)
+        files = (entry for entry in files_below(self.transport) if "." in entry.name)
+        found = [entry for entry in files if entry.name.rpartition(".")[2].lower() in FORMATS]
+        found.sort(key=lambda entry: entry.path)
         self.paths = tuple(entry.path for entry in found)
         self._n_files, self._sizes = len(found), [-1 if entry.size is None else entry.size for entry in found]
         if not found:
@@ -97,7 +97,8 @@ class ImageFolder(Source[np.ndarray]):
         """
         every = max(1, -(-len(self) // _N_SAMPLED)) if digest == "sampled" else 1
         hasher = xxhash.xxh3_128()
-        for found in ahead(lambda path: self._digest(path, digest), self.paths[::every], _N_THREADS):
+        chosen = [[(path, self.transport.size(path))] for path in self.paths[::every]]
+        for found in ahead(lambda file: digest_files(self.transport, file, scope=digest), chosen, _N_THREADS):
             hasher.update(found.encode())
         for path, nbytes in zip(self.paths, self._sizes, strict=True):
             hasher.update(f"{path}\0{nbytes}\0".encode())
@@ -108,26 +109,9 @@ class ImageFolder(Source[np.ndarray]):
             "digest": {"algorithm": ALGORITHM, "scope": digest, "value": hasher.hexdigest()},
         }
 
-    def _digest(self, path: str, scope: DigestScope) -> str:
-        return digest_files(self.transport, [(path, self.transport.size(path))], scope=scope)
-
     def close(self) -> None:
         """Release maps and connections."""
         self.transport.close()
-
-
-def _images_in(transport: Transport, folder: str = "", depth: int = 0) -> Iterator[Entry]:
-    """The images of a folder and of those below it."""
-    if depth > _MAX_DEPTH:
-        message = f"folders are nested more than {_MAX_DEPTH} deep: does a link lead to a folder above it?"
-        raise DocumentError(message, where=transport.where(folder))
-    for entry in transport.list(folder):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir:
-            yield from _images_in(transport, entry.path.rstrip("/"), depth + 1)
-        elif entry.name.rpartition(".")[2].lower() in FORMATS and "." in entry.name:
-            yield entry
 
 
 def image_of(source: Source[object], sample: object, image_key: ImageKey | None, *, where: str) -> object:

@@ -138,12 +138,6 @@ def source_of(
     """
     outside_ok = check_flag(outside_ok, name="outside_ok")
     description = cast("Mapping[str, object]", _data_of(metadata)["source"])
-    if description.get("format") == "map_style":
-        raise DocumentError(
-            f"was recorded from a data set in memory, a {brief(description.get('class'))}, which has no address",
-            where=metadata.where,
-            remedy="Pass it on: store.origin(…, source=MapStyle(data)), of saev_store.sources.",
-        )
     address = description.get("url")
     scheme = address.partition("://")[0] if isinstance(address, str) and "://" in address else "file"
     if url is None and not outside_ok and scheme not in {"file", "local", "memory"}:

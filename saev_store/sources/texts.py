@@ -11,11 +11,11 @@ import xxhash
 
 from saev_store.core.arguments import is_mapping
 from saev_store.errors import ArgumentError, DocumentError, brief
-from saev_store.sources._files import ALGORITHM, DataFile, chunks
+from saev_store.sources._files import ALGORITHM, chunks, pinned_nbytes
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url, locate
 from saev_store.sources.energon import EnergonDataset, RawSample
-from saev_store.sources.energon.samples import FieldPath, resolve
+from saev_store.sources.energon.samples import parse_path, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,13 +53,13 @@ class TextFile(Source[str]):
     def __init__(
         self, url: Url, storage_options: Mapping[str, object] | None = None, *, text_key: str = "text"
     ) -> None:
-        self.transport, path = locate(url, storage_options)
-        self._file, self.text_key = DataFile(self.transport, path), text_key
-        self.url = self._file.url
+        self.transport, self._path = locate(url, storage_options)
+        self.url, self.text_key = self.transport.where(self._path), text_key
+        self._nbytes = pinned_nbytes(self.transport, self._path)
         #: The first byte of each text, the one behind its last, and the number of its line.
         self._starts, self._ends, self._lines = array("q"), array("q"), array("q")
         # The same digest as that of `digest_files`.
-        hasher = xxhash.xxh3_128(self._file.nbytes.to_bytes(8, "little"))
+        hasher = xxhash.xxh3_128(self._nbytes.to_bytes(8, "little"))
         for number, (start, line) in enumerate(self._scanned(hasher), 1):
             if line.strip():
                 self._starts.append(start)
@@ -70,7 +70,7 @@ class TextFile(Source[str]):
     def _scanned(self, hasher: xxhash.xxh3_128) -> Iterator[tuple[int, bytes]]:
         """Digest the file, and yield the start of each line and its bytes."""
         start, begun = 0, list[bytes]()
-        for chunk in chunks(self.transport, self._file.path, self._file.nbytes):
+        for chunk in chunks(self.transport, self._path, self._nbytes):
             hasher.update(chunk)
             *whole, rest = bytes(chunk).split(b"\n")
             for end in whole:
@@ -94,7 +94,8 @@ class TextFile(Source[str]):
         return (text for group in groups for text in self._texts(group))
 
     def _texts(self, wanted: list[int]) -> Iterator[str]:
-        found = self._file.ranges([self._starts[i] for i in wanted], [self._ends[i] for i in wanted])
+        starts, ends = [self._starts[i] for i in wanted], [self._ends[i] for i in wanted]
+        found = self.transport.get_ranges(self._path, starts=starts, ends=ends)
         return (self._text(bytes(raw), position) for position, raw in zip(wanted, found, strict=True))
 
     def _text(self, raw: bytes, position: int) -> str:
@@ -124,7 +125,7 @@ class TextFile(Source[str]):
 
     def close(self) -> None:
         """Release maps and connections."""
-        self._file.close()
+        self.transport.close()
 
 
 def text_of(source: Source[object] | None, sample: object, text_key: str | int, *, where: str) -> object:
@@ -154,7 +155,7 @@ def _part_of(source: Source[object] | None, sample: RawSample, text_key: str, *,
     if field is None:
         texts = [name for name in sample.parts if name.rpartition(".")[2].lower() in _ENDINGS]
         name = texts[0] if text_key == "text" and text_key not in sample.parts and len(texts) == 1 else text_key
-        field = FieldPath(((name, ()),)) if name in sample.parts else FieldPath.parse(name, where="text_key")
+        field = ((name, ()),) if name in sample.parts else parse_path(name, where="text_key")
     found = resolve(field, sample.parts, where=where, images="bytes")
     try:
         return found.decode() if isinstance(found, bytes) else found

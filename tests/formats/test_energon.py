@@ -33,7 +33,7 @@ from saev_store.sources import open_source, reopen
 from saev_store.sources.energon import SAMPLE_TYPES, CrudeSample, EnergonDataset
 from saev_store.sources.energon.filesystem import EnergonFileSystem
 from saev_store.sources.energon.prepare import prepare
-from saev_store.sources.energon.samples import FieldPath, decode, resolve
+from saev_store.sources.energon.samples import decode, parse_path, resolve
 from saev_store.transport import open_transport
 
 DATA = Path(__file__).parents[1] / "data/energon"
@@ -267,7 +267,7 @@ def test_arguments_that_name_nothing_are_refused(tmp_path):
         (lambda: dataset.validate(deep=2), ArgumentError, "deep"),
         (lambda: EnergonDataset("", {}, transport=there), ArgumentError, "storage_options"),
         (lambda: EnergonDataset(tmp_path), NotFoundError, str(tmp_path)),
-        (lambda: FieldPath.parse("a[", where="here"), ArgumentError, "here"),
+        (lambda: parse_path("a[", where="here"), ArgumentError, "here"),
     ):
         error = refused(call)
         assert (type(error), error.where) == (kind, where)
@@ -352,14 +352,14 @@ def test_field_paths_take_the_first_part_that_the_sample_has():
     for path, expected in (
         ("json[a][b][1]", "y"), ("json[nope],txt", "t"), ("nope, txt", "t"), ("json[n]", None), ("json[0]", "zero"),
     ):  # fmt: skip
-        assert resolve(FieldPath.parse(path, where="x"), parts, where="x") == expected
+        assert resolve(parse_path(path, where="x"), parts, where="x") == expected
     for path in ("json[a][b][2]", "json[a][b][-1]", "json[a][b][x]", "nope", "txt[0]"):
         assert (
-            type(refused(lambda path=path: resolve(FieldPath.parse(path, where="x"), parts, where="x")))
+            type(refused(lambda path=path: resolve(parse_path(path, where="x"), parts, where="x")))
             is DocumentError
         )
     for path in ("", "a[", "a]b", "[a]", "a,", "a[b]c"):
-        assert type(refused(lambda path=path: FieldPath.parse(path, where="x"))) is ArgumentError
+        assert type(refused(lambda path=path: parse_path(path, where="x"))) is ArgumentError
 
 
 def test_sample_types_have_the_fields_of_the_specification():

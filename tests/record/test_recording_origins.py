@@ -90,11 +90,6 @@ def json_lines_elsewhere(folder: Path) -> Case:
     return Case("memory://origins/corpus.jsonl", list(TEXTS), IDS, "content")
 
 
-def plain_text(folder: Path) -> Case:
-    (folder / "one.txt").write_text("\n".join(TEXTS), encoding="utf-8")
-    return Case(str(folder / "one.txt"), ["\n".join(TEXTS)], [joined(IDS)])
-
-
 def list_of_texts(folder: Path) -> Case:
     return Case(TEXTS, list(TEXTS), IDS, passed_on=TEXTS)
 
@@ -146,7 +141,7 @@ def llmbatch(folder: Path) -> Case:
 
 
 SOURCES: list[Callable[[Path], Case]] = [
-    json_lines, json_lines_elsewhere, plain_text, list_of_texts, hugging_face, energon_text, energon_field, mmididx, llmbatch,
+    json_lines, json_lines_elsewhere, list_of_texts, hugging_face, energon_text, energon_field, mmididx, llmbatch,
 ]  # fmt: skip
 #: Options of `Texts`.
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -87,9 +87,7 @@ def import_cache(
         _refuse_unused(HiddenStatesCache.format, cls_token=cls_token)
         cache = HiddenStatesCache(folder, sizes, context)
     else:
-        remedy = "Known are the folders that SAELens, vLLM and speculators write."
-        if ".tmp_shards" in names:
-            remedy = "SAELens was ended before it joined what is in .tmp_shards: let its run finish."
+        remedy = "Known are the folders that SAELens, vLLM and speculators write, complete."
         raise NotFoundError("there is no cache of a known format", where=folder.url, remedy=remedy)
     described = {**cache.arguments, **({} if ckpt is None else {"ckpt": ckpt})}
     if "ckpt" not in described:

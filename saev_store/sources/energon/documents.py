@@ -22,7 +22,7 @@ from saev_store.core.layout import IntArray
 from saev_store.documents import parse_json
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SaevStoreError, UnsafeContentError, brief
 from saev_store.sources.energon.keys import DATASET_YAML, INFO_JSON, INFO_YAML, SPLIT_JSON, SPLIT_YAML, check_names
-from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES, FieldPath, check_fields
+from saev_store.sources.energon.samples import CRUDE, SAMPLE_TYPES, FieldPath, check_fields, parse_path
 from saev_store.transport import Transport
 
 _MAX_JSON_NBYTES = 256 << 20
@@ -146,7 +146,7 @@ def _read_definition(transport: Transport) -> tuple[str | None, dict[str, FieldP
     elif isinstance(name, str) and name != CRUDE and name.endswith("Webdataset"):
         name = name.removesuffix("Webdataset") + "Sample"  # the classes that older releases name
     try:
-        field_map = {name: FieldPath.parse(path, where=where) for name, path in (document.field_map or {}).items()}
+        field_map = {name: parse_path(path, where=where) for name, path in (document.field_map or {}).items()}
     except ArgumentError as error:
         raise DocumentError(error.message, where=where) from None
     is_ours = isinstance(module, str) and f"{module}.".startswith(f"{MODULE}.") and document.sample_loader is None

@@ -19,7 +19,7 @@ from saev_store.sources.address import Url, locate, split_address
 from saev_store.sources.energon.documents import MAX_YAML_NBYTES, MODULE, Document, load_yaml
 from saev_store.sources.energon.keys import check_names
 from saev_store.sources.energon.reader import N_THREADS, EnergonDataset, RawSample
-from saev_store.sources.energon.samples import FieldPath, resolve
+from saev_store.sources.energon.samples import parse_path, resolve
 from saev_store.transport import Transport, open_transport
 
 
@@ -51,7 +51,7 @@ class JoinedDataset(Source[RawSample]):
         self.primary, self.auxiliary = primary, dict(auxiliary)
         self.url, self.problems, self.splits = primary.url, primary.problems, primary.splits
         self._names = dict(names)
-        self._paths = {name: FieldPath.parse(path, where="names") for name, path in names.items()}
+        self._paths = {name: parse_path(path, where="names") for name, path in names.items()}
 
     def __len__(self) -> int:
         return len(self.primary)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -10,6 +9,7 @@ from functools import partial
 from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead, in_threads
 from saev_store.errors import ArgumentError, CorruptShardError, NotFoundError, StoreExistsError
+from saev_store.sources._files import files_below
 from saev_store.sources._new_file import NewFile
 from saev_store.sources.address import Url
 from saev_store.sources.energon import documents, keys
@@ -19,7 +19,6 @@ from saev_store.sources.energon.samples import CRUDE
 from saev_store.sources.energon.tars import Shard, offsets_of, scan_shard
 from saev_store.store.opening import exists
 from saev_store.transport import Engine, Transport, open_transport
-from saev_store.transport.durable import TEMP_PREFIX
 
 #: The writer that `.info.json` names: the release of Energon whose files ours are equal to.
 _FORMAT_VERSION = "7.4.1"
@@ -105,7 +104,6 @@ def prepare(
             there.put(keys.DATASET_YAML, f"__module__: {documents.MODULE}\n__class__: {CRUDE}\n".encode())
         info = {"energon_version": _FORMAT_VERSION, "shard_counts": counts}
         there.put(keys.INFO_JSON, json.dumps(info, indent=2, ensure_ascii=False).encode())
-        _delete_leftovers(there)
         there.delete(WORK_FOLDER)
     return EnergonDataset("", transport=there)
 
@@ -115,24 +113,9 @@ def _check_unprepared(transport: Transport, *, overwrite: bool) -> None:
         raise StoreExistsError("it is prepared already", where=transport.url, remedy="Pass overwrite=True.")
 
 
-def _delete_leftovers(transport: Transport) -> None:
-    """Delete the hidden files of killed preparations. The lock ensures that none of them is at work."""
-    with contextlib.suppress(NotFoundError):
-        for entry in transport.list(keys.META):
-            if entry.name.startswith(TEMP_PREFIX):
-                transport.delete(entry.path)
-
-
 def _find_tars(transport: Transport) -> dict[str, int]:
     """The tars below a folder with their sizes (bytes), in the order of their paths; hidden folders are left out."""
-    found: dict[str, int] = {}
-    folders = [""]
-    while folders:
-        for entry in transport.list(folders.pop()):
-            if entry.is_dir and not entry.name.startswith("."):
-                folders.append(entry.path)
-            elif entry.name.endswith(".tar") and not entry.name.startswith("."):
-                found[entry.path] = entry.size or 0
+    found = {entry.path: entry.size or 0 for entry in files_below(transport) if entry.name.endswith(".tar")}
     if not found:
         raise NotFoundError("there are no tars (*.tar)", where=transport.url)
     keys.check_names(found, where="names of tars")

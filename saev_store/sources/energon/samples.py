@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -100,36 +100,30 @@ _OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
-class FieldPath:
-    """The origin of a field: alternatives, each a part and the keys to follow inside it."""
+#: The origin of a field: alternatives, each a part and the keys to follow inside it.
+FieldPath: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 
-    options: tuple[tuple[str, tuple[str, ...]], ...]
 
-    @classmethod
-    def parse(cls, text: str, *, where: str) -> FieldPath:
-        """The path that a text such as `json[caption][0],txt` describes; raise `ArgumentError` for another one."""
-        options: list[tuple[str, tuple[str, ...]]] = []
-        for option in text.split(","):
-            match = _OPTION.fullmatch(option.strip())
-            if match is None:
-                raise ArgumentError(f"{brief(text)} is not a path such as 'jpg,png' or 'json[caption]'", where=where)
-            options.append((match[1], tuple(match[2][1:-1].split("][")) if match[2] else ()))
-        return cls(tuple(options))
+def parse_path(text: str, *, where: str) -> FieldPath:
+    """The origin that a text such as `json[caption][0],txt` describes; `ArgumentError` for another text."""
+    matches = [_OPTION.fullmatch(option.strip()) for option in text.split(",")]
+    if None in matches:
+        raise ArgumentError(f"{brief(text)} is not a path such as 'jpg,png' or 'json[caption]'", where=where)
+    return tuple((match[1], tuple(re.findall(r"[^\[\]]+", match[2]))) for match in matches if match)
 
 
 def resolve(
     path: FieldPath, parts: Mapping[str, bytes], *, where: str, images: Images = "rgb8", is_optional: bool = False
 ) -> object:
     """The value of a field: that of the first alternative that the sample has; `DocumentError`, or None, if it has none."""
-    for part, keys in path.options:
+    for part, keys in path:
         if part in parts:
             found = _follow(decode(part, parts[part], where=where, images=images), keys)
             if found is not _MISSING:
                 return found
     if is_optional:
         return None
-    wanted = " or ".join(part + "".join(f"[{key}]" for key in keys) for part, keys in path.options)
+    wanted = " or ".join(part + "".join(f"[{key}]" for key in keys) for part, keys in path)
     raise DocumentError(f"the sample has no {brief(wanted)}; its parts are {', '.join(parts) or 'none'}", where=where)
 
 

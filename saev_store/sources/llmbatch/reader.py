@@ -12,7 +12,7 @@ import numpy.typing as npt
 from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
 from saev_store.problems import Problem
-from saev_store.sources._files import DataFile, describe_digest, digest_files
+from saev_store.sources._files import describe_digest, digest_files, pinned_nbytes
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, parse_header
@@ -53,18 +53,16 @@ class BatchFileReader(Source[TokenArray]):
         engine: Engine = "auto",
         transport: Transport | None = None,
     ) -> None:
-        self.transport, path = locate(path, storage_options, engine=engine, transport=transport)
-        self._file = DataFile(self.transport, path)
-        self._files = [(path, self._file.nbytes)]
-        self.url = self._file.url
-        self.header = header = parse_header(
-            self._file.head(HEADER_NBYTES), file_nbytes=self._file.nbytes, where=self.url
-        )
+        self.transport, self._path = locate(path, storage_options, engine=engine, transport=transport)
+        self.url, nbytes = self.transport.where(self._path), pinned_nbytes(self.transport, self._path)
+        self._files = [(self._path, nbytes)]
+        (head,) = self.transport.get_ranges(self._path, starts=[0], ends=[min(HEADER_NBYTES, nbytes)])
+        self.header = header = parse_header(bytes(head), file_nbytes=nbytes, where=self.url)
         self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
         self.num_batches, self.total_records = header.num_batches, header.total_records
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), transport=self.transport), (self._file.path,)
+        return partial(type(self), transport=self.transport), (self._path,)
 
     def __len__(self) -> int:
         return self.num_batches * self.batch_size
@@ -77,7 +75,8 @@ class BatchFileReader(Source[TokenArray]):
         """
         index = check_index(batch_index, self.num_batches, what="batch")
         start, shape = HEADER_NBYTES + index * self.header.padded_batch_nbytes, (self.batch_size, self.seq_len)
-        (raw,) = self._file.ranges([start], [start + self.batch_size * self.seq_len * ITEMSIZE])
+        end = start + self.batch_size * self.seq_len * ITEMSIZE
+        (raw,) = self.transport.get_ranges(self._path, starts=[start], ends=[end])
         return np.frombuffer(raw, TOKEN).reshape(shape)
 
     def read_batches(self, batch_indices: npt.ArrayLike | slice) -> TokenArray:
@@ -98,7 +97,8 @@ class BatchFileReader(Source[TokenArray]):
     def _fetched(self, starts: IntArray, *shape: int) -> TokenArray:
         """Blocks of this shape that begin so many bytes behind the header."""
         out = np.empty((len(starts), *shape), TOKEN)
-        self._file.readinto((HEADER_NBYTES + starts).tolist(), [part.data for part in out])
+        starts = HEADER_NBYTES + starts
+        self.transport.readinto(self._path, starts=starts.tolist(), buffers=[part.data for part in out])
         return out
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
@@ -114,10 +114,9 @@ class BatchFileReader(Source[TokenArray]):
         }
 
     def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """Look for another file; `deep` reads every byte."""
+        """`deep` reads every byte."""
         del progress
         try:
-            self._file.check_unchanged()
             if deep:
                 digest_files(self.transport, self._files, scope="full")
         except SaevStoreError as error:
@@ -126,4 +125,4 @@ class BatchFileReader(Source[TokenArray]):
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the file again."""
-        self._file.close()
+        self.transport.close()

@@ -13,7 +13,7 @@ from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray
 from saev_store.errors import SaevStoreError
 from saev_store.problems import Problem
-from saev_store.sources._files import DataFile, describe_digest, digest_files
+from saev_store.sources._files import describe_digest, digest_files, pinned_nbytes
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, check_header, parse_index
@@ -65,18 +65,19 @@ class IndexedDataset(Source[TokenArray]):
         transport: Transport | None = None,
     ) -> None:
         self.transport, name = locate(path, storage_options, engine=engine, transport=transport)
-        idx_path, bin_path = file_names(name)
-        self._idx = DataFile(self.transport, idx_path)
-        self.url, nbytes = self._idx.url, self._idx.nbytes
-        check_header(self._idx.head(HEADER_NBYTES), idx_nbytes=nbytes, where=self.url)  # before all of it is loaded
-        (raw,) = self._idx.ranges([0], [nbytes])
-        self._bin = DataFile(self.transport, bin_path)
-        index = parse_index(memoryview(raw).cast("B"), bin_nbytes=self._bin.nbytes, where=self.url)
+        idx_path, self._path = file_names(name)
+        self.url, nbytes = self.transport.where(idx_path), pinned_nbytes(self.transport, idx_path)
+        (head,) = self.transport.get_ranges(idx_path, starts=[0], ends=[min(HEADER_NBYTES, nbytes)])
+        check_header(bytes(head), idx_nbytes=nbytes, where=self.url)  # before all of it is loaded
+        (raw,) = self.transport.get_ranges(idx_path, starts=[0], ends=[nbytes])
+        bin_nbytes = pinned_nbytes(self.transport, self._path)
+        self._files = [(idx_path, nbytes), (self._path, bin_nbytes)]
+        index = parse_index(memoryview(raw).cast("B"), bin_nbytes=bin_nbytes, where=self.url)
         self.dtype, self.sizes, self.pointers, self.doc_idx, self.modes = index
         self.n_tokens = int(self.sizes.sum(dtype=np.int64))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), transport=self.transport), (self._idx.path,)
+        return partial(type(self), transport=self.transport), (self._path,)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -90,9 +91,7 @@ class IndexedDataset(Source[TokenArray]):
         at = check_index(index, len(self), what="sequence")
         left = self.sizes.item(at) - check_count(offset, name="offset", least=0, most=self.sizes.item(at))
         n = left if length is None else check_count(length, name="length", least=0, most=left)
-        start = self.pointers.item(at) + offset * self.dtype.itemsize
-        (part,) = self._bin.ranges([start], [start + n * self.dtype.itemsize])
-        return np.frombuffer(part, self.dtype)
+        return self.read_parts(*(np.array([each], np.int64) for each in (at, offset, n)))[0]
 
     def rows(self, indices: npt.ArrayLike | slice) -> list[TokenArray]:
         """Several sequences in the order asked for, fetched together; read-only arrays."""
@@ -102,7 +101,8 @@ class IndexedDataset(Source[TokenArray]):
     def read_parts(self, sequences: IntArray, offsets: IntArray, lengths: IntArray) -> list[TokenArray]:
         """Parts of many sequences (int64 arrays of one length), fetched together; the caller has checked the bounds."""
         starts = self.pointers[sequences] + offsets * self.dtype.itemsize
-        parts = self._bin.ranges(starts.tolist(), (starts + lengths * self.dtype.itemsize).tolist())
+        ends = starts + lengths * self.dtype.itemsize
+        parts = self.transport.get_ranges(self._path, starts=starts.tolist(), ends=ends.tolist())
         return [np.frombuffer(part, self.dtype) for part in parts]
 
     @cached_property
@@ -121,33 +121,29 @@ class IndexedDataset(Source[TokenArray]):
 
     def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
         """Describe the data set for `metadata.data` of a store that is recorded from it."""
-        files = [(file.path, file.nbytes) for file in (self._idx, self._bin)]
         return {
             "format": self.format,
             "url": self.url,
             "n_samples": len(self),
             "mapping": "example i is sequence i",
             "dtype": self.dtype.name,
-            "digest": describe_digest(self.transport, files, scope=digest),
+            "digest": describe_digest(self.transport, self._files, scope=digest),
         }
 
     def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """Look for other files; `deep` reads every byte."""
+        """`deep` reads every byte."""
         del progress
         problems = list[Problem]()
-        for file in (self._idx, self._bin):
+        for file in self._files if deep else ():
             try:
-                file.check_unchanged()
-                if deep:
-                    digest_files(self.transport, [(file.path, file.nbytes)], scope="full")
+                digest_files(self.transport, [file], scope="full")
             except SaevStoreError as error:
-                problems.append(self._lost(error, file.url))
-        return problems, self._bin.nbytes if deep and not problems else 0
+                problems.append(self._lost(error, self.transport.where(file[0])))
+        return problems, self._files[1][1] if deep and not problems else 0
 
     def close(self) -> None:
         """Release maps and connections; returned views stay valid, and later reads open the files again."""
-        self._idx.close()
-        self._bin.close()
+        self.transport.close()
 
 
 def file_names(name: str) -> tuple[str, str]:
