@@ -354,10 +354,7 @@ def test_field_paths_take_the_first_part_that_the_sample_has():
     ):  # fmt: skip
         assert resolve(parse_path(path, where="x"), parts, where="x") == expected
     for path in ("json[a][b][2]", "json[a][b][-1]", "json[a][b][x]", "nope", "txt[0]"):
-        assert (
-            type(refused(lambda path=path: resolve(parse_path(path, where="x"), parts, where="x")))
-            is DocumentError
-        )
+        assert type(refused(lambda path=path: resolve(parse_path(path, where="x"), parts, where="x"))) is DocumentError
     for path in ("", "a[", "a]b", "[a]", "a,", "a[b]c"):
         assert type(refused(lambda path=path: parse_path(path, where="x"))) is ArgumentError
 

@@ -204,7 +204,7 @@ def test_which_files_are_images(tmp_path: Path) -> None:
 
 
 def test_folders_are_nested_so_deep_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_folders, "_MAX_DEPTH", 3)
+    monkeypatch.setattr("saev_store.sources._files._MAX_DEPTH", 3)
     assert len(ImageFolder(write_folder(tmp_path / "a", {"1/2/3/x.png": b""}))) == 1
     with pytest.raises(DocumentError):
         ImageFolder(write_folder(tmp_path / "b", {"1/2/3/4/x.png": b""}))

@@ -19,6 +19,7 @@ from saev_store.sources.energon.samples import CRUDE
 from saev_store.sources.energon.tars import Shard, offsets_of, scan_shard
 from saev_store.store.opening import exists
 from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport.durable import TEMP_PREFIX
 
 #: The writer that `.info.json` names: the release of Energon whose files ours are equal to.
 _FORMAT_VERSION = "7.4.1"
@@ -104,6 +105,9 @@ def prepare(
             there.put(keys.DATASET_YAML, f"__module__: {documents.MODULE}\n__class__: {CRUDE}\n".encode())
         info = {"energon_version": _FORMAT_VERSION, "shard_counts": counts}
         there.put(keys.INFO_JSON, json.dumps(info, indent=2, ensure_ascii=False).encode())
+        for entry in there.list(keys.META):  # of killed preparations, of which none is at work: we have the lock
+            if entry.name.startswith(TEMP_PREFIX):
+                there.delete(entry.path)
         there.delete(WORK_FOLDER)
     return EnergonDataset("", transport=there)
 
