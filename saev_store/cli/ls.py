@@ -12,7 +12,7 @@ import typer
 from saev_store._runtime.threads import ahead
 from saev_store.cli._common import AsJson, Options, emit, emit_json, emit_table, storage_options
 from saev_store.core.layout import layer_name
-from saev_store.errors import DocumentError, NotFoundError, SaevStoreError
+from saev_store.errors import DocumentError, SaevStoreError
 from saev_store.names import METADATA_NAME, WORK_FOLDER
 from saev_store.transport import Transport, open_transport
 
@@ -30,7 +30,7 @@ Root = Annotated[
 
 
 def ls(root: Root, as_json: AsJson = False, option: Options = None) -> None:
-    """List the stores in a folder, also unfinished and damaged ones; or the samples of an Energon data set."""
+    """List the stores in a folder, also unfinished and damaged ones; or the tars or a sample of an Energon data set."""
     from saev_store.store.card import human_bytes
     from saev_store.store.store import ShardStore
 
@@ -141,20 +141,15 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
     return None
 
 
-def list_parts(dataset: EnergonDataset, folder: str, *, as_json: bool) -> None:
-    """Print the entries of a folder of a data set, or the parts of a sample."""
-    from saev_store.sources.energon.filesystem import EnergonFileSystem
-
-    files = EnergonFileSystem(dataset=dataset)
-    try:
-        entries = files.ls(folder)
-    except NotFoundError:
-        # The key of a sample, without a part.
-        parts = dataset.parts(folder)
-        entries = [{"name": f"{folder}.{part.name}", "size": part.nbytes, "type": "file"} for part in parts]
-    rows = ((each["name"], None if each["type"] == "directory" else each["size"]) for each in entries)
+def list_parts(dataset: EnergonDataset, key: str, *, as_json: bool) -> None:
+    """Print the tars of a data set, or the parts of a sample."""
+    if key:
+        rows = [(f"{key}.{part.name}", "nbytes", part.nbytes) for part in dataset.parts(key)]
+    else:
+        counts = dataset.documents.counts.tolist()
+        rows = [(name, "n_samples", n) for name, n in zip(dataset.documents.shards, counts, strict=True)]
     if as_json:
-        emit_json({"dataset": dataset.url, "entries": [{"name": name, "nbytes": nbytes} for name, nbytes in rows]})
+        emit_json({"dataset": dataset.url, "entries": [{"name": name, unit: n} for name, unit, n in rows]})
         return
-    for name, nbytes in rows:
-        emit(f"{name}/" if nbytes is None else f"{nbytes:>12,}  {name}")
+    for name, _, n in rows:
+        emit(f"{n:>12,}  {name}")

@@ -119,9 +119,7 @@ def _loading(name: str) -> Generator[None]:
     except MemoryError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        remedy = (
-            "Check the name, or pass a folder that has the files. Only safetensors are read: convert pytorch_model.bin."
-        )
+        remedy = "Check the name, or pass a folder that has the files. Of weights only safetensors are read."
         raise NotFoundError(f"it could not be loaded: {error}", where=name, remedy=remedy) from error
     except Exception as error:  # many kinds, for damaged files
         raise DocumentError(f"its files are damaged, or do not belong together: {error}", where=name) from error

@@ -111,7 +111,6 @@ def test_datasets_of_energon_6_are_read_without_an_index_of_parts():
     ]
     assert [dataset.key(i) for i in range(3)] == [f"s0000{i}" for i in range(3)]
     assert dataset.validate(deep=True, progress=False).ok
-    assert type(refused(lambda: EnergonFileSystem(dataset=dataset).ls(""))) is DocumentError
     for i, key in ((1, "s00001"), (2, "s00002")):
         assert (dataset.raw(key).key, dataset.file(f"{key}.txt"), dataset.index_of(key)) == (key, b"text %d\n" % i, i)
     assert type(refused(lambda: EnergonDataset(GENERATIONS / "5.2.0"))) is NotFoundError  # it has no index.sqlite
@@ -379,21 +378,15 @@ def test_sample_types_have_the_fields_of_the_specification():
 # -- as files ----------------------------------------------------------------------------------------------------------
 
 
-def test_filesystem_lists_and_reads_parts_by_name(tmp_path):
+def test_filesystem_reads_parts_by_name(tmp_path):
     fsspec.register_implementation("energon", EnergonFileSystem, clobber=True)
     fs = EnergonFileSystem(str(CRUDE))
-    assert fs.ls("") == [{"name": "doc", "size": 0, "type": "directory"}]
-    assert fs.info("doc/003.tar.gz.note.txt") == {"name": "doc/003.tar.gz.note.txt", "size": 9, "type": "file"}
-    assert len(fs.find("")) == 11
-    assert fs.glob("doc/*.json") == [f"doc/00{i}.json" for i in (0, 1, 2, 4)]
-    assert fs.exists("doc/002.txt") and not fs.exists("doc/002.nope") and fs.isdir("doc")
     assert fs.cat_file("doc/003.tar.gz.note.txt", 0, 2) == "ü".encode()
     assert (fs.cat_file("doc/003.tar.gz.note.txt", -4), fs.cat("doc/002.txt")) == (b"code", b"")
     with fs.open("doc/000.json", block_size=3) as file:
         assert json.load(file) == {"n": 0}
     for path in ("nope", "doc/nope", "doc/009.json", "x/y.z", "doc/00"):
-        for call in (fs.info, fs.cat_file):
-            assert type(refused(lambda call=call, path=path: call(path))) is NotFoundError
+        assert type(refused(lambda path=path: fs.cat_file(path))) is NotFoundError
     assert type(refused(lambda: fs.open("doc/000.json", "wb"))) is ReadOnlyError
     for address in (f"energon://doc/000.json::{CRUDE}", f"energon://doc/000.json::file://{CRUDE}"):
         with fsspec.open(address) as file:
@@ -403,25 +396,6 @@ def test_filesystem_lists_and_reads_parts_by_name(tmp_path):
     fsspec.filesystem("memory").put(str(CRUDE), str(tmp_path), recursive=True)
     with fsspec.open(f"energon://doc/004.json::memory://{tmp_path}") as file:
         assert file.read() == b'{"n": 4}'
-
-
-def test_filesystem_lists_each_folder_and_part_once(tmp_path):
-    files = [
-        (f"{folder}/{i:05d}.{part}", b"x")
-        for folder in ("a", "a b", "a/b", "a0", "é")
-        for i in range(3)
-        for part in "pq"
-    ]
-    many = [(f"many/{i:05d}.{part}", b"") for i in range(4_000) for part in ("x", "y", "z")]
-    folder = prepared(tmp_path, {"x.tar": [*files, ("top.txt", b""), ("a.txt", b""), *many]})
-    fs = EnergonFileSystem(dataset=EnergonDataset(folder))
-    found = [(each["name"], each["type"]) for each in fs.ls("energon://")]
-    folders = [(name, "directory") for name in ("a", "a b", "a0", "many", "é")]
-    assert sorted(found) == sorted([("a.txt", "file"), ("top.txt", "file"), *folders])
-    assert fs.ls("a", detail=False) == [*(f"a/{i:05d}.{part}" for i in range(3) for part in "pq"), "a/b"]
-    assert fs.ls("many", detail=False) == [name for name, _ in many]
-    assert fs.ls("a.txt", detail=False) == ["a.txt"]
-    assert fs.cat(["energon://a.txt", "a/00000.p"]) == {"a.txt": b"", "a/00000.p": b"x"}
 
 
 def test_filesystem_after_a_new_preparation_reads_the_new_samples(tmp_path):

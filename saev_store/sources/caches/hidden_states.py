@@ -34,7 +34,7 @@ _NUMBERED = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})\.safetensors", re.ASCII)
 _N_AHEAD = 16
 #: Of so many files the bytes are part of the identity, with the headers and sizes of all.
 _N_SAMPLES = 8
-_MAX_HEADER_NBYTES, _FIRST_READ_NBYTES = 1 << 20, 4096
+_MAX_HEADER_NBYTES = 1 << 20
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
@@ -166,15 +166,13 @@ def _by_numbers(name: str) -> tuple[list[tuple[int, str]], str]:
 def _header(transport: Transport, path: str, nbytes: int) -> bytes:
     """The header of a safetensors file, as JSON."""
     where = transport.where(path)
-    (first,) = transport.get_ranges(path, starts=[0], ends=[min(nbytes, _FIRST_READ_NBYTES)])
-    length = int.from_bytes(first[:8], "little")
+    (first,) = transport.get_ranges(path, starts=[0], ends=[min(nbytes, 8)])
+    length = int.from_bytes(first, "little")
     if 8 + length > nbytes:
         raise CorruptShardError(f"a header of {length} bytes must be inside the file of {nbytes}", where=where)
     if length > _MAX_HEADER_NBYTES:
         raise DocumentError(f"its header has {length} bytes; at most {_MAX_HEADER_NBYTES} are read", where=where)
-    if 8 + length > len(first):
-        (first,) = transport.get_ranges(path, starts=[0], ends=[8 + length])
-    return bytes(first[8 : 8 + length])
+    return bytes(transport.get_ranges(path, starts=[8], ends=[8 + length])[0])
 
 
 def _tensors(raw: bytes, nbytes: int, known: Sequence[tuple[_Tensor, _Tensor]], where: str) -> tuple[_Tensor, _Tensor]:

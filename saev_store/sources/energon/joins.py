@@ -57,13 +57,7 @@ class JoinedDataset(Source[RawSample]):
         return len(self.primary)
 
     def __getitem__(self, index: SupportsIndex) -> RawSample:
-        """The sample at a position, with its files; negative positions count from the end.
-
-        Raises:
-            NotFoundError: a file that it names does not exist.
-            UnsafeContentError: a name leaves its folder.
-            DocumentError: a name is not a text.
-        """
+        """The sample at a position with its files; `NotFoundError`, `UnsafeContentError` or `DocumentError` for a wrong name."""
         return self._joined([self.primary[index]])[0]
 
     def rows(self, indices: npt.ArrayLike | slice) -> list[RawSample]:

@@ -41,8 +41,7 @@ def prepare(
 
     Samples have raw parts, unless a `dataset.yaml` is there, which is kept.
 
-    Nothing is replaced before all tars were read. `.info.json`, which makes the folder a data set, is deleted first and
-    written last, so an interrupted call leaves a complete data set or none; repeat it.
+    An interrupted call leaves a complete data set or none; repeat it.
 
     Args:
         url: The folder: a path, any fsspec URL; ignored with `transport`.
@@ -58,7 +57,7 @@ def prepare(
         ArgumentError: no split is given.
         NotFoundError: there is no tar.
         StoreExistsError: it is prepared already, and `overwrite` is false.
-        CorruptShardError: a tar is damaged or cut, or has no end marker. Nothing is published.
+        CorruptShardError: a tar is damaged or cut. Nothing is published.
         DocumentError: two samples share a key.
         WriterConflictError: another process prepares it.
     """

@@ -36,8 +36,6 @@ from saev_store.sources.energon.tars import BLOCK, Part, Place, offsets_of, pars
 from saev_store.transport import Engine, Transport, open_transport
 
 N_THREADS = 16
-#: Limit of the local tars that are looked at on opening.
-_EAGER_SHARDS = 1024
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class EnergonDataset(Source[RawSample]):
         self.splits: tuple[str, ...] = tuple(self.documents.splits) or ("all",)
         self.sample_type = self.documents.sample_type
         self._n_files = len(self.documents.shards)
-        if self.transport.is_local and self._n_files <= _EAGER_SHARDS:
+        if self.transport.is_local:
             for shard in () if damaged_ok else range(self._n_files):
                 self._check_shard(shard, deep=False)
             self.problems = self._check(False, False)[0] if damaged_ok else ()
@@ -226,7 +224,7 @@ class EnergonDataset(Source[RawSample]):
         return self.decode(self.raw(sample))
 
     def decode(self, raw: RawSample) -> Sample:
-        """Stored parts, such as those of `rows`, as the sample type that `dataset.yaml` names; raises as `sample`."""
+        """Stored parts, such as those of `rows`, as `sample` returns them."""
         kind, field_map = SAMPLE_TYPES.get(self.sample_type or ""), self.documents.field_map
         where = joined_url(self.url, f"{raw.shard}/{raw.key}")
         origin = {"__key__": raw.key, "__restore_key__": (self.url, raw.shard, raw.sample_index)}

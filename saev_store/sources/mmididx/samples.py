@@ -7,7 +7,7 @@ here is an entry of `sizes`, which is a sequence of the data set, as in Megatron
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, cast
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from saev_store.core.layout import IntArray
 from saev_store.errors import ArgumentError, DocumentError, brief
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.mmididx.reader import IndexedDataset, TokenArray
-
-if TYPE_CHECKING:
-    from saev_store.validation import Report
 
 #: Below this share of a full epoch's samples, the last epoch is shuffled on its own.
 SEPARATE_BELOW = 0.80
@@ -198,10 +195,6 @@ class TokenSamples(Source[TokenArray]):
             "mapping": "example i is sample i, in shuffled order",
             "samples": {**self._settings, "random": "numpy.random.RandomState"},
         }
-
-    def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """Report what is wrong with the data set."""
-        return self.dataset.validate(deep=deep, progress=progress)
 
     def close(self) -> None:
         """Close the data set."""
