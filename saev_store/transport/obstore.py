@@ -139,12 +139,13 @@ class ObstoreTransport(RemoteTransport):
         key = self.key(path)
 
         async def delete() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                await self.api.delete_async(self.store, key)
             # A prefix is whole parts of names: "a" finds "a/b", not "ab", and not "a" itself.
             listed = await self.api.list(self.store, prefix=key).collect_async()  # pyright: ignore[reportUnknownMemberType] (Arrow tables)
             if found := [meta["path"] for meta in listed]:
                 await self.api.delete_async(self.store, found)
+                return
+            with contextlib.suppress(FileNotFoundError):
+                await self.api.delete_async(self.store, key)
 
         self.unpin(path)
         self.call("delete", self.where(path), delete)
@@ -169,7 +170,7 @@ class ObstoreSink(Sink):
         )
 
     def _append(self, views: list[memoryview]) -> None:
-        data = b"".join(views)
+        data = b"".join(views)  # a copy: the client keeps what it is given until that is sent
         self._call(lambda: self._writer.write(data), nbytes=len(data) + self._part_bytes * PARTS_IN_FLIGHT)
 
     def _finish(self) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from queue import SimpleQueue
+from queue import LifoQueue
 from types import TracebackType
 from typing import Self, SupportsIndex, cast
 
@@ -131,9 +131,9 @@ class ShardWriter:
         self._example = 0
         self._n_left = sum(map(layout.examples_in, self._shards))
         self._held: dict[int, tuple[npt.NDArray[np.generic], Rows]] = {}
-        # The blocks of the shard that is filled, and those that are free; each is made when it is first needed.
+        # The block that is filled, and those that are free: the last one freed, still in the cache, comes first.
         n_blocks, n_threads = (_N_BLOCKS, _N_THREADS) if target.is_disk else (_N_FAR_BLOCKS, _N_FAR_THREADS)
-        self._free = SimpleQueue[npt.NDArray[np.uint8] | None]()
+        self._free = LifoQueue[npt.NDArray[np.uint8] | None]()
         for _ in range(n_blocks):
             self._free.put(None)
         self._block: npt.NDArray[np.uint8] | None = None
