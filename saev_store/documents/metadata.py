@@ -35,8 +35,8 @@ class Metadata:
     """Content of a metadata.json of any version; equal to another one when their bytes are.
 
     Attributes:
-        family, ckpt, layers, content_tokens_per_example, cls_token, d_model, n_examples, max_tokens_per_shard, hook_points,
-        text: As in `new_metadata`; `layers` in the order of the layer axis.
+        family, ckpt, layers, content_tokens_per_example, cls_token, d_model, n_examples: As in `new_metadata`.
+        max_tokens_per_shard, hook_points, text: As there.
         data: The description of the data set: a dict, or a string that may be a pickle. Opaque; treat it as read-only.
         dataset: Where the data set was, as the writer saw it; None in documents without it.
         pixel_agg: How pixel labels became token labels; None where it is null or absent.
