@@ -47,11 +47,7 @@ class Sink(ABC):
         self._written, self._is_open = 0, True
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append C-contiguous buffers, which may be reused when the call returns.
-
-        Raises:
-            TransportError: the bytes could not be written.
-        """
+        """Append C-contiguous buffers, which may be reused when the call returns, or raise a `TransportError`."""
         views = byte_views(buffers)
         self._append(views)
         self._written += sum(map(len, views))
@@ -139,10 +135,6 @@ class Transport(ABC):
             NotFoundError: there is no such file.
             CorruptShardError: the file ends before a range does.
             TransportError: it could not be read, or another file has taken its place.
-
-        >>> from saev_store.transport import open_transport
-        >>> [len(part) for part in open_transport(SAMPLE).get_ranges("shards.json", starts=[0, 1], ends=[1, 5])]
-        [1, 4]
         """
 
     def load_ranges(

@@ -24,7 +24,6 @@ _HAS_POSITIONS, _ONE_POSITION = hasattr(os, "preadv"), threading.Lock()
 #: Open files: few enough for `ulimit -n 256`, and so many that a scan with several threads never reopens.
 _OPEN: deque[OpenFile] = deque(maxlen=128)
 
-
 #: Size of an open file. `lseek` to its end takes a third of the time of `fstat`, but moves the only position that Windows has.
 seek_end: Callable[[int, int, int], int] = os.lseek if _HAS_POSITIONS else lambda fd, _at, _from: os.fstat(fd).st_size
 

@@ -46,11 +46,7 @@ _PREAD = ReadCost(0, _PART_BYTES)
 
 
 class LocalTransport(Transport):
-    """Files below a folder of this machine, which need not exist; without maps ranges are read into fresh memory.
-
-    >>> LocalTransport(SAMPLE).size("metadata.json") > 0
-    True
-    """
+    """Files below a folder of this machine, which need not exist; without maps ranges are read into fresh memory."""
 
     is_local = True
 

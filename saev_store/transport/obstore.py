@@ -161,12 +161,11 @@ class ObstoreSink(Sink):
     """A multipart upload that appears under its name when it is committed, and never in part."""
 
     def __init__(self, transport: ObstoreTransport, path: str, *, used_nbytes: int, file_nbytes: int) -> None:
-        where, key = transport.where(path), transport.key(path)
-        super().__init__(where, used_nbytes=used_nbytes, file_nbytes=file_nbytes)
-        self._transport, self._path, self._key = transport, path, key
+        super().__init__(transport.where(path), used_nbytes=used_nbytes, file_nbytes=file_nbytes)
+        self._transport, self._path = transport, path
         self._part_bytes = max(REQUEST_BYTES, -(-file_nbytes // _MAX_PARTS))
         self._writer: AsyncWritableFile = transport.api.open_writer_async(
-            transport.store, key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
+            transport.store, transport.key(path), buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
         )
 
     def _append(self, views: list[memoryview]) -> None:
@@ -184,9 +183,7 @@ class ObstoreSink(Sink):
         self._transport.unpin(self._path)
 
     def _release(self) -> None:
-        async def abort() -> None:
-            await self._writer.__aexit__(RuntimeError, RuntimeError("aborted"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
-
+        abort = partial(self._writer.__aexit__, RuntimeError, RuntimeError("aborted"), None)  # pyright: ignore[reportUnknownMemberType]  # declared without types
         with contextlib.suppress(SaevStoreError):
             self._transport.call("abort the upload", self._where, abort)
 

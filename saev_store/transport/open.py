@@ -44,9 +44,6 @@ def open_transport(
     text = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(text, str) or not text or "\0" in text:  # pyright: ignore[reportUnnecessaryIsInstance]  # as above
         raise ArgumentError(f"must be a path or a URL as str, got {brief(text)}", where="url")
-    scheme, separator, rest = text.partition("://")
-    if separator and "::" not in scheme:  # neither client knows schemes in capitals
-        text = f"{scheme.lower()}://{rest}"
     path = _local_path(text)
     if path is None and engine == "obstore":
         from saev_store.transport.obstore import ObstoreTransport

@@ -95,7 +95,6 @@ def test_addresses_of_folders_of_this_machine(tmp_path, monkeypatch) -> None:
         ("~/x", tmp_path / "x"),
         ("x", tmp_path / "x"),
         (f"file://{tmp_path}/with%20space", tmp_path / "with space"),
-        (f"FILE://{tmp_path}/x", tmp_path / "x"),
         (f"file://localhost{tmp_path}/x", tmp_path / "x"),
     ):
         for engine, name in (("auto", "mmap"), ("mmap", "mmap"), ("pread", "pread")):
