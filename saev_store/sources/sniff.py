@@ -130,7 +130,7 @@ def reopen(
 
 
 def _head(transport: Transport, path: str) -> bytes | None:
-    """The first bytes of a file; None if there is no file. Errors that may pass mean nothing, so they are raised."""
+    """The first bytes of a file; None for a missing file or a folder. Errors that may pass are raised."""
     try:
         return bytes(transport.get_ranges(path, starts=[0], ends=[min(transport.size(path), 9)])[0])
     except (NotFoundError, CorruptShardError):

@@ -311,7 +311,7 @@ class ShardWriter:
         each = self.layout.example_nbytes + (0 if rows is None else rows.nbytes)
         if (len(self._held) + 1) * each > check_number(self.max_reorder_bytes, name="max_reorder_bytes"):
             raise ArgumentError(
-                f"example {self.next_example} has not come: there is no room for {position} in {self.max_reorder_bytes:,} bytes",
+                f"example {self.next_example} is missing, and keeping {position} exceeds {self.max_reorder_bytes:,} bytes",
                 where="example",
                 remedy=f"Write example {self.next_example}, then this one again; or raise the writer's max_reorder_bytes.",
             )
