@@ -125,7 +125,8 @@ class RemoteTransport(Transport):
         """Read ranges (path, start, end) side by side, each in one request; `use` gets each with its number as it arrives."""
 
         async def one(number: int, path: str, start: int, end: int) -> None:
-            use(number, await self._get(path, start, end))
+            with self.errors("read", self.where(path)):
+                use(number, await self._get(path, start, end))
 
         async def every() -> None:
             try:

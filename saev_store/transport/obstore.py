@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, TransportError
 from saev_store.transport import base
-from saev_store.transport._errors import shown, status_of, translated
+from saev_store.transport._errors import shown, status_of
 from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport, own_loop
 from saev_store.transport.base import Entry, FileStat, Sink
 from saev_store.transport.checks import Buffer, ReadCost, too_big
@@ -97,7 +97,7 @@ class ObstoreTransport(RemoteTransport):
         except Exception as error:
             if status_of(error) == 416:
                 self._pin(path, await self._stat(path), end)
-            raise translated(error, self.options, doing="read", where=self.where(path)) from None
+            raise
         if len(data) != end - start:
             message = f"{len(data):,} bytes came for the range {start:,}:{end:,}"
             raise TransportError(message, where=self.where(path), transient=True)

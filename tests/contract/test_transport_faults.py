@@ -357,6 +357,17 @@ def test_right_bytes_or_a_named_error(served: tuple[Place, Proxy]) -> None:
         assert one(place.through(proxy), 3, 9) == BIG[3:9]
 
 
+def test_of_several_files_the_one_that_fails_is_named(served: tuple[Place, Proxy]) -> None:
+    place, proxy = served
+    transport = place.through(proxy)
+    reads = [(path, [0], [memoryview(bytearray(9))]) for path in ("acts000000.bin", "acts000001.bin")]
+    transport.readinto_files(reads)
+    proxy.faults[:] = [Fault(method="GET", path="acts000000", status=403, times=-1)]
+    with pytest.raises(AccessError) as failed:
+        transport.readinto_files(reads)
+    assert failed.value.where == transport.where("acts000000.bin")
+
+
 def test_a_page_that_has_moved_is_followed(tmp_path) -> None:
     with filled("http", tmp_path) as place, Proxy(place.server) as proxy:
         target = f"{place.url}/acts000000.bin"
