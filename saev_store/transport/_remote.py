@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import os
-import sys
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
@@ -24,14 +21,12 @@ T = TypeVar("T")
 
 #: Requests under way at once: what is under way shares the line, and more of it would only end later.
 IN_FLIGHT = 64
-CONNECT_TIMEOUT_S = 5
+#: How long a busy service is asked again; time-outs of a connection, and of an answer of which nothing comes any more.
+RETRY_S, CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 15.0, 5, 10.0
 #: Time-out of an operation, and the speed that is as good as stalled: its share of the bytes is added.
 TIMEOUT_S, SLOWEST_BYTES_PER_S = 60.0, 1 << 20
 #: Seconds that a loop may take to notice that work is cancelled.
 _STUCK_S = 10.0
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_pid = -1
 
 
 class RemoteTransport(Transport):
@@ -82,13 +77,9 @@ class RemoteTransport(Transport):
             # The text of the first one may contain what was signed.
             raise translated(error, self.options, doing=doing, where=where) from None
 
-    def run(self, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
-        """The result of `work()`, which is cancelled after the time that `nbytes` may take."""
-        return run(work, self.loop(), limit_s=TIMEOUT_S + nbytes / SLOWEST_BYTES_PER_S)
-
     def call(self, doing: str, where: str, work: Callable[[], Awaitable[T]], *, nbytes: int = 0) -> T:
         with self.errors(doing, where):
-            return self.run(work, nbytes=nbytes)
+            return run(work, self.loop(), nbytes=nbytes)
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
         check_ranges(self.where(path), starts, ends)
@@ -185,31 +176,6 @@ class RemoteTransport(Transport):
             raise StoreExistsError("the file already exists", where=self.where(path))
 
 
-def own_loop() -> asyncio.AbstractEventLoop:
-    """The event loop that all clients of obstore share, in a thread of its own; `ForkError` if a parent process has used it."""
-    global _loop, _pid  # one per process, like the client's own threads
-    with _lock:
-        if _loop is None:
-            _loop, _pid = asyncio.new_event_loop(), os.getpid()
-            thread = threading.Thread(target=_loop.run_forever, name="saev_store-loop", daemon=True)
-            thread.start()
-            atexit.register(_stop, _loop, thread)
-    check_fork(_pid, where="engine")
-    return _loop
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """End the loop at exit, and wait for the client's threads: before 3.14, Python aborts the process if one is inside Rust then."""
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(1.0)
-    ends_s = time.monotonic() + 1.0
-    while time.monotonic() < ends_s:
-        running = sys._current_frames()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # documented, in spite of its name
-        if not running.keys() - {known.ident for known in threading.enumerate()}:
-            return
-        time.sleep(0.001)
-
-
 def check_fork(pid: int, *, where: str) -> None:
     if pid != os.getpid():
         raise ForkError(
@@ -219,12 +185,13 @@ def check_fork(pid: int, *, where: str) -> None:
         )
 
 
-def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, limit_s: float) -> T:
+def run(work: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop, *, nbytes: int) -> T:
     """The result of `work()` on a loop that runs in another thread.
 
-    When this ends in any way, the work has ended too: after Ctrl-C, or a `TimeoutError` after `limit_s`, it is cancelled and waited
-    for. On the thread of the loop, which would wait for itself, it is a `TransportError`.
+    When this ends in any way, the work has ended too: after Ctrl-C, or a `TimeoutError` after the time that `nbytes` may take, it is
+    cancelled and waited for. On the thread of the loop, which would wait for itself, it is a `TransportError`.
     """
+    limit_s = TIMEOUT_S + nbytes / SLOWEST_BYTES_PER_S
     with contextlib.suppress(RuntimeError):
         if asyncio.get_running_loop() is loop:
             raise TransportError("a blocking call on the event loop that has to answer it", where="loop")

@@ -12,8 +12,6 @@ from saev_store.errors import ArgumentError, ReadOnlyError
 from saev_store.names import joined_url
 from saev_store.transport.checks import Buffer, ReadCost, byte_views, check_path
 
-#: How long a busy service is asked again, and the time-out of an answer of which nothing comes any more.
-RETRY_S, READ_TIMEOUT_S = 15.0, 10.0
 #: Ranges of one file, and the memory that each fills: path, first bytes, writable buffers.
 FileReads = tuple[str, Sequence[int], Sequence[memoryview]]
 
@@ -83,7 +81,7 @@ class Transport(ABC):
     """Reads and writes files below one root; thread-safe, with errors of `saev_store.errors`.
 
     The first read of a file pins its version. If another file takes its name, reads raise or continue with the first one; they never
-    mix the two. `close` unpins all files.
+    mix the two.
 
     Attributes:
         url: The root, without credentials and trailing slash.

@@ -14,9 +14,9 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from saev_store.errors import ArgumentError, MissingDependencyError, NotFoundError, TransportError
-from saev_store.transport import base
+from saev_store.transport import _remote
 from saev_store.transport._errors import shown, translated
-from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport, check_fork
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport, check_fork, run
 from saev_store.transport.base import Entry, FileStat, Sink
 from saev_store.transport.checks import Buffer, ReadCost, os_errors, too_big, too_short
 
@@ -38,7 +38,7 @@ _TURN = threading.RLock()
 
 
 class FsspecTransport(RemoteTransport):
-    """Any fsspec URL. Each returned buffer is memory of its own.
+    """Any fsspec URL.
 
     Asynchronous file systems (object stores, HTTP) read all ranges of a call side by side, with time-outs. The others (archives,
     caches, SFTP, …) read one range after the other, in one thread at a time.
@@ -78,7 +78,7 @@ class FsspecTransport(RemoteTransport):
         """The result of an operation; an asynchronous one is tried again, and has the time-out for `nbytes`."""
         if self.is_async:
             begin = getattr(self.fs, f"_{operation}")
-            return self.run(lambda: self.again(lambda: begin(*arguments, **options)), nbytes=nbytes)
+            return run(lambda: self.again(lambda: begin(*arguments, **options)), self.loop(), nbytes=nbytes)
         check_fork(self._pid, where=self.url)
         with _TURN:
             return getattr(self.fs, operation)(*arguments, **options)
@@ -86,7 +86,7 @@ class FsspecTransport(RemoteTransport):
     async def again(self, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work()`; errors of a busy or broken service are tried again for `RETRY_S`."""
         wait_s, now_s = _FIRST_WAIT_S, asyncio.get_running_loop().time
-        ends_s = now_s() + base.RETRY_S
+        ends_s = now_s() + _remote.RETRY_S
         while True:
             try:
                 return await work()
@@ -270,7 +270,7 @@ def _open_filesystem(url: str, protocols: Sequence[str], options: Mapping[str, o
             raise MissingDependencyError(
                 f"this address needs more than is installed: {text}",
                 where=where,
-                remedy=f"pip install 'saev_store[{','.join(extras)}]'" if extras else "Check the address.",
+                remedy=f"Run: pip install 'saev-store[{','.join(extras)}]'." if extras else "Check the address.",
             ) from error
         if isinstance(error, (AttributeError, TypeError, ValueError)):
             raise ArgumentError(f"{where} cannot be opened so: {text}", where="storage_options") from None
@@ -283,7 +283,7 @@ def _tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
         config = {
             "max_pool_connections": IN_FLIGHT,  # botocore's default is 10
             "connect_timeout": CONNECT_TIMEOUT_S,
-            "read_timeout": base.READ_TIMEOUT_S,
+            "read_timeout": _remote.READ_TIMEOUT_S,
             # s3fs retries too, and the two multiply. This one is for status 429, which s3fs does not retry.
             "retries": {"max_attempts": 1, "mode": "standard"},
             **cast("Mapping[str, object]", options.get("config_kwargs") or {}),
@@ -293,7 +293,7 @@ def _tuned(protocol: str, options: Mapping[str, object]) -> dict[str, object]:
         return dict(options)
     from aiohttp import ClientTimeout
 
-    timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=base.READ_TIMEOUT_S)
+    timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=_remote.READ_TIMEOUT_S)
     if protocol in _GOOGLE:
         return {"use_listings_cache": False, "requests_timeout": timeout, **options}
     client = cast("Mapping[str, object]", options.get("client_kwargs") or {})
@@ -308,8 +308,8 @@ def _safe_url(url: str) -> str:
     links: list[str] = []
     for link in url.split("::"):
         is_near = _protocol(link) in _NEAR_PROTOCOLS
-        shown = link if is_near else re.sub(r"://[^/]*@", "://", re.split(r"[?#]", link, maxsplit=1)[0])
-        links.append(shown if shown.endswith("://") else shown.rstrip("/"))
+        safe = link if is_near else re.sub(r"://[^/]*@", "://", re.split(r"[?#]", link, maxsplit=1)[0])
+        links.append(safe if safe.endswith("://") else safe.rstrip("/"))
     return "::".join(links)
 
 

@@ -67,13 +67,13 @@ class LocalTransport(Transport):
         return type(self)(self.where(path) if path else self.url, use_mmap=self.use_mmap)
 
     def unmapped(self) -> LocalTransport:
-        """Reads the same files without maps."""
+        """A transport that reads the same files without maps."""
         made = LocalTransport(self.url, use_mmap=False)
         made.expect(self._expected)
         return made
 
     def expect(self, files: Mapping[str, tuple[int, int]]) -> None:
-        """Read these files only: sizes and times (ns) of the last change, by path. Pickles carry them."""
+        """Pin files, also beyond `close` and in pickles: size and time (ns) of the last change, by path."""
         self._expected, self._pins = dict(files), dict(files)
 
     def where(self, path: str) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
+import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -13,9 +17,9 @@ from urllib.parse import urlsplit
 
 from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, TransportError
-from saev_store.transport import base
+from saev_store.transport import _remote
 from saev_store.transport._errors import shown, status_of
-from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport, own_loop
+from saev_store.transport._remote import CONNECT_TIMEOUT_S, IN_FLIGHT, RemoteTransport, check_fork
 from saev_store.transport.base import Entry, FileStat, Sink
 from saev_store.transport.checks import Buffer, ReadCost, too_big
 
@@ -41,6 +45,10 @@ _GIVEN = {"access_key_id", "credential_provider", "application_credentials"}
 REQUEST_BYTES, _MAX_PARTS = 8 << 20, 9_000
 #: Parts of one upload that are under way at the same time.
 PARTS_IN_FLIGHT = 8
+#: One event loop for all clients of a process, like the threads of obstore itself.
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_pid = -1
 
 
 class ObstoreTransport(RemoteTransport):
@@ -64,7 +72,15 @@ class ObstoreTransport(RemoteTransport):
             raise ArgumentError(message, where="storage_options", remedy='Or use engine="fsspec".') from None
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        return own_loop()
+        global _loop, _pid
+        with _lock:
+            if _loop is None:
+                _loop, _pid = asyncio.new_event_loop(), os.getpid()
+                thread = threading.Thread(target=_loop.run_forever, name="saev_store-loop", daemon=True)
+                thread.start()
+                atexit.register(_stop, _loop, thread)
+        check_fork(_pid, where=self.url)
+        return _loop
 
     def key(self, path: str) -> str:
         return "/".join(part for part in (self.place.prefix, self._below(path)) if part)
@@ -195,6 +211,18 @@ class ObstoreSink(Sink):
             raise
 
 
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End the loop at exit, and wait for the client's threads: before 3.14, Python aborts the process if one is inside Rust then."""
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(1.0)
+    ends_s = time.monotonic() + 1.0
+    while time.monotonic() < ends_s:
+        running = sys._current_frames()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # documented, in spite of its name
+        if not running.keys() - {known.ident for known in threading.enumerate()}:
+            return
+        time.sleep(0.001)
+
+
 def _file_stat(meta: ObjectMeta) -> FileStat:
     return FileStat(meta["size"], meta.get("e_tag") or str(meta.get("last_modified")))
 
@@ -222,7 +250,7 @@ def _place_of(url: str, options: Mapping[str, object]) -> Place:
         del config["client_kwargs"]
         config |= {f"client_kwargs.{name}": item for name, item in cast("Mapping[str, object]", client).items()}
     if kind == "s3":
-        _read_s3(config)
+        _complete_s3(config)
     elif (token := config.pop("token", None)) == "anon":
         config["skip_signature"] = True
     elif token is not None:  # a file
@@ -230,7 +258,8 @@ def _place_of(url: str, options: Mapping[str, object]) -> Place:
     return Place(kind, bucket, rest.partition("/")[2].strip("/"), config)
 
 
-def _read_s3(config: dict[str, object]) -> None:
+def _complete_s3(config: dict[str, object]) -> None:
+    """Give s3fs's options obstore's names, and add what s3fs takes from the environment."""
     for theirs, ours in _RENAMED.items():
         if (value := config.pop(theirs, None)) is not None:
             config[ours] = value
@@ -258,17 +287,16 @@ def _credential(key: object, secret: object) -> dict[str, object]:
 def resolves_alike(place: Place) -> bool:
     """Return True if obstore finds what fsspec's file systems find, which also read files, profiles and the machine's identity."""
     given, environment = place.config, os.environ
-    is_known = given.get("skip_signature") is True or bool(_GIVEN & given.keys())
+    has_keys = given.get("skip_signature") is True or bool(_GIVEN & given.keys())
     if place.kind == "gs":  # emulators speak the other one of Google's two interfaces
-        is_known |= "GOOGLE_APPLICATION_CREDENTIALS" in environment
-        return is_known and "STORAGE_EMULATOR_HOST" not in environment
-    has_keys = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= environment.keys()
-    is_known |= has_keys and "AWS_PROFILE" not in environment
-    configured = "AWS_ENDPOINT" in environment or os.path.exists(
-        os.path.expanduser(environment.get("AWS_CONFIG_FILE", "~/.aws/config"))
-    )
-    is_found = "endpoint" in given or ("region" in given and not configured)
-    return is_known and is_found
+        has_keys |= "GOOGLE_APPLICATION_CREDENTIALS" in environment
+        return has_keys and "STORAGE_EMULATOR_HOST" not in environment
+    if "AWS_PROFILE" not in environment:
+        has_keys |= {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= environment.keys()
+    profiles = os.path.expanduser(environment.get("AWS_CONFIG_FILE", "~/.aws/config"))
+    # The variable may give obstore an end point, and the file s3fs.
+    may_differ = "AWS_ENDPOINT" in environment or os.path.exists(profiles)
+    return has_keys and ("endpoint" in given or ("region" in given and not may_differ))
 
 
 def _open_store(place: Place) -> ObjectStore:
@@ -277,26 +305,26 @@ def _open_store(place: Place) -> ObjectStore:
 
     config = dict(place.config)
     verify = config.pop("client_kwargs.verify", None)
-    client_options: dict[str, object] = {
+    client: dict[str, object] = {
         "allow_http": any(str(value).lower().startswith("http://") for value in config.values()),
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
-        "read_timeout": timedelta(seconds=base.READ_TIMEOUT_S),
-        # For the whole request, body included: the deadline of `RemoteTransport.run` is what counts.
+        "read_timeout": timedelta(seconds=_remote.READ_TIMEOUT_S),
+        # For the whole request, body included: the deadline of `run` is what counts.
         "timeout": timedelta(hours=1),
         # A request that begins before the last connection is back opens another one.
         "pool_max_idle_per_host": str(2 * IN_FLIGHT),
     }
     if isinstance(verify, str):
         with open(verify, encoding="latin-1") as file:
-            client_options["root_certificate"] = file.read()
+            client["root_certificate"] = file.read()
     elif verify is False:
-        client_options["allow_invalid_certificates"] = True
-    given = {name: config.pop(name) for name in ("credential_provider",) if name in config}
+        client["allow_invalid_certificates"] = True
+    provider = config.pop("credential_provider", None)
     retry: dict[str, object] = {
         # The waits are random: only their sum is limited.
         "max_retries": 1000,
-        "retry_timeout": timedelta(seconds=base.RETRY_S),
+        "retry_timeout": timedelta(seconds=_remote.RETRY_S),
         "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3), "base": 3},
     }
     make = stores.S3Store if place.kind == "s3" else stores.GCSStore
-    return make(place.bucket, config=config, client_options=client_options, retry_config=retry, **given)  # pyright: ignore[reportArgumentType]  # typed dictionaries
+    return make(place.bucket, config=config, client_options=client, retry_config=retry, credential_provider=provider)  # pyright: ignore[reportArgumentType]  # typed dictionaries
