@@ -154,7 +154,7 @@ class ShardStore(TextReading):
         """Write an array as a new store below `root`, block by block, and open it.
 
         The store is named by its metadata, which hold the array's shape, dtype and a digest of eight of its examples. The same call
-        continues after a crash; a store that is finished is opened. docs/importing.md has examples.
+        continues after a crash; a store that is finished is opened. docs/writing.md has examples.
 
         Args:
             array: Activations, as an array of NumPy (also mapped from a file), zarr, h5py, xarray, dask or torch; lazy ones are

@@ -114,7 +114,7 @@ def test_every_integration_has_a_page(site):
 def test_links_between_pages_of_the_repository_lead_to_pages_of_the_site(site):
     pages, folder = site
     links = pages[folder / "recording.html"].links
-    assert any(link.startswith("texts.html") for link in links)
+    assert any(link.startswith("protocol.html") for link in links)
     assert "benchmarks.html" in pages[folder / "index.html"].links
     assert not any(link.endswith((".md", ".py")) for page in pages.values() for link in page.links)
 

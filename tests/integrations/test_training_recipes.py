@@ -1,4 +1,4 @@
-"""The code of docs/recipes.md runs with stand-ins for the tools, and hands out what the stores hold."""
+"""The code of docs/integrations.md runs with stand-ins for the tools, and hands out what the stores hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from saev_store import ShardStore, new_metadata
 from saev_store.integrations.saelens import multi_hook_data_provider
 from saev_store.torch import StoreLoader
 
-PAGE, BATCH = "recipes.md", 32
+PAGE, BATCH = "integrations.md", 32
 
 
 class Trainer:

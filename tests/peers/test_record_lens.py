@@ -1,4 +1,4 @@
-"""Models of TransformerLens and nnsight: what is recorded equals `run_with_cache`, and the scripts of docs/recipes.md run.
+"""Models of TransformerLens and nnsight: what is recorded equals `run_with_cache`, and the scripts of docs/integrations.md run.
 
 Runs where both packages are installed: pip install '.[record,test]' transformer-lens nnsight.
 """
@@ -53,9 +53,9 @@ def cached(model: object, ids: torch.Tensor, mask: torch.Tensor | None = None) -
 
 
 def lens_adapter(model: object, points: Sequence[str]) -> object:
-    """The adapter of docs/recipes.md."""
+    """The adapter of docs/integrations.md."""
     names: dict[str, object] = {}
-    block = page_block("recipes.md", "TransformerLens", "class HookedAdapter")
+    block = page_block("integrations.md", "TransformerLens", "class HookedAdapter")
     exec(block[: block.index("model = ")], names)
     return names["HookedAdapter"](
         model=model, blocks=list(model.blocks), d_model=model.cfg.d_model, family="gpt2", ckpt="gpt2",
@@ -87,7 +87,7 @@ SMALLER = {
 
 @pytest.mark.parametrize(("heading", "library"), [("TransformerLens", "transformer_lens"), ("nnsight", "nnsight")])
 def test_the_recipe(tmp_path: Path, heading: str, library: str) -> None:
-    script = f"import peer_lens\n{page_block('recipes.md', heading, f'from {library} import')}"
+    script = f"import peer_lens\n{page_block('integrations.md', heading, f'from {library} import')}"
     for name, small in (SMALLER | {"/scratch/shards": str(tmp_path / "out")}).items():
         script = script.replace(name, small)
     path = tmp_path / "script.py"  # nnsight reads the source of what it traces

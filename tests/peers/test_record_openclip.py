@@ -1,4 +1,4 @@
-"""The adapters of docs/recipes.md for vision transformers of OpenCLIP and timm against their own intermediate outputs and against hooks of the test.
+"""The adapters of docs/integrations.md for vision transformers of OpenCLIP and timm against their own intermediate outputs and against hooks of the test.
 
 Runs where the packages are installed: pip install '.[openclip,test]'. Models come from small configurations, nothing is downloaded.
 """
@@ -118,7 +118,7 @@ def test_the_recipe_for_openclip(
     monkeypatch.setattr(open_clip, "create_model_and_transforms", lambda *_, **__: (model, None, lambda image: image))
     names = {"photographs": list(pixels)}
     smaller_sizes = {"/scratch/shards": str(tmp_path), "layers=(6, 11)": "layers=(-1, 0)"}
-    exec(smaller(page_block("recipes.md", "OpenCLIP", "VisionAdapter"), smaller_sizes), names)
+    exec(smaller(page_block("integrations.md", "OpenCLIP", "VisionAdapter"), smaller_sizes), names)
     expected = captured(tower, list(tower.transformer.resblocks), ("ls_1", "ln_2", "ls_2"), pixels.to(precision))
     recorded(names["adapter"], pixels, expected)
     assert names["store"].layout.dtype == dtype

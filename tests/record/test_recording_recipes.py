@@ -1,4 +1,4 @@
-"""The adapters of docs/recipes.md, with stand-ins for OpenCLIP and TransformerLens; tests/peers has them with the libraries."""
+"""The adapters of docs/integrations.md, with stand-ins for OpenCLIP and TransformerLens; tests/peers has them with the libraries."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch, root: Path, heading: str, library: str,
     module = ModuleType(library)
     vars(module).update(names)
     monkeypatch.setitem(sys.modules, library, module)
-    block = smaller(page_block("recipes.md", heading, "Adapter"), {"/scratch/shards": str(root)})
+    block = smaller(page_block("integrations.md", heading, "Adapter"), {"/scratch/shards": str(root)})
     exec(block, names)
     return names
 

@@ -35,7 +35,7 @@ FENCED = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", flags=re.MULTILINE |
 ILLUSTRATION = 'title="Illustration, not run"'
 #: Languages of blocks that a reader may copy and run.
 CODE = {"bash", "console", "js", "pycon", "python", "sh"}
-NEEDS_TORCH = re.compile(r"^>>> (?:import torch|from saev_store.torch import)", flags=re.MULTILINE)
+NEEDS_TORCH = re.compile(r"^>>> (?:import torch|from saev_store.(?:record|torch) import)", flags=re.MULTILINE)
 #: Whole scripts and commands that other tests run, and continuous integration: page, what is in the block, where that is.
 RUN_ELSEWHERE = [
     ("README.md", "saev-store demo", ".ci/run"),
@@ -49,7 +49,12 @@ RUN_ELSEWHERE = [
     ("docs/integrations.md", "SAETrainer(", "tests/peers/test_training_peers.py"),
     ("docs/integrations.md", "trainSAE(", "tests/peers/test_training_peers.py"),
     ("docs/integrations.md", "MultiSAETrainer(", "tests/helpers/peer_training.py"),
-    ("docs/recipes.md", "", "tests/integrations/test_training_recipes.py"),
+    ("docs/integrations.md", "ActivationStream", "tests/integrations/test_training_recipes.py"),
+    ("docs/integrations.md", "def get_batch", "tests/integrations/test_training_recipes.py"),
+    ("docs/integrations.md", "HiddenStatesBackend", "tests/integrations/test_training_recipes.py"),
+    ("docs/integrations.md", "VisionAdapter(", "tests/record/test_recording_recipes.py"),
+    ("docs/integrations.md", "HookedAdapter(", "tests/record/test_recording_recipes.py"),
+    ("docs/integrations.md", "from nnsight import", "tests/peers/test_record_lens.py"),
     ("docs/recording.md", "class Model(", "tests/record/test_recorder_bits.py"),
 ]
 

@@ -1,4 +1,4 @@
-"""Energon: WebDatasets with an index in `.nv-meta` (`docs/formats/energon.md`)."""
+"""Energon: WebDatasets with an index in `.nv-meta` (`docs/formats.md`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLMBATCH: token ids in batches that are formed when they are written (`docs/formats/llmbatch.md`)."""
+"""LLMBATCH: token ids in batches that are formed when they are written (`docs/formats.md`)."""
 
 from __future__ import annotations
 

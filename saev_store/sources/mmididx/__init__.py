@@ -1,4 +1,4 @@
-"""MMIDIDX: token sequences and documents, and samples of one length over them (`docs/formats/mmididx.md`)."""
+"""MMIDIDX: token sequences and documents, and samples of one length over them (`docs/formats.md`)."""
 
 from __future__ import annotations
 
