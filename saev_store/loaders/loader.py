@@ -14,13 +14,24 @@ from typing import Generic, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders.explain import Explanation, explain
-from saev_store.loaders.iteration import MOST_POOLS, Allocate, Plan, PoolMemory, PoolReader, Reading, allocate, ended
 from saev_store.loaders.options import LoaderOptions, chosen, rank_and_world
-from saev_store.loaders.reads import Side, TokenColumns, layer_columns, plan_reads
+from saev_store.loaders.reads import (
+    MOST_POOLS,
+    Allocate,
+    Plan,
+    PoolMemory,
+    PoolReader,
+    Reading,
+    Side,
+    TokenColumns,
+    allocate,
+    ended,
+    layer_columns,
+    plan_reads,
+)
 from saev_store.loaders.state import Place, check_state, state_of
 from saev_store.order import Cut, Epoch
 from saev_store.store.pair import PairSelection
@@ -29,7 +40,6 @@ from saev_store.store.selection import Selection
 Batch = dict[str, npt.NDArray[np.generic]]
 #: Storage order reads ahead in pools of so many bytes: mixing does not need more.
 _STORED_POOL_BYTES = 64 << 20
-_N_THREADS_REMOTE = 16
 _ALIGN_BYTES = 64
 
 
@@ -83,7 +93,7 @@ class BaseLoader(ABC, Generic[B]):
         is_stored = options.order == "stored"
         most = min(options.window_bytes // 2, _STORED_POOL_BYTES) if is_stored else options.window_bytes // 2
         cut = Cut(
-            len(self._first), options.batch_size, ranks[1], options.drop_last,
+            self._first.space.n_rows, options.batch_size, ranks[1], options.drop_last,
             n_partitions=options.partitions_for(ranks[1]),
             pool_batches=max(1, most // (options.batch_size * self._row_nbytes)),
             early_start=options.early_start or is_stored,
@@ -164,14 +174,11 @@ class BaseLoader(ABC, Generic[B]):
             end += -(-pool_rows * self._sizes[name] // _ALIGN_BYTES) * _ALIGN_BYTES
         if self._memory is None or self._memory.nbytes != end:
             self._memory = PoolMemory(end, self._make_memory)
-        is_local = all(part.reader.transport.is_local for part in self._parts.values())
         rank = (self._ranks or (0, 1))[0]
         plan = partial(self._plan, Epoch(self._first.space, cut, self.options.seed, self._epoch), rank, sides)
+        pools = range(int(np.searchsorted(cut.pool_starts, first, side="right")) - 1, len(cut.pool_starts) - 1)
         reader = self._reader = PoolReader(
-            ahead(plan, range(cut.pool_of(first), len(cut.pool_starts) - 1), 2),
-            self._memory,
-            self.options.n_threads or (min(max(n_cores(), 4), 16) if is_local else _N_THREADS_REMOTE),
-            self.options.batch_timeout_s,
+            plan, pools, self._memory, self.options.n_threads, self.options.batch_timeout_s
         )
         numbers = iter(range(first, cut.n_batches))
         # Nothing is kept here of what is yielded.
@@ -227,7 +234,8 @@ class BaseLoader(ABC, Generic[B]):
         if reading is None:
             raise ended()
         (pool, columns, _), memory, _ = reading
-        rows = slice(*pool.bounds[number - pool.first_batch :][:2].tolist())
+        start = (number - pool.first_batch) * self.options.batch_size
+        rows = slice(start, start + self.options.batch_size)
         found: Batch = {side.name: side.vectors(memory, len(pool.slot))[rows] for side in sides}
         found.update({name: column[rows] for name, column in columns.items()})
         if copies:
@@ -238,7 +246,7 @@ class BaseLoader(ABC, Generic[B]):
     @property
     def is_iterating(self) -> bool:
         """True while an iteration of this loader is under way."""
-        return self._reader is not None and not self._reader.is_closed
+        return self._reader is not None and not self._reader.stop.is_set()
 
     @property
     def fill(self) -> float:

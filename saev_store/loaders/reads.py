@@ -1,10 +1,15 @@
-"""Reads of a pool: ranges of shards, the slot of each row that they hold, and the columns beside the vectors."""
+"""Pools that are read in threads: ranges of shards, the slot of each row that they hold, memory, and the columns beside the vectors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +18,18 @@ from saev_store.core.dtypes import converted
 from saev_store.core.layout import IntArray, shard_name
 from saev_store.core.rows import RowSpace
 from saev_store.core.token_arrays import NONE, shown_names
-from saev_store.errors import ArgumentError, NotFoundError, brief
+from saev_store.errors import ArgumentError, DeadlineError, NotFoundError, brief
 from saev_store.order import Pool
 from saev_store.store.selection import Selection
 from saev_store.transport.checks import Buffer
 
 Bytes = npt.NDArray[np.uint8]
+#: Makes the memory of a pool, such as pinned memory, from its number of bytes.
+Allocate = Callable[[int], Bytes]
+#: At most so many pools exist at a time: the current one, the next one, and one that kept batches hold back.
+MOST_POOLS = 3
+#: Seconds between two looks for memory that abandoned reads hold, and whether the iteration was closed.
+_LOOK_S, _SLICE_S = 0.02, 0.25
 #: What one task reads, about: small enough to share the work, large enough for a request.
 TASK_BYTES = 4 << 20
 #: Tokens that are left out are read along if there are fewer bytes of them than this in a row.
@@ -90,15 +101,21 @@ class ReadTask:
         """
         if stop.is_set():
             return
-        reader, path = self.side.rows.reader, shard_name(self.shard_idx)
+        side, reader, path = self.side, self.side.rows.reader, shard_name(self.shard_idx)
         reader.check(self.shard_idx, self.highest)
         starts: list[int] = self.starts.reshape(-1).tolist()
-        ends: list[int] = (self.starts + self.n_cells[:, None] * reader.layout.vector_nbytes).reshape(-1).tolist()
-        nbytes = int(self.n_cells.max()) * reader.layout.vector_nbytes
-        scratch: Bytes | None = getattr(_of_thread, "scratch", None)
-        if scratch is None or len(scratch) < nbytes:
-            scratch = _of_thread.scratch = np.empty(nbytes, np.uint8)
+        is_plain = side.rows.dtype == reader.dtype and self.starts.shape[1] == 1 and (self.n_rows == self.n_cells).all()
         try:
+            if self.pool.in_order and is_plain:  # rows of a range are neighbours in the pool too
+                first = side.first_byte + self.pool.slot[self.first] * side.row_nbytes
+                places = zip(first.tolist(), (first + self.n_rows * side.row_nbytes).tolist(), strict=True)
+                reader.transport.readinto(path, starts=starts, buffers=[memory.data[at:end] for at, end in places])
+                return
+            ends: list[int] = (self.starts + self.n_cells[:, None] * reader.layout.vector_nbytes).reshape(-1).tolist()
+            nbytes = int(self.n_cells.max()) * reader.layout.vector_nbytes
+            scratch: Bytes | None = getattr(_of_thread, "scratch", None)
+            if scratch is None or len(scratch) < nbytes:
+                scratch = _of_thread.scratch = np.empty(nbytes, np.uint8)
             self._scatter(reader.transport.load_ranges(path, starts=starts, ends=ends, memory=scratch.data), memory)
         except NotFoundError:
             reader.check_size(self.shard_idx)
@@ -157,6 +174,160 @@ def plan_reads(pool: Pool, side: Side) -> list[ReadTask]:
         )
         for lo, hi in zip([0, *edges.tolist()], [*edges.tolist(), len(first)], strict=True)
     ]  # fmt: skip
+
+
+def allocate(nbytes: int) -> Bytes:
+    """Return plain memory. NumPy asks the system for huge pages; pages that are not touched cost nothing."""
+    return np.empty(nbytes, np.uint8)
+
+
+class PoolMemory:
+    """Memory for up to three pools of one size.
+
+    Args:
+        nbytes: Bytes of a pool.
+        make: Makes it.
+    """
+
+    def __init__(self, nbytes: int, make: Allocate) -> None:
+        self.nbytes, self._make = nbytes, make
+        self.n_made = 0
+        self.idle: deque[Bytes] = deque()
+
+    def lend(self, most: int) -> Bytes | None:
+        """Return the memory of a pool; None if `most` pools exist and something refers to each.
+
+        The memory is used again as soon as no array, tensor or memoryview of it is left.
+
+        Raises:
+            ArgumentError: the machine does not have that much memory.
+        """
+        if self.idle:
+            memory = self.idle.popleft()
+        elif self.n_made < most:
+            try:
+                memory = self._make(self.nbytes)
+            except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for pinned memory
+                raise ArgumentError(
+                    f"a pool of {self.nbytes:,} bytes needs more memory than this machine gives",
+                    where="window_bytes",
+                    remedy="Use a smaller window_bytes.",
+                ) from error
+            self.n_made += 1
+        else:
+            return None
+        lent = np.frombuffer(memory.data, np.uint8)
+        # NumPy makes the memoryview below the array the base of each array that is derived from it, so all refer to this one.
+        weakref.finalize(lent.base, self.idle.append, memory).atexit = False
+        return lent
+
+
+class Plan(NamedTuple):
+    """A pool before it is read: what comes with its rows, by slot, and its reads."""
+
+    pool: Pool
+    columns: dict[str, IntArray]
+    tasks: list[ReadTask]
+
+
+class Reading(NamedTuple):
+    """A pool that is being read to its memory."""
+
+    plan: Plan
+    memory: Bytes
+    reads: list[Future[None]]
+
+
+class PoolReader:
+    """The threads of one iteration.
+
+    Args:
+        plan: Plans a pool, by its number.
+        numbers: Numbers of the pools.
+        memory: The memory of pools.
+        n_threads: How many threads.
+        timeout_s: Longest wait without any finished read.
+    """
+
+    def __init__(
+        self, plan: Callable[[int], Plan], numbers: Iterable[int], memory: PoolMemory, n_threads: int, timeout_s: float
+    ) -> None:
+        self._memory, self._timeout_s = memory, timeout_s
+        self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="saev-store-loader")
+        self._plans = (self._threads.submit(plan, number) for number in numbers)
+        self._next = next(self._plans, None)
+        #: Set when this is closed.
+        self.stop = threading.Event()
+        #: The pool that is handed out, and the one that is read in the meantime. A stale iterator holds no memory: `close` forgets them.
+        self.current: Reading | None = None
+        self.following: Reading | None = None
+
+    @property
+    def n_held(self) -> int:
+        """Number of earlier pools whose memory is referred to."""
+        return self._memory.n_made - len(self._memory.idle) - 1 - (self.following is not None)
+
+    def begin(self, most: int) -> Reading | None:
+        """Begin to read the next pool, if there is one, and if there is memory in `most` pools. What was begun before is read first."""
+        if self.stop.is_set():
+            raise ended()
+        if self._next is None or (memory := self._memory.lend(most)) is None:
+            return None
+        try:
+            plan = self._next.result()
+            # The pool after it is planned before the reads of this one, which take longer.
+            self._next = next(self._plans, None)
+            return Reading(plan, memory, [self._threads.submit(task.run, memory, self.stop) for task in plan.tasks])
+        except (CancelledError, RuntimeError):  # another thread has closed this
+            raise ended() from None
+
+    def finish(self) -> Reading:
+        """Return the next pool when it is read.
+
+        Raises:
+            DeadlineError: no read has finished for the longest wait, or reads that were abandoned hold the memory.
+            ArgumentError: this was closed in the meantime.
+            SaevStoreError: of a read.
+        """
+        deadline_s, self.current = time.monotonic() + self._timeout_s, None
+        while (reading := self.following or self.begin(MOST_POOLS)) is None:
+            if time.monotonic() > deadline_s:
+                raise DeadlineError("reads of an earlier iteration hold the memory of the pools", where="loader")
+            time.sleep(_LOOK_S)
+        self.current, self.following = reading, None
+        # Two pools are enough unless batches are kept, if the caller has let go of the pool before by the second batch.
+        self.following = self.begin(MOST_POOLS - (reading.plan.pool.n_batches > 1))
+        left = set(reading.reads)
+        while left:
+            done, left = wait(left, _SLICE_S, return_when="FIRST_EXCEPTION")
+            if self.stop.is_set():
+                raise ended()
+            for read in done:
+                read.result()
+            if done:
+                deadline_s = time.monotonic() + self._timeout_s
+            elif time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    f"no batch, and no finished read, for {self._timeout_s:g} s",
+                    where="loader",
+                    remedy="Check the storage, or allow more batch_timeout_s.",
+                )
+        return reading
+
+    def close(self) -> None:
+        """End the threads. A read that hangs in the system is abandoned, and its memory is not used again before it returns."""
+        self.stop.set()
+        self.current = self.following = self._next = None
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def ended() -> ArgumentError:
+    """Return the refusal of an iteration that was ended."""
+    return ArgumentError(
+        "this iteration has ended: another one began, or the loader was closed",
+        where="iter(loader)",
+        remedy="Use the latest iterator.",
+    )
 
 
 def layer_columns(space: RowSpace, layer: IntArray) -> dict[str, IntArray]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -74,54 +73,49 @@ class Cut:
     n_batches: int = field(init=False)
     n_samples: int = field(init=False)
     fills_up: bool = field(init=False)
+    pool_starts: IntArray = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         whole, parts = self.batch_size * self.world, self.n_partitions
         n_batches = self.n_rows // whole if self.drop_last else -(-self.n_rows // whole)
         n_samples = n_batches * whole if self.drop_last else self.n_rows
         fills_up = self.world > 1 and not self.drop_last
-        self.__dict__.update(global_batch_size=whole, n_batches=n_batches, n_samples=n_samples, fills_up=fills_up)
-        if parts is None:
-            return
-        if parts < 1 or whole % parts or parts % self.world:
+        if parts is not None and (parts < 1 or whole % parts or parts % self.world):
             raise ArgumentError(
                 f"n_partitions is {parts}; it must divide the global batch of {whole} rows and be a multiple of the "
                 f"{self.world} rank(s)",
                 where="n_partitions",
                 remedy="Choose another n_partitions, batch_size or number of ranks.",
             )
-        if fills_up and 0 < self.n_rows < parts:
+        if parts is not None and fills_up and 0 < self.n_rows < parts:
             raise ArgumentError(
                 f"{self.n_rows} rows cannot be shared by {parts} partitions on {self.world} ranks without drop_last",
                 where="n_partitions",
             )
 
-    @cached_property
-    def pool_starts(self) -> IntArray:
-        full = max(1, min(self.pool_batches, self.n_batches))
+        full = max(1, min(self.pool_batches, n_batches))
         growing, size, start = list[int](), -(-full // _FIRST_FRACTION), 0
-        while self.early_start and size < full and start + size < self.n_batches:
+        while self.early_start and size < full and start + size < n_batches:
             growing.append(start)
             start += size
             size = min(2 * size, full)
-        rest = np.arange(start, max(self.n_batches, 1), full, dtype=np.int64)
-        return np.concatenate((growing, rest, [self.n_batches])).astype(np.int64)
-
-    def pool_of(self, batch: int) -> int:
-        """Return the number of the pool that holds a batch."""
-        return int(np.searchsorted(self.pool_starts, batch, side="right")) - 1
+        rest = np.arange(start, max(n_batches, 1), full, dtype=np.int64)
+        starts = np.concatenate((growing, rest, [n_batches])).astype(np.int64)
+        self.__dict__.update(
+            global_batch_size=whole, n_batches=n_batches, n_samples=n_samples, fills_up=fills_up, pool_starts=starts
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
     """A run of batches of one rank: the pieces of blocks that are read for it, and the slot of each row in its memory.
 
-    A block is one layer, or all stacked layers, of one example. Blocks are numbered by chosen example, then by layer. Batch `i` of the
-    pool is the slots `bounds[i]` to `bounds[i + 1]`.
+    A block is one layer, or all stacked layers, of one example. Blocks are numbered by chosen example, then by layer. Each `batch_size`
+    slots are a batch.
 
     Attributes:
         first_batch: Number of its first batch in the epoch.
-        bounds: int64 (batches + 1,).
+        n_batches: Number of its batches.
         ordinal: Chosen example of each piece: int64 (pieces,).
         layer: Layer of each piece, counted among the chosen ones, 0 with stacked layers: int64 (pieces,).
         counts: Rows of each piece: int64 (pieces,).
@@ -131,18 +125,13 @@ class Pool:
     """
 
     first_batch: int
-    bounds: IntArray
+    n_batches: int
     ordinal: IntArray
     layer: IntArray
     counts: IntArray
     cell: IntArray
     slot: IntArray
     in_order: bool
-
-    @property
-    def n_batches(self) -> int:
-        """Number of batches."""
-        return len(self.bounds) - 1
 
     def by_slot(self, of_row: IntArray) -> IntArray:
         """Return a value of each row in the order of the slots, fresh."""
@@ -165,8 +154,8 @@ class Epoch:
     >>> rows = row_space(Layout(7, (2, 5), 4, True, 8, 3), layer=5, tokens="content")
     >>> cut = Cut(len(rows), 8, 1, False, n_partitions=1, pool_batches=2, early_start=False)
     >>> pool = Epoch(rows, cut, seed=17, epoch=0).pool(1, rank=0)
-    >>> pool.first_batch, pool.bounds.tolist(), pool.ordinal.tolist()
-    (2, [0, 8, 12], [2, 0, 5])
+    >>> pool.first_batch, pool.n_batches, pool.ordinal.tolist()
+    (2, 2, [2, 0, 5])
     """
 
     def __init__(self, space: RowSpace, cut: Cut, seed: int, epoch: int) -> None:
@@ -197,9 +186,8 @@ class Epoch:
                 block, _, cell = self._pieces(hi - 1, hi)
                 found.append((block, np.array([n_fill]), cell.repeat(n_fill), slots[hi - lo :]))
         block, counts, cell, slot = map(np.concatenate, zip(*found, strict=True))
-        bounds = np.append(np.arange(b1 - b0, dtype=np.int64) * cut.batch_size, len(slot))
         ordinal, layer = np.divmod(block[counts > 0], np.int64(self.space.rows_per_token))
-        return Pool(b0, bounds, ordinal, layer, counts[counts > 0], cell, slot, cut.n_partitions is None)
+        return Pool(b0, b1 - b0, ordinal, layer, counts[counts > 0], cell, slot, cut.n_partitions is None)
 
     def _numbers(self, start: int, stop: int) -> IntArray:
         """Return the blocks at positions `start` to `stop`."""

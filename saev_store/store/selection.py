@@ -56,11 +56,8 @@ class Selection:
     @property
     def shape(self) -> tuple[int, ...]:
         """(rows, d_model), with stacked layers (rows, layers, d_model)."""
-        return self._shape_of(len(self.space))
-
-    def _shape_of(self, n_rows: int) -> tuple[int, ...]:
         layers = (self.space.vectors_per_row,) if self.space.stacks_layers else ()
-        return n_rows, *layers, self.space.layout.d_model
+        return self.space.n_rows, *layers, self.space.layout.d_model
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -128,7 +125,7 @@ class Selection:
             CorruptShardError: a shard of those rows is missing or short.
         """
         picked = parse_axis(rows, len(self), "row")
-        out = prepared(out, self._shape_of(length(picked)), self.dtype)
+        out = prepared(out, (length(picked), *self.shape[1:]), self.dtype)
         self.reader.execute(self._plan(picked), out)
         return out
 

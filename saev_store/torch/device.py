@@ -10,8 +10,7 @@ from typing import cast
 import torch
 
 from saev_store.errors import ArgumentError
-from saev_store.loaders.iteration import allocate
-from saev_store.loaders.reads import Bytes
+from saev_store.loaders.reads import Bytes, allocate
 from saev_store.torch.batch import ExampleBatch
 
 

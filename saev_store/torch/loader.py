@@ -9,9 +9,9 @@ from typing import cast
 from torch.utils.data import get_worker_info
 
 from saev_store.core.arguments import check_count
-from saev_store.loaders.iteration import PoolReader
 from saev_store.loaders.loader import BaseLoader, Batch
 from saev_store.loaders.options import chosen
+from saev_store.loaders.reads import PoolReader
 from saev_store.loaders.state import compare
 from saev_store.torch.batch import ExampleBatch, tensors
 from saev_store.torch.dataset import BatchDataset

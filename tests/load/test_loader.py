@@ -560,6 +560,11 @@ class Hanging:
         self.go.wait(60)
         return self.below.load_ranges(path, **parts)
 
+    def readinto(self, path: str, **parts: object) -> None:
+        self.asked.set()
+        self.go.wait(60)
+        self.below.readinto(path, **parts)
+
 
 def hanging_rows(tmp_path: Path) -> tuple[Selection, Hanging]:
     made = token_store(tmp_path, n=13, content=5, per_shard=3)

@@ -37,9 +37,9 @@ def batches_of(space: RowSpace, cut: Cut, seed: int, number: int, rank: int) -> 
     for p in range(len(cut.pool_starts) - 1):
         pool = epoch.pool(p, rank)
         assert pool.first_batch == cut.pool_starts[p]
-        assert sorted(pool.slot.tolist()) == list(range(pool.bounds[-1]))
+        assert sorted(pool.slot.tolist()) == list(range(len(pool.slot)))
         rows = rows_of(space, pool).tolist()
-        found += [rows[lo:hi] for lo, hi in zip(pool.bounds.tolist(), pool.bounds[1:].tolist(), strict=False)]
+        found += [rows[lo : lo + cut.batch_size] for lo in range(0, len(rows), cut.batch_size)]
     assert len(found) == cut.n_batches
     return found
 
@@ -145,9 +145,6 @@ def test_cut_of_pools_grows_to_its_size() -> None:
     for (n, pool, early), expected in table:
         cut = Cut(n * 2, 2, 1, True, 1, pool, early)
         assert cut.pool_starts.tolist() == expected, (n, pool, early)
-        assert [cut.pool_of(batch) for batch in range(n)] == [
-            max(i for i, start in enumerate(expected[:-1]) if start <= batch) for batch in range(n)
-        ]
 
 
 def test_cut_of_shares_that_do_not_come_out_even_is_refused() -> None:

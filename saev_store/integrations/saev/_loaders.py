@@ -179,7 +179,7 @@ class ShuffledDataLoader(_DataLoader):
         loader = ours.StoreLoader(
             cfg.shards, layer=cfg.layer, tokens=cfg.tokens, batch_size=cfg.batch_size, drop_last=cfg.drop_last,
             scale_norm=cfg.scale_norm, ignore_labels=cfg.ignore_labels, seed=cfg.seed, batch_timeout_s=cfg.batch_timeout_s,
-            n_threads=None if cfg.n_threads == _N_THREADS else cfg.n_threads, window_bytes=min(window, WINDOW_BYTES),
+            n_threads=16 if cfg.n_threads == _N_THREADS else cfg.n_threads, window_bytes=min(window, WINDOW_BYTES),
             early_start=not cfg.min_buffer_fill, use_tmpdir=cfg.use_tmpdir,
         )  # fmt: skip
         super().__init__(cfg, loader)
