@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import pickle
@@ -597,3 +598,12 @@ def test_recording_identity_changes_with_files_versions_and_geometry(tmp_path: P
     layouts = [LAYOUT, Layout(7, (2, 5, 11), 4, True, 8, 4), Layout(7, (2, 5, 11), 9, True, 4, 3)]
     files = ["acts000000.bin"]
     assert len({recording_identity(transport, layout, files=files) for layout in layouts}) == 3
+
+
+def test_open_unknown_minor_version_warns_at_the_line_of_the_caller(tmp_path: Path) -> None:
+    plain = numbered_store(tmp_path)
+    file = plain.path / "metadata.json"
+    file.write_text(file.read_text().replace('"2.0"', '"2.7"'))
+    with pytest.warns(SaevStoreWarning) as caught:
+        _, line = ShardStore.open(plain.path), inspect.currentframe().f_lineno
+    assert {(warning.filename, warning.lineno) for warning in caught} == {(__file__, line)}
