@@ -34,7 +34,7 @@ Results go to standard output, everything else to standard error. Exit codes: 0 
 2 wrong usage, 3 a defect of this program, 130 interrupted."""
 #: Commands with an example of each, in the order of the help.
 _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
-    (record, "--model gpt2 --text t.txt --context 64 --layers 6 --to out"),
+    (record, "--model gpt2 --text t.jsonl --context 64 --layers 6 --to out"),
     (repair, "/scratch/shards/1a2b3c4d --config recording.toml"),
     (finalize, "/scratch/shards/1a2b3c4d"),
     (import_, "cache --to /scratch/shards --family gpt2"),

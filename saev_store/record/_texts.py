@@ -40,7 +40,7 @@ class Texts(ExampleSource):
     (the number of the text, array or sample), `positions` in the document, and `mask`, false for padding.
 
     Args:
-        documents: The address of a UTF-8 file, which is one text, or of JSON lines; texts, arrays of token ids or mappings with a
+        documents: The address of a file of JSON lines; texts, arrays of token ids or mappings with a
             text, in a list or a data set of Hugging Face; or an open source of token ids or of Energon samples with a text, see
             `saev_store.sources.open_source`. Texts are turned into ids at once and kept in memory, four bytes a token.
         tokenizer: Of `tokenizers` or `transformers`; needed for texts, and named in the metadata.

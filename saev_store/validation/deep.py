@@ -214,9 +214,7 @@ def _judge_array(array: TokenArray, blocks: Sequence[_Block], promised: Sequence
         yield Problem(f"{what}_values", f"{name} holds bytes other than 0 and 1, so not bools. {remedy}", name)
 
 
-def _judge_shard(
-    layout: Layout, blocks: Sequence[_Block], promised: Sequence[str], block_bytes: int
-) -> Iterator[Problem]:
+def _judge_shard(layout: Layout, blocks: Sequence[_Block], promised: Sequence[str]) -> Iterator[Problem]:
     """Problems that the bytes of a shard show."""
     file = blocks[0].file
     name, first, used = file.name, file.shard_idx * layout.examples_per_shard, layout.used_nbytes(file.shard_idx)
@@ -227,11 +225,9 @@ def _judge_shard(
 
     if unread := [block for block in blocks if block.error]:
         yield Problem("unreadable_shard", f"{name} cannot be read: {unread[0].error}", name, lost=touched(unread))
+    # The rest of a block that a short file cuts cannot be checked, so it is among them.
     wrong = [
-        block
-        for block, digest in zip(blocks, promised, strict=False)
-        # A block that a short file cuts is part of `short_shard`.
-        if not block.error and block.digest != digest and block.end in {block.start + block_bytes, used}
+        block for block, digest in zip(blocks, promised, strict=False) if not block.error and block.digest != digest
     ]
     if wrong:
         message = f"{len(wrong)} of the {len(promised)} blocks of {name} are not what was written"
@@ -259,4 +255,4 @@ def _judge(layout: Layout, blocks: Iterable[_Block], digests: Digests) -> Iterat
         if file.array is not None:
             yield from _judge_array(file.array, list(found), promised)
         else:
-            yield from _judge_shard(layout, list(found), promised, digests.block_bytes)
+            yield from _judge_shard(layout, list(found), promised)

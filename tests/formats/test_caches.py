@@ -242,6 +242,17 @@ def cached(n: int = 11, name: str = "float32") -> dict[str, np.ndarray]:
     }
 
 
+def of_no_type(raw: bytes) -> bytes:
+    """An Arrow file whose first message has no type, so that Arrow believes what is below it, and one wrong bit there."""
+    changed = bytearray(raw)
+    (table,) = struct.unpack_from("<I", raw, 8)
+    vtable = 8 + table - struct.unpack_from("<i", raw, 8 + table)[0]
+    header = 8 + table + struct.unpack_from("<H", raw, vtable + 8)[0]
+    changed[vtable + 6 : vtable + 8] = bytes(2)
+    changed[header + struct.unpack_from("<I", raw, header)[0] + 3] ^= 0x40
+    return bytes(changed)
+
+
 def arrow(
     folder: Path, columns: dict[str, np.ndarray], files: Sequence[int] = (11,), *, claim: dict | None = None
 ) -> Path:
@@ -422,6 +433,7 @@ def test_import_of_saelens_that_breaks_a_rule_is_refused(tmp_path):
         (data(lambda raw: b""), CorruptShardError, ARROW),
         (data(lambda raw: b"x" * 999), CorruptShardError, ARROW),
         (data(lambda raw: raw[:-700]), CorruptShardError, ARROW),
+        (data(of_no_type), CorruptShardError, ARROW),
         (state("{}"), DocumentError, "state.json"),
         (state("["), DocumentError, "state.json"),
         (state("[" * 100_000), DocumentError, "state.json"),

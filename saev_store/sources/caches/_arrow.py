@@ -32,7 +32,10 @@ def read_rows(
     try:
         (raw,) = transport.get_ranges(path, starts=[0], ends=[nbytes])
         messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(raw))
-        schema = pa.ipc.read_schema(messages.read_next_message())
+        first = messages.read_next_message()
+        if first.type != "schema":  # of which alone Arrow checks the fields before it follows them
+            raise CorruptShardError("it does not begin with an Arrow schema", where=where)
+        schema = pa.ipc.read_schema(first)
         for name in columns:
             if schema.names.count(name) != 1:
                 raise DocumentError(f"it has {schema.names.count(name)} columns {name!r}; it must have 1", where=where)
