@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -29,6 +29,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 # A shell that runs a job in the background makes it ignore Ctrl-C, and its children inherit that. Tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _disks_keep_everything() -> Iterator[None]:
+    """No test cuts the power: those that simulate it put a disk of their own in the place of these calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, os.fstat)  # a descriptor that is closed is an error still
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -83,8 +83,9 @@ def test_statistics_are_those_of_one_process_also_when_a_worker_is_killed(
     assert all(begun(tmp_path / "noted")[place] >= 2 for place in killed)
 
 
-@pytest.mark.slow  # workers start again
-def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged: Plain):
+def test_a_task_that_kills_every_worker_is_an_error_and_no_hang(client, damaged: Plain, monkeypatch):
+    monkeypatch.setattr(client.cluster.scheduler, "allowed_failures", 0)  # each worker takes seconds to start again
+
     def submit(call: object, task: object, **options: object) -> object:
         from clusters import die
 

@@ -207,7 +207,9 @@ def test_recordings_and_ranks_that_are_killed_end_with_the_same_bytes(tmp_path: 
         assert [ended(child) for child in children] == [0] * len(children)
         last = [start(root, (rank, 2)) for rank in range(2)] if n_ranks == 4 else [start(root, None)]
         assert [ended(child) for child in last] == [0] * len(last)
-        assert content(root) == content(tmp_path / "whole")
+        # A kill within the publication may leave the file that was to become a document.
+        left = {path: data for path, data in content(root).items() if ".saev_store" not in path}
+        assert left == content(tmp_path / "whole")
         n_stores += 1
 
 

@@ -21,9 +21,9 @@ DOCUMENTS = [np.random.default_rng(4).integers(3, VOCABULARY, n) for n in (7, 1,
 LOST = ("acts000000.bin", "acts000004.bin", "mask.bin")
 
 
-@pytest.fixture(params=["obstore", "fsspec"])
+@pytest.fixture
 def bucket(request: pytest.FixtureRequest, s3_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """A bucket that recording and repair reach through one client."""
+    """A bucket that recording and repair reach through the client that the test names."""
     pytest.importorskip(request.param)
     for module in (_record, _part, _repair):
         monkeypatch.setattr(module, "open_transport", partial(open_transport, engine=request.param))
@@ -48,6 +48,7 @@ def content(bucket: Bucket, url: str) -> dict[str, bytes]:
     return {entry.path: transport.read(entry.path) for entry in transport.list()}
 
 
+@pytest.mark.parametrize("bucket", ["fsspec"], indirect=True)
 def test_record_parts_in_a_bucket_finished_by_fewer_ranks_equal_one_recording(bucket: Bucket) -> None:
     alone = dump(bucket, "alone")
     done = dump(bucket, "parts", part=(1, 4))
@@ -60,6 +61,7 @@ def test_record_parts_in_a_bucket_finished_by_fewer_ranks_equal_one_recording(bu
     assert finalize(done.url, storage_options=bucket.options).url == done.url
 
 
+@pytest.mark.parametrize("bucket", ["obstore"], indirect=True)
 def test_repair_in_a_bucket_writes_lost_objects_and_no_others(bucket: Bucket) -> None:
     url = dump(bucket, "x").url
     whole, model = content(bucket, url), tiny_language("GPT2Model")

@@ -43,7 +43,7 @@ pytest.importorskip("dask.array")
 from saev_store.xarray import SaevBackend
 
 #: Selections; `bash .ci/nightly selections` makes 10,000.
-N = 10_000 if os.environ.get("SAEV_STORE_LONG") else 2_000
+N = 10_000 if os.environ.get("SAEV_STORE_LONG") else 800
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests/data/saev"
 DIMS = ("example", "layer", "token", "d_model")

@@ -36,7 +36,7 @@ from saev_store.transport import Transport, open_transport
 from saev_store.zarr import ZarrView
 
 #: Selections; `bash .ci/nightly selections` makes 10,000.
-N = 10_000 if os.environ.get("SAEV_STORE_LONG") else 2_000
+N = 10_000 if os.environ.get("SAEV_STORE_LONG") else 800
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests/data/saev"
 LAYOUT = Layout(7, (2, 5, 11), 4, True, 8, 3)
