@@ -126,7 +126,7 @@ def dataset_at(url: str, options: Mapping[str, object] | None) -> tuple[EnergonD
         try:
             transport = open_transport(url, options)
             if any(exists(transport, name) for name in (INFO_JSON, INFO_YAML)):
-                return EnergonDataset("", transport=transport, damaged_ok=True), "/".join(reversed(inner))
+                return EnergonDataset("", transport=transport), "/".join(reversed(inner))
         except DocumentError:
             if not inner:  # in a parent folder it is not about this one
                 raise

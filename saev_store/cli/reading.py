@@ -155,7 +155,7 @@ def _source_at(url: str, options: Mapping[str, object] | None) -> Source[object]
     except SaevStoreError:
         return None
     try:
-        return open_source(url, options, damaged_ok=True)
+        return open_source(url, options)
     except NotFoundError:
         if is_named:
             raise
@@ -171,7 +171,7 @@ def _source_info(source: Source[object], *, as_json: bool) -> None:
         described = source.describe()
     except (NotFoundError, CorruptShardError):  # a data set with a missing tar has no digest
         described = {"format": source.format, "url": source.url, "n_samples": len(source)}
-    emit_json({**described, "problems": problem_dicts(source.problems)})
+    emit_json(described)
 
 
 def head(

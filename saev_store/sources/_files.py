@@ -1,14 +1,14 @@
-"""Whole files of data sets: versions, chunks and digests."""
+"""Whole files of data sets: versions, chunks and digests, and the base class of formats of one or two large files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import xxhash
 
 from saev_store.core.arguments import check_choice
 from saev_store.errors import DocumentError
-from saev_store.sources._source import DigestScope
+from saev_store.sources._source import DigestScope, SampleT_co, Source
 from saev_store.transport import Buffer, Entry, Transport
 
 ALGORITHM = "xxh3_128"
@@ -68,3 +68,28 @@ def files_below(transport: Transport, folder: str = "", depth: int = 0) -> Itera
             yield from files_below(transport, entry.path.rstrip("/"), depth + 1)
         elif not entry.name.startswith("."):
             yield entry
+
+
+class FileSource(Source[SampleT_co]):
+    """A source of large files: `_files` has their paths and sizes (bytes), `_described` what `describe` adds."""
+
+    transport: Transport
+    _files: Sequence[tuple[str, int]]
+    _described: Mapping[str, object]
+
+    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
+        """Describe the data set for `metadata.data` of a store that is recorded from it."""
+        found = {"format": self.format, "url": self.url, "n_samples": len(self), **self._described}
+        return {**found, "digest": describe_digest(self.transport, self._files, scope=digest)}
+
+    def _checks(self, deep: bool) -> Iterator[tuple[Callable[[], int], int, int]]:
+        if deep:
+            yield self._check_files, 0, len(self)
+
+    def _check_files(self) -> int:
+        digest_files(self.transport, self._files, scope="full")
+        return sum(nbytes for _, nbytes in self._files)
+
+    def close(self) -> None:
+        """Release maps and connections; returned views stay valid, and later reads open the files again."""
+        self.transport.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Literal, Self, SupportsIndex, TypeVar
 
 import numpy as np
 
+from saev_store._runtime.progress import Progress
 from saev_store.core.arguments import check_count, check_flag
 from saev_store.errors import SaevStoreError, SelectionError, brief
 from saev_store.names import one_line
@@ -38,13 +40,11 @@ class Source(ABC, Generic[SampleT_co]):
     Attributes:
         format: The format's short name, such as `"mmididx"`.
         url: Its address, without credentials.
-        problems: Unusual things about it, although it can be read.
         splits: Names that `split` takes.
     """
 
     format: str
     url: str
-    problems: tuple[Problem, ...] = ()
     splits: tuple[str, ...] = ("all",)
     _n_files = 1
 
@@ -85,30 +85,30 @@ class Source(ABC, Generic[SampleT_co]):
         """
 
     def validate(self, *, deep: bool = False, progress: bool | None = None) -> Report:
-        """Report problems. Opening has checked sizes, headers and indices; `deep` reads every sample."""
+        """Report problems. Opening has checked documents, headers and indices; `deep` reads every sample."""
         from saev_store.validation import Report
 
         deep, started = check_flag(deep, name="deep"), time.perf_counter()
-        problems, checked_nbytes = self._check(deep, progress)
+        problems, checked_nbytes = list[Problem](), 0
+        with Progress(len(self), "checking", shown=progress, unit="samples") as bar:
+            for check, first, end in self._checks(deep):
+                try:
+                    checked_nbytes += check()
+                except SaevStoreError as error:
+                    lost = ((first, end),) if first < end else ()
+                    problems.append(Problem(error.kind, error.message, where=error.where or self.url, lost=lost))
+                bar.advance(end - first)
         took_s = time.perf_counter() - started
-        problems = tuple(dict.fromkeys((*self.problems, *problems)))
-        return Report(self.url, len(self), self._n_files, problems, deep, checked_nbytes, took_s)
+        return Report(self.url, len(self), self._n_files, tuple(problems), deep, checked_nbytes, took_s)
 
-    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """Problems besides those that opening has found, and the bytes that were read for them, where these are counted."""
-        del progress
-        problems = list[Problem]()
+    def _checks(self, deep: bool) -> Iterator[tuple[Callable[[], int], int, int]]:
+        """Calls that return the bytes checked or raise an error, which loses samples `first` to `end`: (call, first, end)."""
         for position in range(len(self) if deep else 0):
-            try:
-                self[position]
-            except SaevStoreError as error:
-                problems.append(self._lost(error, error.where or self.url, position, position + 1))
-        return problems, 0
+            yield partial(self._check_sample, position), position, position + 1
 
-    def _lost(self, error: SaevStoreError, where: str, first: int = 0, end: int | None = None) -> Problem:
-        """An error as the problem that some samples cannot be read; by default all."""
-        end = len(self) if end is None else end
-        return Problem(error.kind, error.message, where=where, lost=((first, end),) if first < end else ())
+    def _check_sample(self, position: int) -> int:
+        self[position]
+        return 0  # its bytes are not known
 
     @abstractmethod
     def close(self) -> None:

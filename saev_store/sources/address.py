@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from saev_store.errors import ArgumentError, brief
-from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 
 Url = str | os.PathLike[str]
 
@@ -37,18 +37,14 @@ def split_address(url: Url) -> tuple[str, str]:
 
 
 def locate(
-    url: Url,
-    storage_options: Mapping[str, object] | None,
-    *,
-    engine: Engine = "auto",
-    transport: Transport | None = None,
+    url: Url, storage_options: Mapping[str, object] | None, *, transport: Transport | None = None
 ) -> tuple[Transport, str]:
     """The transport and the path of a file below its root: the folder of `url`, or `transport`, to which `url` is relative."""
     text = _text(url)
     if transport is not None:
         return transport, text
     folder, name = split_address(text)
-    return open_transport(folder, storage_options, engine=engine), name
+    return open_transport(folder, storage_options), name
 
 
 def _text(url: Url) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from saev_store.errors import AccessError, CorruptShardError, DocumentError, NotFoundError, TransportError, brief
 from saev_store.sources.address import Url, locate
-from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 
 if TYPE_CHECKING:
     from saev_store.sources._source import Source
@@ -18,12 +18,7 @@ _INFOS = (".nv-meta/.info.json", ".nv-meta/.info.yaml")
 
 
 def open_source(
-    url: Url,
-    storage_options: Mapping[str, object] | None = None,
-    *,
-    engine: Engine = "auto",
-    transport: Transport | None = None,
-    damaged_ok: bool = False,
+    url: Url, storage_options: Mapping[str, object] | None = None, *, transport: Transport | None = None
 ) -> Source[object]:
     """The data set at an address, opened: MMIDIDX, LLMBATCH or Energon, by its content.
 
@@ -31,9 +26,7 @@ def open_source(
         url: A file, the `.bin` next to an index, a name without its ending, or the folder of an Energon data set: a path, any fsspec
             URL, or, with `transport`, a path below its root.
         storage_options: Options of the fsspec file system.
-        engine: As in `open_transport`.
-        transport: Read through this transport.
-        damaged_ok: Open an Energon data set even if tars are missing; its `problems` list them.
+        transport: Read through this transport, such as `open_transport(folder, engine="pread")`.
 
     Raises:
         NotFoundError: no data set is there.
@@ -43,7 +36,7 @@ def open_source(
     >>> open_source(TOKENS).format
     'mmididx'
     """
-    there, name = locate(url, storage_options, engine=engine, transport=transport)
+    there, name = locate(url, storage_options, transport=transport)
     candidates = [name, *(name + ending for ending in _ENDINGS)]
     if name.endswith((".bin", *_ENDINGS)):
         candidates = [name.removesuffix(".bin") + ".idx" if name.endswith(".bin") else name]
@@ -62,7 +55,7 @@ def open_source(
     if _has_info(there, name):
         from saev_store.sources.energon import EnergonDataset
 
-        return EnergonDataset(name, transport=there, damaged_ok=damaged_ok)
+        return EnergonDataset(name, transport=there)
     remedy = "Known are LLMBATCH (.batch), MMIDIDX (.idx next to .bin), and folders with .nv-meta (Energon)."
     kind = NotFoundError if _head(there, name) is None else DocumentError
     raise kind("there is no data set of a known format", where=there.where(name), remedy=remedy)

@@ -149,7 +149,7 @@ def test_samples_that_a_document_only_claims_take_no_memory(tmp_path):
     info = json.loads(files[".nv-meta/.info.json"])
     info["shard_counts"] = dict.fromkeys(info["shard_counts"], 2**35)
     memory = MemoryTransport(files | {".nv-meta/.info.json": json.dumps(info).encode()})
-    source = EnergonDataset("", transport=memory, damaged_ok=True)
+    source = EnergonDataset("", transport=memory)
     assert len(source) > 2**35
     tracemalloc.start()
     try:

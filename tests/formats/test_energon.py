@@ -96,8 +96,8 @@ def test_dataset_of_energon_equals_its_truth(tmp_path):
         truth = json.loads((DATA / case / "expected.json").read_text())
         there = f"memory://{tmp_path}/{case}"
         fsspec.filesystem("memory").put(str(folder), f"{tmp_path}/{case}", recursive=True)
-        for url, options in ((folder, {}), (str(folder), {"engine": "fsspec"}), (there, {})):
-            with EnergonDataset(url, **options) as dataset:
+        for transport in (open_transport(folder), open_transport(folder, engine="fsspec"), open_transport(there)):
+            with EnergonDataset("", transport=transport) as dataset:
                 check_truth(dataset, truth)
 
 
@@ -129,6 +129,15 @@ def test_key_of_another_sample_in_a_tar_of_energon_6_is_refused(tmp_path):
         assert (type(error), error.where) == (CorruptShardError, f"{folder}/a.tar")
 
 
+def test_swapped_numbers_of_samples_of_energon_6_are_found_by_deep_validation(tmp_path):
+    folder = Path(shutil.copytree(GENERATIONS / "6.0.1", tmp_path / "d"))
+    db = sqlite3.connect(folder / ".nv-meta/index.sqlite", isolation_level=None)
+    db.execute("UPDATE samples SET sample_index = 1 - sample_index WHERE sample_index < 2")
+    db.close()
+    (problem,) = EnergonDataset(folder).validate(deep=True, progress=False).errors
+    assert (problem.kind, problem.where, problem.lost) == ("corrupt_shard", f"{folder}/a.tar", ((0, 3),))
+
+
 def test_dataset_opened_again_is_the_same(tmp_path):
     dataset = EnergonDataset(CRUDE).split("val")
     for again in (pickle.loads(pickle.dumps(dataset)), EnergonDataset(CRUDE).split("val")):
@@ -147,11 +156,11 @@ def test_dataset_opened_again_is_the_same(tmp_path):
     (tmp_path / "d/.nv-meta/index.uuid").unlink()
     assert EnergonDataset(tmp_path / "d").describe()["index_uuid"] == ""
     (tmp_path / "d/parts/data-0.tar").unlink()
-    damaged = EnergonDataset(tmp_path / "d", damaged_ok=True, engine="pread")
+    damaged = EnergonDataset("", transport=open_transport(tmp_path / "d", engine="pread"))
     assert type(refused(damaged.describe)) is NotFoundError
     again = pickle.loads(pickle.dumps(damaged.split("val")))
-    assert (again.transport.name, again.raw("doc/003").key, again.problems) == ("pread", "doc/003", ())
-    assert [problem.kind for problem in damaged.problems] == ["missing_shard"]
+    assert (again.transport.name, again.raw("doc/003").key) == ("pread", "doc/003")
+    assert [problem.kind for problem in damaged.validate(progress=False).problems] == ["missing_shard"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -251,7 +260,7 @@ def test_samples_of_one_key_are_found_by_position(tmp_path, capfd):
 
 def test_arguments_that_name_nothing_are_refused(tmp_path):
     folder = prepared(tmp_path / "d", {"a.tar": sample_files(0, 2)})
-    dataset, there = EnergonDataset(folder), open_transport(str(folder))
+    dataset = EnergonDataset(folder)
     for call, kind, where in (
         (lambda: dataset[2], SelectionError, "sample"),
         (lambda: dataset.rows([0, 2]), SelectionError, "sample"),
@@ -264,7 +273,6 @@ def test_arguments_that_name_nothing_are_refused(tmp_path):
         (lambda: dataset.split("x"), SelectionError, "split"),
         (lambda: dataset.split(1), SelectionError, "split"),
         (lambda: dataset.validate(deep=2), ArgumentError, "deep"),
-        (lambda: EnergonDataset("", {}, transport=there), ArgumentError, "storage_options"),
         (lambda: EnergonDataset(tmp_path), NotFoundError, str(tmp_path)),
         (lambda: parse_path("a[", where="here"), ArgumentError, "here"),
     ):

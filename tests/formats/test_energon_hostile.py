@@ -96,9 +96,8 @@ def test_index_of_another_schema_is_refused(folder):
     ):
         (folder / INDEX).write_bytes(whole)
         change(folder, *statements)
-        with pytest.raises(SaevStoreError) as caught:
-            pytest.fail(f"{EnergonDataset(folder)} {statements}")
-        assert (type(caught.value), caught.value.where) == (kind, f"{folder}/{INDEX}"), statements
+        error = refused(lambda: read_all(folder))
+        assert (type(error), error.where) == (kind, f"{folder}/{INDEX}"), statements
 
 
 def test_index_with_wrong_rows_gives_the_right_bytes_or_an_error(folder):
@@ -126,7 +125,7 @@ def test_index_with_wrong_rows_gives_the_right_bytes_or_an_error(folder):
     for is_refused, statement in rows:
         (folder / INDEX).write_bytes(whole)
         change(folder, *statement.split(";"))
-        dataset = EnergonDataset(folder, damaged_ok=True)
+        dataset = EnergonDataset(folder)
         for i, (key, parts) in enumerate(truth.items()):
             reads = [
                 partial(dataset.raw, key),
@@ -175,7 +174,7 @@ def test_long_key_of_many_parts_is_in_memory_once(folder):
         "UPDATE samples SET sample_key = hex(zeroblob(30000)) WHERE sample_key = 'sample_0001'",
         f"{many} INSERT INTO sample_parts SELECT 0, 1, 'z' || x, 512 * x, 0 FROM n",
     )
-    dataset = EnergonDataset(folder, damaged_ok=True)
+    dataset = EnergonDataset(folder)
     tracemalloc.start()
     assert type(refused(lambda: dataset[1])) is DocumentError
     peak = tracemalloc.get_traced_memory()[1]
@@ -192,7 +191,7 @@ def test_index_is_neither_written_nor_searched_for_ever(folder, monkeypatch):
         folder,
         "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 300000) INSERT INTO sample_parts SELECT 0, 0, 'a' || x, x + 1, 0 FROM n",
     )
-    dataset = EnergonDataset(folder, damaged_ok=True)
+    dataset = EnergonDataset(folder)
     monkeypatch.setattr(index_sqlite, "TIMEOUT_S", 0.0)
     error = refused(lambda: dataset[0])
     assert (type(error), error.where) == (DeadlineError, f"{folder}/{INDEX}")
@@ -275,13 +274,12 @@ def test_tars_that_do_not_fit_their_index_are_refused(folder):
         path.unlink(missing_ok=True)
         if raw is not None:
             path.write_bytes(raw)
-        error = refused(lambda: EnergonDataset(folder))
-        assert (type(error), error.where) == (kind, str(where))
-        damaged = EnergonDataset(folder, damaged_ok=True)
+        damaged = EnergonDataset(folder)
         assert damaged.raw("sample_0000").parts
-        for problems in (damaged.problems, damaged.validate(deep=True, progress=False).errors):
-            assert [(problem.kind, problem.lost) for problem in problems] == [(kind.kind, ((2, 4),))]
-        assert [problem.lost for problem in damaged.split("val").problems] == [((0, 2),)]
+        for deep in (False, True):
+            (problem,) = damaged.validate(deep=deep, progress=False).errors
+            assert (problem.kind, problem.where, problem.lost) == (kind.kind, str(where), ((2, 4),))
+        assert damaged.split("val").validate(progress=False).lost == ((0, 2),)
         assert damaged.split("train").validate(deep=True, progress=False).ok
     path.write_bytes(whole)
     for content in (
@@ -293,7 +291,9 @@ def test_tars_that_do_not_fit_their_index_are_refused(folder):
             Path(f"{path}.idx").write_bytes(content)
         assert EnergonDataset(folder).validate(deep=True, progress=False).lost == ((2, 4),)
     (folder / INFO).write_text((folder / INFO).read_text().replace('shard_001.tar": 2', 'shard_001.tar": 3'))
-    error = refused(lambda: EnergonDataset(folder))
+    (problem,) = EnergonDataset(folder).validate(progress=False).errors
+    assert (problem.kind, problem.where, problem.lost) == ("document", f"{folder}/{INDEX}", ((2, 5),))
+    error = refused(lambda: read_all(folder))
     assert (type(error), error.where) == (DocumentError, f"{folder}/{INDEX}")
 
 
@@ -310,7 +310,7 @@ def test_deep_validation_compares_every_header_with_the_index(tmp_path):
         [("s2.txt", b"0002"), ("s2.a", b""), *files(3, 2)], [], [("README", b"")],
     ):  # fmt: skip
         (tmp_path / "b.tar").write_bytes(tar_bytes(parts, format="ustar").ljust(len(whole), b"\0"))
-        found = EnergonDataset(tmp_path, damaged_ok=True).validate(deep=True, progress=False).errors
+        found = EnergonDataset(tmp_path).validate(deep=True, progress=False).errors
         last = found[-1]
         assert (last.where, last.lost) == (f"{tmp_path}/b.tar", ((2, 5),)), parts
         assert last.kind == "corrupt_shard"

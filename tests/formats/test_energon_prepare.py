@@ -121,8 +121,9 @@ def test_prepared_tars_of_every_format_are_read_back(tmp_path):
         folder = tmp_path / f"{format}{engine}"
         folder.mkdir()
         (folder / "a.tar").write_bytes(tar_bytes(files, format=format))
-        prepare(folder, split="1,0,0", engine=engine, progress=False)
-        dataset = EnergonDataset(folder, engine=engine)
+        there = open_transport(folder, engine=engine)
+        prepare("", transport=there, split="1,0,0", progress=False)
+        dataset = EnergonDataset("", transport=there)
         names = [f"{dataset.key(i)}.{part.name}" for i in range(len(dataset)) for part in dataset.parts(i)]
         assert names == [name for name, _ in files if name not in {"__meta__/notes.json", "no_dot", ".hidden"}]
         assert (folder / ".nv-meta/index.uuid").read_text() not in uuids

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import s3_bucket  # noqa: F401 (a fixture)
-from token_files import DATA, llmbatch_bytes, malformed, samples, truth
+from token_files import DATA, llmbatch_bytes, malformed, samples, through, truth
 
 from saev_store.errors import (
     ArgumentError,
@@ -79,7 +79,7 @@ def refusal(call, *arguments, **options) -> SaevStoreError:
 def test_open_files_of_another_program_gives_their_truth():
     for folder, engine in itertools.product(samples("llmbatch"), ENGINES):
         expected, arrays = truth(folder)
-        reader = BatchFileReader(folder / "data.batch", engine=engine)
+        reader = through(engine, BatchFileReader, folder / "data.batch")
         for name in ("batch_size", "seq_len", "num_batches", "seed", "total_records"):
             assert getattr(reader, name) == getattr(reader.header, name) == expected["header"][name]
         assert np.array_equal(reader.read_batches(slice(None)), arrays["batches"])
@@ -93,7 +93,7 @@ def test_open_any_file_equals_its_batches(tmp_path_factory, n, batch_size, seq_l
     path = put(tmp_path_factory.getbasetemp(), llmbatch_bytes(batches))
     picks = data.draw(st.lists(st.integers(-n * batch_size, n * batch_size - 1), max_size=20)) if n else []
     for engine in ENGINES:
-        reader = BatchFileReader(path, engine=engine)
+        reader = through(engine, BatchFileReader, path)
         assert np.array_equal(reader.read_batches(slice(None, None, -1)), batches[::-1])
         assert np.array_equal(reader.rows(picks), batches.reshape(-1, seq_len)[np.array(picks, np.int64)])
         for i in range(-n, n):
@@ -105,7 +105,7 @@ def test_open_any_file_equals_its_batches(tmp_path_factory, n, batch_size, seq_l
 
 def test_read_gives_views_of_a_map_that_outlive_close(tmp_path):
     for engine in ENGINES:
-        reader = pickle.loads(pickle.dumps(BatchFileReader(put(tmp_path), engine=engine)))
+        reader = pickle.loads(pickle.dumps(through(engine, BatchFileReader, put(tmp_path))))
         alone = (reader.read_batch(1), reader.read_batch(np.int64(-1)), reader[3], reader[-1])
         assert not any(found.flags.writeable for found in alone[:2]) or engine != "mmap"
         assert reader.read_batches([1, 0]).flags.writeable
@@ -176,13 +176,13 @@ def test_open_what_breaks_a_rule_is_refused_with_its_place(tmp_path):
     tracemalloc.start()
     try:
         for content, kind in BROKEN:
-            error = refusal(BatchFileReader, put(tmp_path, content), engine="pread")
+            error = refusal(through, "pread", BatchFileReader, put(tmp_path, content))
             assert (type(error), error.where) == (kind, f"{tmp_path}/x.batch")
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()
     for case, engine in itertools.product(malformed("llmbatch"), ENGINES):
-        error = refusal(open_source, DATA / "llmbatch" / case["path"] / "data.batch", engine=engine)
+        error = refusal(through, engine, open_source, DATA / "llmbatch" / case["path"] / "data.batch")
         assert isinstance(error, (DocumentError, CorruptShardError))
         assert error.where.endswith("data.batch")
     for header in (Header(2**31, 2**30 - 1, 0), Header(2**32 - 1, 2**29, 0)):  # the largest batches
@@ -201,7 +201,7 @@ def test_open_a_damaged_file_raises_only_our_errors(tmp_path_factory, edits, len
         content[offset] = value
     content = bytes(content[:length].ljust(length, b"\0"))
     try:
-        reader = BatchFileReader(put(tmp_path_factory.getbasetemp(), content), engine="pread")
+        reader = through("pread", BatchFileReader, put(tmp_path_factory.getbasetemp(), content))
     except (DocumentError, CorruptShardError):
         return
     for i in range(reader.num_batches):
@@ -210,7 +210,7 @@ def test_open_a_damaged_file_raises_only_our_errors(tmp_path_factory, edits, len
 
 
 def test_validate_reads_every_byte_if_deep(tmp_path):
-    reader = BatchFileReader(put(tmp_path), engine="pread")
+    reader = through("pread", BatchFileReader, put(tmp_path))
     quick, deep = reader.validate(), reader.validate(deep=True)
     assert (quick.checked_bytes, deep.checked_bytes, deep.n_examples) == (0, len(FILE), 6)
     put(tmp_path, FILE[:5000])
@@ -367,15 +367,15 @@ def test_batches_that_are_fetched_are_those_of_a_map_and_leave_no_thread(tmp_pat
     path = tmp_path / "x.batch"
     write_batch_file(path, records, 1)
     for engine in ("fsspec", "pread"):
-        fetched = BatchNativeLoader(BatchFileReader(path, engine=engine), 4, output="numpy")
+        fetched = BatchNativeLoader(through(engine, BatchFileReader, path), 4, output="numpy")
         mapped = BatchNativeLoader(path, 4, output="numpy")
         for found, wanted in zip(fetched, mapped, strict=True):
             assert np.array_equal(found, wanted)
     before = set(threading.enumerate())
-    left = iter(BatchNativeLoader(BatchFileReader(path, engine="pread"), 4, output="numpy"))
+    left = iter(BatchNativeLoader(through("pread", BatchFileReader, path), 4, output="numpy"))
     next(left)
     left.close()
-    loader = BatchNativeLoader(BatchFileReader(path, engine="pread"), 1, output="numpy")
+    loader = BatchNativeLoader(through("pread", BatchFileReader, path), 1, output="numpy")
     with open(path, "r+b") as file:
         file.truncate(1_000_000)
     assert type(refusal(list, loader)) is CorruptShardError

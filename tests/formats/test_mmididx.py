@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kill_children import ended, in_child
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from system_faults import SystemFaults
-from token_files import CODES, DATA, malformed, mmididx_bytes, samples, truth
+from token_files import CODES, DATA, malformed, mmididx_bytes, samples, through, truth
 from transports import CountingTransport
 
 from saev_store.errors import (
@@ -82,7 +82,7 @@ def test_open_files_of_real_writers_gives_their_truth():
         if "tokens" not in arrays:  # the sample of sample indices
             arrays = {"tokens": np.arange(265, dtype=np.int32), "sizes": np.array(expected["sizes"], np.int32)}
             expected = {"dtype": "int32", "doc_idx": list(range(7)), "modes": None}
-        dataset = IndexedDataset(folder / "data", engine=engine)
+        dataset = through(engine, IndexedDataset, folder / "data")
         assert dataset.dtype.name == expected["dtype"]
         assert dataset.sizes.tolist() == arrays["sizes"].tolist()
         assert dataset.doc_idx.tolist() == (expected["doc_idx"] or list(range(len(dataset) + 1)))
@@ -121,7 +121,7 @@ def test_open_any_data_set_equals_its_sequences(tmp_path_factory, sizes, dtype, 
             bin_ = bin_[: max(ends, default=0)]
             assume(not any(at > len(bin_) for at in pointers))
     for engine in ("mmap", "pread"):
-        dataset = IndexedDataset(put(tmp_path_factory.getbasetemp(), idx, bin_), engine=engine)
+        dataset = through(engine, IndexedDataset, put(tmp_path_factory.getbasetemp(), idx, bin_))
         assert (None if dataset.modes is None else dataset.modes.tolist()) == modes
         assert [found.tobytes() for found in dataset.rows(slice(None))] == [each.tobytes() for each in sequences]
         bounds = list(range(len(sizes) + 1)) if kind == "short" else doc_idx
@@ -129,7 +129,7 @@ def test_open_any_data_set_equals_its_sequences(tmp_path_factory, sizes, dtype, 
 
 
 def test_get_of_a_part_equals_the_slice_or_is_refused(tmp_path):
-    dataset = IndexedDataset(put(tmp_path), engine="pread")
+    dataset = through("pread", IndexedDataset, put(tmp_path))
     for number, whole in enumerate(SEQUENCES):
         for start, stop in itertools.product(range(-1, len(whole) + 2), repeat=2):
             if 0 <= start <= stop <= len(whole):
@@ -155,7 +155,7 @@ def test_get_of_a_part_reads_no_more_than_it(tmp_path):
 
 def test_arrays_are_views_of_a_map_read_only_and_outlive_close(tmp_path):
     for engine in ENGINES:
-        dataset = IndexedDataset(put(tmp_path), engine=engine)
+        dataset = through(engine, IndexedDataset, put(tmp_path))
         found = [dataset[0], dataset.get(0), *dataset.rows([2, 0]), dataset.sizes, dataset.doc_idx]
         assert not any(array.flags.writeable for array in found)
         assert np.shares_memory(dataset[0], dataset[0]) == (engine == "mmap")
@@ -225,16 +225,16 @@ def test_open_what_breaks_a_rule_is_refused_with_its_place(tmp_path):
     tracemalloc.start()
     try:
         for (idx, bin_), kind, place in BROKEN:
-            error = refusal(IndexedDataset, put(tmp_path, idx, bin_), engine="pread")
+            error = refusal(through, "pread", IndexedDataset, put(tmp_path, idx, bin_))
             found = [(problem.kind, problem.loc) for problem in getattr(error, "problems", ())]
             assert (type(error), found) == (kind, [] if place is None else [place])
             assert error.where == f"{tmp_path}/x.idx"
-        assert type(refusal(IndexedDataset, tmp_path / "large", engine="pread")) is UnknownProtocolError
+        assert type(refusal(through, "pread", IndexedDataset, tmp_path / "large")) is UnknownProtocolError
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
     for case, engine in itertools.product(malformed("mmididx"), ENGINES):
-        error = refusal(open_source, DATA / "mmididx" / case["path"] / "data.idx", engine=engine)
+        error = refusal(through, engine, open_source, DATA / "mmididx" / case["path"] / "data.idx")
         assert isinstance(error, (DocumentError, CorruptShardError))
         assert error.where.endswith("data.idx")
     (tmp_path / "x.bin").unlink()
@@ -256,7 +256,7 @@ def test_open_a_damaged_data_set_raises_only_our_errors(tmp_path_factory, edits,
         idx[offset] = value
     idx, bin_ = bytes(idx[:length]).ljust(length, b"\0"), BIN[:bin_length].ljust(bin_length, b"\0")
     try:
-        dataset = IndexedDataset(put(tmp_path_factory.getbasetemp(), idx, bin_, "y"), engine="pread")
+        dataset = through("pread", IndexedDataset, put(tmp_path_factory.getbasetemp(), idx, bin_, "y"))
     except (DocumentError, CorruptShardError):
         return
     assert [len(each) for each in dataset] == dataset.sizes.tolist()
@@ -278,8 +278,8 @@ def test_open_disputed_types_are_decided_by_the_files_or_refused(tmp_path):
 
 
 def test_validate_reads_every_byte_if_deep(tmp_path):
-    dataset = IndexedDataset(put(tmp_path), engine="pread")
-    assert dataset.validate(deep=True, progress=False).checked_bytes == len(BIN)
+    dataset = through("pread", IndexedDataset, put(tmp_path))
+    assert dataset.validate(deep=True, progress=False).checked_bytes == len(IDX) + len(BIN)
     assert dataset.validate().checked_bytes == 0
     (tmp_path / "x.bin").write_bytes(BIN[:-2])
     (problem,) = dataset.validate(deep=True, progress=False).problems
@@ -294,7 +294,7 @@ def test_read_after_both_files_were_replaced_gives_the_old_ones_or_an_error(tmp_
                 for each in wanted:
                     builder.add_document([token + shift for token in each[:: 1 if shift == 0 else -1]])
             if shift == 0:
-                dataset = IndexedDataset(tmp_path / "x", engine=engine)
+                dataset = through(engine, IndexedDataset, tmp_path / "x")
         for read in (lambda each: each.rows(slice(None)), list):
             with contextlib.suppress(CorruptShardError, TransportError):
                 assert lists(read(dataset)) == wanted
@@ -317,7 +317,7 @@ def test_sample_indices_are_those_of_the_text_and_of_both_peers():
         first, *_, last = case["documents"]
         assert case["documents"] == list(range(first, last + 1))
         made = TokenSamples(
-            IndexedDataset(DATA / "mmididx/samples_seed_example/data", engine=engine),
+            through(engine, IndexedDataset, DATA / "mmididx/samples_seed_example/data"),
             case["seq_length"],
             num_samples=case["num_samples"],
             seed=case["seed"],
@@ -480,14 +480,14 @@ def test_builder_publishes_once_or_replaces(tmp_path):
         first.finalize()
         assert type(refusal(second.finalize)) is StoreExistsError
         assert type(refusal(IndexedDatasetBuilder, "x", **there)) is StoreExistsError
-        assert IndexedDataset(path, engine=engine)[0].tolist() == list(range(65_536))
+        assert through(engine, IndexedDataset, path)[0].tolist() == list(range(65_536))
         if engine == "fsspec":  # cannot replace two files together
             error = refusal(IndexedDatasetBuilder, "x", overwrite=True, **there)
             assert (type(error), error.where) == (StoreExistsError, f"file://{path}.idx")
         else:
             with IndexedDatasetBuilder("x", "int64", overwrite=True, **there) as builder:
                 builder.add_document([2**40])
-            assert IndexedDataset(path, engine=engine)[0].tolist() == [2**40]
+            assert through(engine, IndexedDataset, path)[0].tolist() == [2**40]
         assert names(path.parent) == ["x.bin", "x.idx"]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from api import MemoryTransport
 from energon_tars import sample_files, tar_bytes
-from photographs import write_energon, write_folder
+from photographs import write_folder
 from servers import s3_bucket  # noqa: F401 (a fixture)
 from token_files import DATA, llmbatch_bytes, mmididx_bytes
 from transports import CountingTransport
@@ -148,13 +148,6 @@ def test_open_source_never_takes_a_failure_for_absence():
         assert refusal(open_source, "x.idx", transport=transport) is transport.error
     for transport.error in (TransportError("a folder", where="x"), NotFoundError("no", where="x")):
         assert type(refusal(open_source, "x.idx", transport=transport)) is NotFoundError
-
-
-def test_open_source_opens_an_energon_data_set_with_missing_tars_if_that_is_allowed(tmp_path):
-    folder = write_energon(tmp_path / "e", [[("a.txt", b"")], [("b.txt", b"")]])
-    (folder / "shard_1.tar").unlink()
-    assert isinstance(refusal(open_source, folder), CorruptShardError)
-    assert [problem.kind for problem in open_source(folder, damaged_ok=True).problems] == ["missing_shard"]
 
 
 # -- the protocol --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from servers import s3_bucket  # noqa: F401 (a fixture)
 from saev_store.errors import NotFoundError, StoreExistsError
 from saev_store.sources import open_source, reopen
 from saev_store.sources.convert import documents_to_batches
+from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.energon.prepare import prepare
 from saev_store.sources.llmbatch import BatchFileReader, BatchNativeLoader, record_order, write_batch_dataset
 from saev_store.sources.mmididx import IndexedDataset, IndexedDatasetBuilder, TokenSamples
@@ -43,7 +44,7 @@ def test_token_formats(place):
             builder.add_document(document)
     with pytest.raises(StoreExistsError):
         IndexedDatasetBuilder(f"{url}/d", np.uint16, storage_options=options)
-    source = open_source(f"{url}/d", options, engine=engine)
+    source = open_source("d", transport=there)
     assert isinstance(source, IndexedDataset)
     assert [tokens.tolist() for tokens in source.rows([2, 4, 1])] == [documents[i].tolist() for i in (2, 4, 1)]
     assert source.get(2, 100, 3).tolist() == [400, 401, 402]
@@ -56,7 +57,7 @@ def test_token_formats(place):
         batch_size=3,
         storage_options=options,
     )
-    batches = open_source(f"{url}/b.batch", options, engine=engine)
+    batches = open_source("b.batch", transport=there)
     assert isinstance(batches, BatchFileReader)
     run = np.concatenate(documents)
     for at, number in zip((0, 7), record_order(batches.total_records, 0).at(np.array([0, 7])), strict=True):
@@ -64,7 +65,7 @@ def test_token_formats(place):
     assert len(list(BatchNativeLoader(batches, output="numpy"))) == n == 11
     assert len(reopen(batches.describe(digest="full"), options)) == 33
     write_batch_dataset("s.batch", iter(np.eye(4, dtype=np.uint8)), 4, 2, 4, transport=there)
-    assert BatchFileReader(f"{url}/s.batch", options, engine=engine).read_batch(1).shape == (2, 4)
+    assert BatchFileReader("s.batch", transport=there).read_batch(1).shape == (2, 4)
 
 
 def test_energon(place):
@@ -73,12 +74,12 @@ def test_energon(place):
     for shard in range(5):
         transport.put(f"shards/{shard}.tar", tar_bytes(sample_files(10 * shard, 3, folder="ü/")))
     with pytest.raises(NotFoundError):
-        open_source(f"{url}/shards/none", options, engine=engine)
+        open_source(f"{url}/shards/none", options)
     made = prepare("", transport=transport, split="3,1,1", progress=False)
     assert (len(made), {name: len(found) for name, found in made.documents.splits.items()}) == (
         15, {"train": 3, "val": 1, "test": 1},
     )  # fmt: skip
-    dataset = open_source(url, options, engine=engine)
+    dataset = EnergonDataset("", transport=transport)
     assert dataset.part("ü/s00041", "txt") == b"text 41\n"
     val = dataset.split("val")
     assert [sample.key for batch in val.batches(2) for sample in batch] == [f"ü/s0003{i}" for i in range(3)]

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
+from saev_store.transport import open_transport
+
 DATA = Path(__file__).parents[1] / "data"
 #: Codes of token types as Megatron writes them, and two that only others know.
 CODES = {
     "uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8,
     "uint32": 9, "uint64": 10,
 }  # fmt: skip
+
+
+def through(engine: str, opener, path: Path):
+    """What `opener` makes of a file that is read by an engine."""
+    return opener(path.name, transport=open_transport(path.parent, engine=engine))
 
 
 def samples(name: str) -> list[Path]:

@@ -49,7 +49,7 @@ class JoinedDataset(Source[RawSample]):
         if set(names) != set(auxiliary):
             raise ArgumentError(f"names are given for {list(names)}, data sets for {list(auxiliary)}", where="names")
         self.primary, self.auxiliary = primary, dict(auxiliary)
-        self.url, self.problems, self.splits = primary.url, primary.problems, primary.splits
+        self.url, self.splits = primary.url, primary.splits
         self._names = dict(names)
         self._paths = {name: parse_path(path, where="names") for name, path in names.items()}
 
@@ -154,7 +154,7 @@ def open_metadataset(
         UnsafeContentError: an address is outside the folder, and `outside_ok` is false; or the document has tags.
         DocumentError: it is not such a document, or a split combines several primary data sets: open those one by one.
     """
-    transport, name = locate(url, storage_options, engine="auto", transport=None)
+    transport, name = locate(url, storage_options)
     where, folder = transport.where(name), split_address(os.fspath(url))[0]
     splits = load_yaml(_Metadataset, transport.read(name, max_bytes=MAX_YAML_NBYTES), where=where).splits
     if split not in splits:

@@ -18,7 +18,7 @@ from saev_store.sources.energon.reader import N_THREADS, EnergonDataset
 from saev_store.sources.energon.samples import CRUDE
 from saev_store.sources.energon.tars import Shard, offsets_of, scan_shard
 from saev_store.store.opening import exists
-from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 from saev_store.transport.durable import TEMP_PREFIX
 
 #: The writer that `.info.json` names: the release of Energon whose files ours are equal to.
@@ -34,7 +34,6 @@ def prepare(
     split: str | None = None,
     overwrite: bool = False,
     progress: bool | None = None,
-    engine: Engine = "auto",
     transport: Transport | None = None,
 ) -> EnergonDataset:
     """Index the tars below a folder, write `.nv-meta` next to them, and return the data set. The tars are not changed.
@@ -50,7 +49,6 @@ def prepare(
             there must be a `split.yaml`.
         overwrite: Prepare a prepared data set again; without `split`, its `split.yaml` stays.
         progress: Show a bar on stderr; default: when it is a terminal.
-        engine: As in `open_source`.
         transport: Read and write through this transport.
 
     Raises:
@@ -61,7 +59,7 @@ def prepare(
         DocumentError: two samples share a key.
         WriterConflictError: another process prepares it.
     """
-    there = transport if transport is not None else open_transport(url, storage_options, engine=engine)
+    there = transport if transport is not None else open_transport(url, storage_options)
     shares = documents.shares_of(split) if split is not None else None
     if shares is None and not exists(there, keys.SPLIT_YAML):
         raise ArgumentError("pass a split such as '8,1,1', or write split.yaml", where="split")

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Self, SupportsIndex
 
 import numpy.typing as npt
 
-from saev_store._runtime.progress import Progress
 from saev_store._runtime.threads import ahead
 from saev_store.errors import (
-    ArgumentError,
     CorruptShardError,
     DocumentError,
     MissingShardError,
     NotFoundError,
-    SaevStoreError,
     SelectionError,
     brief,
 )
 from saev_store.names import joined_url
-from saev_store.problems import Problem
 from saev_store.sources._files import describe_digest
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url
@@ -33,7 +30,7 @@ from saev_store.sources.energon.index_sqlite import SqliteIndex, open_index
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, idx_path, split_name
 from saev_store.sources.energon.samples import SAMPLE_TYPES, CrudeSample, Sample, resolve
 from saev_store.sources.energon.tars import BLOCK, Part, Place, offsets_of, parse_sample, scan_shard
-from saev_store.transport import Engine, Transport, open_transport
+from saev_store.transport import Transport, open_transport
 
 N_THREADS = 16
 
@@ -65,8 +62,7 @@ class EnergonDataset(Source[RawSample]):
 
     Args:
         url: The folder that contains `.nv-meta`: a path, any fsspec URL, or, with `transport`, a path below its root.
-        storage_options, engine, transport: As in `open_source`.
-        damaged_ok: Open it even if shards are missing or the index does not fit; `problems` lists what is wrong.
+        storage_options, transport: As in `open_source`.
 
     Attributes:
         transport: The storage; its root is the data set's folder.
@@ -76,27 +72,14 @@ class EnergonDataset(Source[RawSample]):
         NotFoundError: the folder was not prepared.
         DocumentError: a document or the index breaks a rule.
         UnsafeContentError: a document names files outside the folder, or has tags that create objects.
-        CorruptShardError: a shard is missing or cut.
     """
 
     format = "energon"
 
     def __init__(
-        self,
-        url: Url,
-        storage_options: Mapping[str, object] | None = None,
-        *,
-        engine: Engine = "auto",
-        transport: Transport | None = None,
-        damaged_ok: bool = False,
+        self, url: Url, storage_options: Mapping[str, object] | None = None, *, transport: Transport | None = None
     ) -> None:
-        if transport is None:
-            self.transport = open_transport(url, storage_options, engine=engine)
-        elif storage_options is not None:
-            raise ArgumentError("a transport has its options already", where="storage_options")
-        else:
-            self.transport = transport.at(str(url))
-        self._damaged_ok = damaged_ok
+        self.transport = open_transport(url, storage_options) if transport is None else transport.at(str(url))
         self.url = self.transport.url
         self.documents: Documents = read_documents(self.transport)
         self.index: SqliteIndex = open_index(self.transport)
@@ -106,13 +89,9 @@ class EnergonDataset(Source[RawSample]):
         self.splits: tuple[str, ...] = tuple(self.documents.splits) or ("all",)
         self.sample_type = self.documents.sample_type
         self._n_files = len(self.documents.shards)
-        if self.transport.is_local:
-            for shard in () if damaged_ok else range(self._n_files):
-                self._check_shard(shard, deep=False)
-            self.problems = self._check(False, False)[0] if damaged_ok else ()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (self.transport, self._damaged_ok, self._chosen_split))
+        return (_reopen, (self.transport, self._chosen_split))
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -256,8 +235,6 @@ class EnergonDataset(Source[RawSample]):
             raise SelectionError(f"there is no split {brief(name)}; there are {', '.join(self.splits)}", where="split")
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), view=view, _chosen_split=chosen, _n_files=len(set(view.shard_ids.tolist())))
-        if self.problems:  # of other positions
-            other.problems = other._check(False, False)[0]  # noqa: SLF001
         return other
 
     # -- as a source -----------------------------------------------------------------------------------------------------
@@ -283,17 +260,10 @@ class EnergonDataset(Source[RawSample]):
             "digest": describe_digest(self.transport, files, scope=digest),
         }
 
-    def _check(self, deep: bool, progress: bool | None) -> tuple[tuple[Problem, ...], int]:
+    def _checks(self, deep: bool) -> Iterator[tuple[Callable[[], int], int, int]]:
         """Compare the ends of all tars with the index; `deep`: and all headers in them."""
-        problems, nbytes, shards = list[Problem](), 0, sorted(set(self.view.shard_ids.tolist()))
-        with Progress(len(shards), "checking", shown=progress, unit="tars") as bar:
-            for shard in shards:
-                try:
-                    nbytes += self._check_shard(shard, deep=deep)
-                except SaevStoreError as error:
-                    problems.append(self._lost(error, error.where or self._where(shard), *self.view.span(shard)))
-                bar.advance(1)
-        return tuple(problems), nbytes
+        for shard in sorted(set(self.view.shard_ids.tolist())):
+            yield partial(self._check_shard, shard, deep=deep), *self.view.span(shard)
 
     def _check_shard(self, shard: int, *, deep: bool) -> int:
         """Raise an error unless a shard ends where its index does (`deep`: and has its headers); return the bytes read."""
@@ -327,8 +297,8 @@ class EnergonDataset(Source[RawSample]):
         self.transport.close()
 
 
-def _reopen(transport: Transport, damaged_ok: bool, split: str | None) -> EnergonDataset:
-    dataset = EnergonDataset("", transport=transport, damaged_ok=damaged_ok)
+def _reopen(transport: Transport, split: str | None) -> EnergonDataset:
+    dataset = EnergonDataset("", transport=transport)
     return dataset if split is None else dataset.split(split)
 
 

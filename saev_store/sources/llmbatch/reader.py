@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
@@ -10,21 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from saev_store.core.layout import IntArray
-from saev_store.errors import SaevStoreError
-from saev_store.problems import Problem
-from saev_store.sources._files import describe_digest, digest_files, pinned_nbytes
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions
+from saev_store.sources._files import FileSource, pinned_nbytes
+from saev_store.sources._source import check_index, check_positions
 from saev_store.sources.address import Url, locate
 from saev_store.sources.llmbatch.header import HEADER_NBYTES, ITEMSIZE, parse_header
 
 if TYPE_CHECKING:
-    from saev_store.transport import Engine, Transport
+    from saev_store.transport import Transport
 
 TOKEN = np.dtype("<u4")
 TokenArray: TypeAlias = npt.NDArray[np.uint32]
 
 
-class BatchFileReader(Source[TokenArray]):
+class BatchFileReader(FileSource[TokenArray]):
     """An open LLMBATCH file: `read_batch(i)` returns batches, `reader[i]` returns records in file order.
 
     A record is one row of a batch: `seq_len` token ids. As a source the reader counts records. If the transport maps files, batches
@@ -32,7 +30,7 @@ class BatchFileReader(Source[TokenArray]):
 
     Args:
         path: The `.batch` file: a path, any fsspec URL, or, with `transport`, a path below its root.
-        storage_options, engine, transport: As in `open_source`.
+        storage_options, transport: As in `open_source`.
 
     Attributes:
         header: The checked header; its numbers are attributes, too.
@@ -46,20 +44,20 @@ class BatchFileReader(Source[TokenArray]):
     format = "llmbatch"
 
     def __init__(
-        self,
-        path: Url,
-        storage_options: Mapping[str, object] | None = None,
-        *,
-        engine: Engine = "auto",
-        transport: Transport | None = None,
+        self, path: Url, storage_options: Mapping[str, object] | None = None, *, transport: Transport | None = None
     ) -> None:
-        self.transport, self._path = locate(path, storage_options, engine=engine, transport=transport)
+        self.transport, self._path = locate(path, storage_options, transport=transport)
         self.url, nbytes = self.transport.where(self._path), pinned_nbytes(self.transport, self._path)
         self._files = [(self._path, nbytes)]
         (head,) = self.transport.get_ranges(self._path, starts=[0], ends=[min(HEADER_NBYTES, nbytes)])
         self.header = header = parse_header(bytes(head), file_nbytes=nbytes, where=self.url)
         self.batch_size, self.seq_len, self.seed = header.batch_size, header.seq_len, header.seed
         self.num_batches, self.total_records = header.num_batches, header.total_records
+        self._described = {
+            "mapping": "example i is record i, in file order: row i % batch_size of batch i // batch_size",
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+        }
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), transport=self.transport), (self._path,)
@@ -100,29 +98,3 @@ class BatchFileReader(Source[TokenArray]):
         starts = HEADER_NBYTES + starts
         self.transport.readinto(self._path, starts=starts.tolist(), buffers=[part.data for part in out])
         return out
-
-    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
-        """Describe the file for `metadata.data` of a store that is recorded from it."""
-        return {
-            "format": self.format,
-            "url": self.url,
-            "n_samples": len(self),
-            "mapping": "example i is record i, in file order: row i % batch_size of batch i // batch_size",
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "digest": describe_digest(self.transport, self._files, scope=digest),
-        }
-
-    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """`deep` reads every byte."""
-        del progress
-        try:
-            if deep:
-                digest_files(self.transport, self._files, scope="full")
-        except SaevStoreError as error:
-            return [self._lost(error, self.url)], 0
-        return [], self.header.file_nbytes if deep else 0
-
-    def close(self) -> None:
-        """Release maps and connections; returned views stay valid, and later reads open the file again."""
-        self.transport.close()

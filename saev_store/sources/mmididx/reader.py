@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
@@ -11,20 +11,18 @@ import numpy.typing as npt
 
 from saev_store.core.arguments import check_count
 from saev_store.core.layout import IntArray
-from saev_store.errors import SaevStoreError
-from saev_store.problems import Problem
-from saev_store.sources._files import describe_digest, digest_files, pinned_nbytes
-from saev_store.sources._source import DigestScope, Source, check_index, check_positions
+from saev_store.sources._files import FileSource, pinned_nbytes
+from saev_store.sources._source import check_index, check_positions
 from saev_store.sources.address import Url, locate
 from saev_store.sources.mmididx.index import HEADER_NBYTES, check_header, parse_index
 
 if TYPE_CHECKING:
-    from saev_store.transport import Engine, Transport
+    from saev_store.transport import Transport
 
 TokenArray: TypeAlias = npt.NDArray[np.generic]
 
 
-class IndexedDataset(Source[TokenArray]):
+class IndexedDataset(FileSource[TokenArray]):
     """An MMIDIDX data set (`.idx` and `.bin`), opened: `dataset[i]` is the i-th sequence of token ids.
 
     If the transport maps files, arrays are read-only views of the map and stay valid after `close`. Other transports return fresh
@@ -33,7 +31,7 @@ class IndexedDataset(Source[TokenArray]):
     Args:
         path: The `.idx` file, the `.bin` file, or their common prefix: a path, any fsspec URL, or, with `transport`, a
             path below its root.
-        storage_options, engine, transport: As in `open_source`.
+        storage_options, transport: As in `open_source`.
 
     Attributes:
         dtype: Type of a token, little-endian.
@@ -57,14 +55,9 @@ class IndexedDataset(Source[TokenArray]):
     format = "mmididx"
 
     def __init__(
-        self,
-        path: Url,
-        storage_options: Mapping[str, object] | None = None,
-        *,
-        engine: Engine = "auto",
-        transport: Transport | None = None,
+        self, path: Url, storage_options: Mapping[str, object] | None = None, *, transport: Transport | None = None
     ) -> None:
-        self.transport, name = locate(path, storage_options, engine=engine, transport=transport)
+        self.transport, name = locate(path, storage_options, transport=transport)
         idx_path, self._path = file_names(name)
         self.url, nbytes = self.transport.where(idx_path), pinned_nbytes(self.transport, idx_path)
         (head,) = self.transport.get_ranges(idx_path, starts=[0], ends=[min(HEADER_NBYTES, nbytes)])
@@ -75,6 +68,7 @@ class IndexedDataset(Source[TokenArray]):
         index = parse_index(memoryview(raw).cast("B"), bin_nbytes=bin_nbytes, where=self.url)
         self.dtype, self.sizes, self.pointers, self.doc_idx, self.modes = index
         self.n_tokens = int(self.sizes.sum(dtype=np.int64))
+        self._described = {"mapping": "example i is sequence i", "dtype": self.dtype.name}
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), transport=self.transport), (self._path,)
@@ -118,32 +112,6 @@ class IndexedDataset(Source[TokenArray]):
         lengths = np.minimum(stop, self.cuts[sequences + 1]) - begins
         parts = self.read_parts(sequences, begins - self.cuts[sequences], lengths)
         return np.concatenate([np.zeros(0, self.dtype), *parts])
-
-    def describe(self, *, digest: DigestScope = "sampled") -> dict[str, object]:
-        """Describe the data set for `metadata.data` of a store that is recorded from it."""
-        return {
-            "format": self.format,
-            "url": self.url,
-            "n_samples": len(self),
-            "mapping": "example i is sequence i",
-            "dtype": self.dtype.name,
-            "digest": describe_digest(self.transport, self._files, scope=digest),
-        }
-
-    def _check(self, deep: bool, progress: bool | None) -> tuple[Sequence[Problem], int]:
-        """`deep` reads every byte."""
-        del progress
-        problems = list[Problem]()
-        for file in self._files if deep else ():
-            try:
-                digest_files(self.transport, [file], scope="full")
-            except SaevStoreError as error:
-                problems.append(self._lost(error, self.transport.where(file[0])))
-        return problems, self._files[1][1] if deep and not problems else 0
-
-    def close(self) -> None:
-        """Release maps and connections; returned views stay valid, and later reads open the files again."""
-        self.transport.close()
 
 
 def file_names(name: str) -> tuple[str, str]:

@@ -164,7 +164,7 @@ class TokenSamples(Source[TokenArray]):
         options: dict[str, Any] = {"num_samples": num_samples, "seed": seed, "separate_below": separate_below}
         self._settings = {"seq_length": seq_length, **options, "documents": [chosen.start, chosen.stop]}
         self.indices = build_indices(dataset.sizes, np.asarray(chosen, np.int64), seq_length=seq_length, **options)
-        self.url, self.problems = dataset.url, dataset.problems
+        self.url = dataset.url
 
     def __len__(self) -> int:
         return len(self.indices.shuffle_idx)
