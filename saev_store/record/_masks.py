@@ -11,7 +11,7 @@ from saev_store.errors import ArgumentError, NotFoundError, brief
 from saev_store.sources import Source
 from saev_store.sources.images import ImageFolder, is_pillow, name_of
 from saev_store.sources.map_style import DataSet, MapStyle
-from saev_store.sources.pixels import decode_mask, mask_of
+from saev_store.sources.pixels import mask_of, opened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,9 +102,9 @@ class Masks:
         """The mask of a sample, (height, width)."""
         position = self._positions[sample_idx]
         if isinstance(self._masks, ImageFolder):
-            return decode_mask(
-                self._masks.raw(position), where=self._masks.transport.where(self._masks.paths[position])
-            )
+            where = self._masks.transport.where(self._masks.paths[position])
+            with opened(self._masks.raw(position), where=where) as image:
+                return mask_of(image, where=where)
         found, what = self._masks[position], self._name(sample_idx)
         values = mask_of(found, where=what) if is_pillow(found) else np.asarray(found)
         if values.ndim != 2 or values.dtype.kind not in "iub" or not values.size:

@@ -10,7 +10,7 @@ from saev_store.core.arguments import check_choice, check_count, check_flag
 from saev_store.errors import ArgumentError, brief
 from saev_store.record._adapters import TextAdapter
 from saev_store.record._examples import Batch, ExampleSource, Geometry, Recorded
-from saev_store.record._rows import cut_documents, cut_evenly, documents_of
+from saev_store.record._rows import cut_documents, cut_evenly, documents_of, row_of
 from saev_store.record._token_ids import TokenIds, Tokenizer
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class Texts(ExampleSource):
         self.bos = _bos(bos, self.tokenizer)
         self.documents = TokenIds(documents, self.tokenizer, text_key=text_key)
         starts = self.documents.starts
-        self._rows = cut_evenly(int(starts[-1]), self.context) if self.pack else cut_documents(starts, self.context)
+        self._row_starts = (
+            cut_evenly(int(starts[-1]), self.context) if self.pack else cut_documents(starts, self.context)
+        )
 
     def describe(self) -> dict[str, object]:
         return self.documents.describe()
@@ -106,7 +108,7 @@ class Texts(ExampleSource):
             "bos": cls_token,
             "tokenizer": self.tokenizer and {"name": self.tokenizer.name, "digest": self.tokenizer.digest},
         }
-        n_examples = len(self._rows) if is_window else -(-self.documents.n_tokens // self.example_tokens)
+        n_examples = len(self._row_starts) - 1 if is_window else -(-self.documents.n_tokens // self.example_tokens)
         return Geometry(n_examples, self.example_tokens, cls_token, _ARRAYS, text)
 
     def identity(self) -> dict[str, object]:
@@ -117,10 +119,10 @@ class Texts(ExampleSource):
         first_row, end_row = start, end
         if self.layout == "stream":
             n_tokens = self.documents.n_tokens
-            first_row = self._rows.row_of(start * self.example_tokens)
-            end_row = self._rows.row_of(min(end * self.example_tokens, n_tokens) - 1) + 1
+            first_row = row_of(self._row_starts, start * self.example_tokens)
+            end_row = row_of(self._row_starts, min(end * self.example_tokens, n_tokens) - 1) + 1
         for first in range(first_row // self.batch_size * self.batch_size, end_row, self.batch_size):
-            yield self._batch(self._rows.starts[first : first + self.batch_size + 1])
+            yield self._batch(self._row_starts[first : first + self.batch_size + 1])
 
     def assemble(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:
         return self._windows(computed) if self.layout == "window" else self._stream(computed, start)
@@ -158,7 +160,7 @@ class Texts(ExampleSource):
             for name, values in batch.token_arrays.items():
                 arrays[name] = np.full(is_real.shape, _PADDING[name], np.dtype(_ARRAYS[name]))
                 arrays[name][is_real] = values
-            yield Recorded(self._rows.row_of(batch.first), acts, arrays)
+            yield Recorded(row_of(self._row_starts, batch.first), acts, arrays)
             del batch, acts, arrays  # not held while the next ones are waited for
 
     def _stream(self, computed: Iterable[tuple[Batch, torch.Tensor]], start: int) -> Iterator[Recorded]:

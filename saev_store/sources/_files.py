@@ -20,9 +20,9 @@ _SAMPLES = 32
 _SAMPLE_BYTES = 32 << 10
 
 
-def chunks(transport: Transport, path: str, nbytes: int, *, start: int = 0) -> Iterator[Buffer]:
-    """The bytes of a file from `start` on, `CHUNK_BYTES` at a time."""
-    for first in range(start, nbytes, CHUNK_BYTES):
+def chunks(transport: Transport, path: str, nbytes: int) -> Iterator[Buffer]:
+    """The bytes of a file, `CHUNK_BYTES` at a time."""
+    for first in range(0, nbytes, CHUNK_BYTES):
         yield from transport.get_ranges(path, starts=[first], ends=[min(first + CHUNK_BYTES, nbytes)])
 
 

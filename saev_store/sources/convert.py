@@ -20,7 +20,7 @@ from saev_store.sources.energon import RawSample
 from saev_store.sources.llmbatch.header import MAX_U32
 from saev_store.sources.llmbatch.writer import as_tokens, write_batch_dataset
 from saev_store.sources.mmididx.reader import IndexedDataset
-from saev_store.sources.mmididx.writer import IndexedDatasetBuilder
+from saev_store.sources.mmididx.writer import IndexedDatasetBuilder, token_array
 from saev_store.sources.texts import text_of
 
 _PIECE_TOKENS = 1 << 20
@@ -121,26 +121,12 @@ def samples_to_documents(
         IndexedDatasetBuilder(output_path, dtype, overwrite=overwrite, storage_options=storage_options) as builder,
         Progress(len(source), "converting", shown=progress, unit="samples") as bar,
     ):
+        end = [] if end_token is None else [token_array([end_token], builder.dtype)]
         for sample in (sample for batch in source.batches(_BATCH) for sample in batch):
-            tokens = _token_ids(sample if tokenizer is None else tokenizer(_text(source, sample, part)))
-            if end_token is not None:
-                kind = np.uint64 if tokens.dtype == np.uint64 else np.int64
-                tokens = np.append(tokens.astype(kind), np.array([end_token], kind))
-            builder.add_document(tokens)
+            tokens = sample if tokenizer is None else tokenizer(_text(source, sample, part))
+            builder.add_document(np.concatenate([token_array(tokens, builder.dtype), *end]))
             bar.advance(1)
     return len(source)
-
-
-def _token_ids(found: object) -> npt.NDArray[np.integer]:
-    """An array of token ids; `ArgumentError` for anything else."""
-    try:
-        ids = np.asarray(found)
-    except ValueError:
-        ids = np.asarray(None)
-    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-        message = f"a sample is {brief(found)}; token ids are a list of integers"
-        raise ArgumentError(message, where="source", remedy="Pass a tokenizer for texts.")
-    return ids if ids.size else np.empty(0, np.int64)
 
 
 def _text(source: Source[object], sample: object, part: str) -> str:

@@ -73,12 +73,6 @@ def upright_px(image: PilImage) -> tuple[int, int]:
     return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
-def decode_mask(raw: bytes, *, where: str) -> npt.NDArray[np.integer]:
-    """The integers of a mask's file, (height, width), see `mask_of`."""
-    with opened(raw, where=where) as image:
-        return mask_of(image, where=where)
-
-
 def mask_of(image: PilImage, *, where: str) -> npt.NDArray[np.integer]:
     """The grey values or places in the palette of a mask of Pillow, (height, width), turned by its EXIF orientation.
 

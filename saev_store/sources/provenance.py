@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 from pydantic import Field, ValidationError
 
 from saev_store.core.arguments import check_count, check_flag, is_mapping
-from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, SelectionError, UnsafeContentError, brief
+from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
 from saev_store.sources._source import check_index
 from saev_store.sources.places import Content, Part, Patches, Position, ids_of
-from saev_store.sources.sniff import reopen
+from saev_store.sources.sniff import other_data, reopen
 
 if TYPE_CHECKING:
     from saev_store.documents import Metadata
@@ -189,7 +189,7 @@ def origin_of(store: TextReading, source: Source[object], example_idx: int, toke
         if described.examples.by_token and "token_ids" in store.token_arrays:
             now, recorded = int(ids[position]), int(store.token_arrays["token_ids"][example, token])
             if now != recorded:
-                raise _other_data(f"token {position} of sample {sample_idx}", now, recorded)
+                raise other_data(f"token {position} of sample {sample_idx}", now, recorded, where="source")
     return replace(found, position=position)
 
 
@@ -247,12 +247,7 @@ def _check_given(source: Source[object], description: Mapping[str, object]) -> N
     now = source.describe()
     for name in ("n_samples", "fingerprint", "digest"):
         if name in description and name in now and now[name] != description[name]:
-            raise _other_data(name, now[name], description[name])
-
-
-def _other_data(name: str, now: object, then: object) -> CorruptShardError:
-    message = f"{name} is {brief(now)}, but was {brief(then)} when the store was recorded"
-    return CorruptShardError(message, where="source", remedy="Pass the data set that was recorded.")
+            raise other_data(name, now[name], description[name], where="source")
 
 
 def _box(patches: Patches | None, token: int, source: Source[object], sample: object, metadata: Metadata) -> Box | None:

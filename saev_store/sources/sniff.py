@@ -41,24 +41,22 @@ def open_source(
     if name.endswith((".bin", *_ENDINGS)):
         candidates = [name.removesuffix(".bin") + ".idx" if name.endswith(".bin") else name]
     for path in candidates:
-        match _format_of(there, path):
-            case "llmbatch":
-                from saev_store.sources.llmbatch import BatchFileReader
+        kind = _format_of(there, path)
+        if kind == "llmbatch":
+            from saev_store.sources.llmbatch import BatchFileReader
 
-                return BatchFileReader(path, transport=there)
-            case "mmididx":
-                from saev_store.sources.mmididx import IndexedDataset
+            return BatchFileReader(path, transport=there)
+        if kind == "mmididx":
+            from saev_store.sources.mmididx import IndexedDataset
 
-                return IndexedDataset(path, transport=there)
-            case _:
-                continue
+            return IndexedDataset(path, transport=there)
     if _has_info(there, name):
         from saev_store.sources.energon import EnergonDataset
 
         return EnergonDataset(name, transport=there)
     remedy = "Known are LLMBATCH (.batch), MMIDIDX (.idx next to .bin), and folders with .nv-meta (Energon)."
-    kind = NotFoundError if _head(there, name) is None else DocumentError
-    raise kind("there is no data set of a known format", where=there.where(name), remedy=remedy)
+    error = NotFoundError if _head(there, name) is None else DocumentError
+    raise error("there is no data set of a known format", where=there.where(name), remedy=remedy)
 
 
 def open_images(url: Url, storage_options: Mapping[str, object] | None = None) -> Source[object]:
@@ -114,12 +112,14 @@ def reopen(
     now = source.describe(digest="full" if scope == "full" else "sampled")
     for name in ("format", "n_samples", "digest"):
         if now[name] != description.get(name):
-            raise CorruptShardError(
-                f"{name} is {brief(now[name])}, but was {brief(description.get(name))} when it was described",
-                where=source.url,
-                remedy="These are other data; pass url= if the described ones were moved.",
-            )
+            raise other_data(name, now[name], description.get(name), where=source.url)
     return source
+
+
+def other_data(name: str, now: object, then: object, *, where: str) -> CorruptShardError:
+    """The error for a source that is not the one that was described."""
+    remedy = "Pass the data set that was recorded, or its address now as url=."
+    return CorruptShardError(f"{name} is {brief(now)}, but was {brief(then)}", where=where, remedy=remedy)
 
 
 def _head(transport: Transport, path: str) -> bytes | None:
@@ -139,7 +139,6 @@ def _format_of(transport: Transport, path: str) -> str | None:
     head = _head(transport, path)
     if head is None:
         return None
-    by_name = next((kind for ending, kind in _ENDINGS.items() if path.endswith(ending)), None)
-    if path.endswith(".tar.idx"):  # offsets in a tar
-        by_name = None
+    name = "" if path.endswith(".tar.idx") else path  # which has offsets in a tar
+    by_name = next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), None)
     return next((kind for magic, kind in _MAGICS.items() if head.startswith(magic)), by_name)

@@ -247,7 +247,7 @@ def test_samples_of_one_key_are_found_by_position(tmp_path, capfd):
     )
     db.close()
     dataset = EnergonDataset(folder)
-    files, name = EnergonFileSystem(dataset=dataset), f"sample_0000.{dataset.parts(0)[0].name}"
+    files, name = EnergonFileSystem(dataset.url), f"sample_0000.{dataset.parts(0)[0].name}"
     for read in (dataset.raw, dataset.index_of, dataset.parts, lambda key: dataset.part(key, "txt")):
         assert type(refused(lambda read=read: read("sample_0000"))) is SelectionError
     assert type(refused(lambda: files.cat_file(name))) is NotFoundError

@@ -324,7 +324,7 @@ def test_deep_validation_compares_every_header_with_the_index(tmp_path):
 
 def reads(dataset: EnergonDataset, key: str, name: str) -> list[Callable[[], object]]:
     """Every way to read the part `txt` of the first sample."""
-    files = EnergonFileSystem(dataset=dataset)
+    files = EnergonFileSystem(dataset.url)
     return [
         lambda: dataset.part(key, "txt"), lambda: dataset.part(0, "txt"),
         lambda: dataset.raw(key), lambda: dataset[0], lambda: dataset.rows([0, 1]),

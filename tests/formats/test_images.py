@@ -16,7 +16,7 @@ from saev_store.sources import ImageFolder, MapStyle
 from saev_store.sources import images as image_folders
 from saev_store.sources.energon import EnergonDataset
 from saev_store.sources.images import image_of, image_px, name_of
-from saev_store.sources.pixels import FORMATS, decode_mask, decode_rgb, mask_of, to_rgb
+from saev_store.sources.pixels import FORMATS, decode_rgb, mask_of, opened, to_rgb
 from saev_store.sources.places import Framing, Patches
 from saev_store.sources.sniff import open_images
 
@@ -56,7 +56,8 @@ def test_every_orientation_is_upright(orientation: int) -> None:
         assert image_px(image, where="x") == truth.shape[:2]
     deep = np.arange(40, dtype=np.uint16).reshape(5, 8) * 1000
     for labels in (pixels[..., 0], deep):
-        np.testing.assert_array_equal(decode_mask(turned(labels, orientation), where="x"), UPRIGHT[orientation](labels))
+        with opened(turned(labels, orientation), where="x") as image:
+            np.testing.assert_array_equal(mask_of(image, where="x"), UPRIGHT[orientation](labels))
 
 
 @pytest.mark.parametrize(("value", "grey"), [(0, 0), (255, 0), (256, 1), (65535, 255)])

@@ -81,14 +81,17 @@ def import_cache(
         if entry.name.endswith((ENDING, ".json", ".arrow")) and not (entry.is_dir or entry.name.startswith("."))
     }
     if {INFO, STATE} <= names:
-        _refuse_unused(SaelensCache.format, layer_ids=layer_ids, context=context)
+        unused: dict[str, object] = {"layer_ids": layer_ids, "context": context}
         cache = SaelensCache(folder, sizes, bool(cls_token))
     elif any(name.endswith(ENDING) for name in sizes):
-        _refuse_unused(HiddenStatesCache.format, cls_token=cls_token)
+        unused = {"cls_token": cls_token}
         cache = HiddenStatesCache(folder, sizes, context)
     else:
         remedy = "Known are the folders that SAELens, vLLM and speculators write, complete."
         raise NotFoundError("there is no cache of a known format", where=folder.url, remedy=remedy)
+    if argument := next((name for name, value in unused.items() if value is not None), None):
+        message = f"{argument} has no meaning for a cache of the format {cache.format!r}"
+        raise ArgumentError(message, where=argument, remedy="Leave it out.")
     described = {**cache.arguments, **({} if ckpt is None else {"ckpt": ckpt})}
     if "ckpt" not in described:
         raise ArgumentError("the cache does not name its model", where="ckpt", remedy="Pass ckpt=….")
@@ -102,14 +105,6 @@ def import_cache(
     target = open_transport(root, dst_storage_options)
     import_examples(cache, target, options)
     return ShardStore.open(target.at(cache.metadata.hash))
-
-
-def _refuse_unused(format: str, **given: object) -> None:
-    """Refuse arguments that mean nothing for a format."""
-    for argument, value in given.items():
-        if value is not None:
-            message = f"{argument} has no meaning for a cache of the format {format!r}"
-            raise ArgumentError(message, where=argument, remedy="Leave it out.")
 
 
 def _layer_axis(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
+from itertools import islice, product
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -280,8 +280,8 @@ def deal(shards: Sequence[str], shares: Sequence[Fraction]) -> dict[str, list[st
     by_remainder = sorted(range(len(quotas)), key=lambda i: counts[i] - quotas[i])
     for i in by_remainder[: len(shards) - sum(counts)]:
         counts[i] += 1
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return {name: list(shards[end - n : end]) for name, n, end in zip(SPLITS, counts, ends, strict=True)}
+    rest = iter(shards)
+    return {name: list(islice(rest, n)) for name, n in zip(SPLITS, counts, strict=True)}
 
 
 def split_bytes(splits: Mapping[str, Sequence[str]]) -> bytes:

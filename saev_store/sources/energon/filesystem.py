@@ -26,7 +26,6 @@ class EnergonFileSystem(AbstractFileSystem):
         fo: The data set's folder.
         target_protocol: Protocol of that folder's file system.
         target_options: Options of that file system.
-        dataset: An opened data set, instead of the three.
     """
 
     protocol = "energon"
@@ -38,15 +37,11 @@ class EnergonFileSystem(AbstractFileSystem):
         fo: str = "",
         target_protocol: str | None = None,
         target_options: Mapping[str, object] | None = None,
-        *,
-        dataset: EnergonDataset | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)  # pyright: ignore[reportUnknownMemberType]  # the stubs
-        if dataset is None:
-            url = fo if target_protocol in _HERE or "://" in fo else f"{target_protocol}://{fo}"
-            dataset = EnergonDataset(url, None if target_protocol in _HERE else dict(target_options or {}) or None)
-        self.dataset = dataset
+        url = fo if target_protocol in _HERE or "://" in fo else f"{target_protocol}://{fo}"
+        self.dataset = EnergonDataset(url, None if target_protocol in _HERE else target_options)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """The bytes of a part, or a range of them as a slice takes it."""

@@ -83,11 +83,11 @@ class IndexedDatasetBuilder:
             ArgumentError: lengths do not sum to the tokens, or these are not one-dimensional, or not integers that the dtype holds.
                 Nothing was appended then.
         """
-        found = self._as_tokens(tokens)
+        found = token_array(tokens, self.dtype)
         sizes = [len(found)] if lengths is None else [check_count(n, name="lengths", least=0) for n in lengths]
         if sum(sizes) != len(found):
             raise ArgumentError(f"lengths {brief(sizes)} do not cut {len(found)} tokens", where="lengths")
-        self._bin.write(np.ascontiguousarray(found, self.dtype).data)
+        self._bin.write(found.data)
         self._sizes.extend(sizes)
         self._doc_idx.append(len(self._sizes))
 
@@ -143,17 +143,18 @@ class IndexedDatasetBuilder:
         else:
             self.abort()
 
-    def _as_tokens(self, tokens: npt.ArrayLike) -> npt.NDArray[np.generic]:
-        """The tokens as a one-dimensional array of any type, once the data set's dtype holds them."""
-        try:
-            found = np.asarray(tokens)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ArgumentError(f"tokens are {brief(tokens)}: {error}", where="tokens") from None
-        if found.ndim != 1 or len(found) > _MAX_I32:
-            rule = f"a sequence has one dimension of at most {_MAX_I32:,}"
-            raise ArgumentError(f"the shape is {found.shape}; {rule}", where="tokens")
-        held = np.iinfo(self.dtype.name)
-        if found.size and not (found.dtype.kind in "iu" and held.min <= found.min() <= found.max() <= held.max):
-            rule = f"they must be integers from {held.min} to {held.max}"
-            raise ArgumentError(f"tokens are {brief(tokens)}; {rule}", where="tokens")
-        return found
+
+def token_array(tokens: object, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+    """Token ids as a contiguous array of a dtype, one-dimensional; `ArgumentError` if it does not hold them."""
+    try:
+        found = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"tokens are {brief(tokens)}: {error}", where="tokens") from None
+    if found.ndim != 1 or len(found) > _MAX_I32:
+        rule = f"a document is a list of at most {_MAX_I32:,} token ids"
+        raise ArgumentError(f"tokens are {brief(tokens)} of shape {found.shape}; {rule}", where="tokens")
+    held = np.iinfo(dtype.name)
+    if found.size and not (found.dtype.kind in "iu" and held.min <= found.min() <= found.max() <= held.max):
+        rule = f"they must be integers from {held.min} to {held.max}"
+        raise ArgumentError(f"tokens are {brief(tokens)}; {rule}", where="tokens")
+    return np.ascontiguousarray(found, dtype)
