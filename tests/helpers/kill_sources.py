@@ -35,7 +35,7 @@ from saev_store.transport.durable import TEMP_PREFIX
 class Kind(Protocol):
     """One way of writing; `version` is 0 or 1."""
 
-    def write(self, folder: Path, version: int, engine: str) -> None: ...
+    def write(self, folder: Path, version: int) -> None: ...
     def check(self, folder: Path) -> int | None:
         """The version that a reader finds, None for none; fails if it is neither."""
         ...
@@ -54,8 +54,7 @@ class Batches:
         seq_len = int(rng.integers(1, 700))
         self.records = [rng.integers(0, 2**32, (int(rng.integers(1, 60)), seq_len), dtype=np.uint32) for _ in range(2)]
 
-    def write(self, folder: Path, version: int, engine: str) -> None:
-        del engine
+    def write(self, folder: Path, version: int) -> None:
         options = {"batch_size": self.batch_size, "seed": version, "overwrite": True}
         records = self.records[version]
         if self.stream:
@@ -90,8 +89,7 @@ class Documents:
             for _ in range(2)
         ]
 
-    def write(self, folder: Path, version: int, engine: str) -> None:
-        del engine
+    def write(self, folder: Path, version: int) -> None:
         with IndexedDatasetBuilder(folder / "x", np.uint16, overwrite=True) as builder:
             for document in self.documents[version]:
                 builder.add_document(document)
@@ -118,14 +116,14 @@ class Prepared:
             f"t/{i:03d}.tar": tar_bytes(sample_files(100 * i, int(rng.integers(1, 30)))) for i in range(int(rng.integers(1, 8)))
         }  # fmt: skip
 
-    def write(self, folder: Path, version: int, engine: str) -> None:
+    def write(self, folder: Path, version: int) -> None:
         (folder / "t").mkdir(exist_ok=True)
         for name, data in self.tars.items():
             if not (folder / name).exists():
                 (folder / f"t/.{name[2:]}").write_bytes(data)
                 (folder / f"t/.{name[2:]}").rename(folder / name)
         split = ("1,0,0", "0,1,0")[version]
-        prepare(folder, split=split, overwrite=True, progress=False, engine=engine)
+        prepare(folder, split=split, overwrite=True, progress=False)
 
     def check(self, folder: Path) -> int | None:
         try:
@@ -171,13 +169,13 @@ def torment(kind: Kind, root: Path, rng: np.random.Generator) -> tuple[int, set[
     began_s = time.monotonic()
     for version in (0, 1):
         (reference / str(version)).mkdir(parents=True)
-        finish(lambda version=version: kind.write(reference / str(version), version, "auto"))
+        finish(lambda version=version: kind.write(reference / str(version), version))
         assert kind.check(reference / str(version)) == version
     full_s = (time.monotonic() - began_s) / 2
     n_kills, seen, code = 0, set[int | None](), None
     while code != 0 or n_kills < 3:
-        version, engine = int(rng.integers(2)), ("auto", "pread")[int(rng.integers(2))]
-        pid = in_child(lambda version=version, engine=engine: kind.write(folder, version, engine))
+        version = int(rng.integers(2))
+        pid = in_child(lambda version=version: kind.write(folder, version))
         time.sleep(float(rng.uniform(0, full_s * (0.7 + 0.05 * n_kills))))
         code = killed(pid)
         assert code in {0, -signal.SIGKILL}, f"a child failed: {code}"
@@ -187,7 +185,7 @@ def torment(kind: Kind, root: Path, rng: np.random.Generator) -> tuple[int, set[
         seen.add(found)
         strange = {name for name in content(folder) if not temporary(name)} - kind.names(folder)
         assert not strange, strange
-    finish(lambda: kind.write(folder, version, "auto"))
+    finish(lambda: kind.write(folder, version))
     left = {name: data for name, data in content(folder).items() if not temporary(name)}
     expected = content(reference / str(version))
     assert left == expected, set(left) ^ set(expected)
