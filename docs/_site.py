@@ -36,6 +36,7 @@ ROOMS = (
     "saev_store.integrations.dictionary_learning", "saev_store.integrations.saelens", "saev_store.integrations.saev",
     "saev_store.loaders", "saev_store.order",
     "saev_store.record", "saev_store.sources", "saev_store.sources.caches", "saev_store.sources.energon",
+    "saev_store.sources.energon.joins", "saev_store.sources.energon.prepare",
     "saev_store.sources.llmbatch", "saev_store.sources.mmididx", "saev_store.stats",
     "saev_store.torch", "saev_store.transport", "saev_store.view", "saev_store.writer", "saev_store.xarray", "saev_store.zarr",
 )  # fmt: skip
