@@ -23,7 +23,7 @@ class Explanation:
         n_reads: Ranges of an epoch, this rank's, before neighbours are merged.
         bytes_read: Bytes of an epoch, this rank's.
         first_batch_bytes: Bytes that are read before the first batch of an epoch.
-        pool_bytes: Memory of a pool. Two exist while an epoch is read; a third one if batches are kept.
+        pool_bytes: Memory of a pool. Two exist while an epoch is read; a third one if batches are kept, or pools have one batch.
         mixing: What a batch of a full pool is made of, or None in storage order.
     """
 

@@ -62,10 +62,12 @@ class BaseLoader(ABC, Generic[B]):
         self.options, self.rows = options, rows
         self._source, self._make_memory = source, make_memory
         parts = _parts(rows)
-        nbytes = [
-            part.space.vectors_per_row * part.space.layout.d_model * part.dtype.itemsize for part in parts.values()
-        ]
-        self._row_nbytes, self._sizes = sum(nbytes), dict(zip(parts, nbytes, strict=True))
+        #: Bytes of a row in the memory of a pool.
+        self._sizes = {
+            name: part.space.vectors_per_row * part.space.layout.d_model * part.dtype.itemsize
+            for name, part in parts.items()
+        }
+        self._row_nbytes = sum(self._sizes.values())
         self._columns = TokenColumns(list(parts.values()), self.options.token_arrays, labels=self.options.labels)
         for part in parts.values():
             # Tables of the order grow with the rows that the documents promise; up to some 64 million they are small.
@@ -77,14 +79,15 @@ class BaseLoader(ABC, Generic[B]):
         self._epoch, self._batch, self._resume_at = 0, 0, 0
         #: What a state named that was loaded.
         self._loaded: Place | None = None
-        self._ranks: tuple[int, int] | None = None
+        #: Rank and number of ranks that the cut is for: none yet.
+        self._ranks: tuple[int, int] = 0, 0
         self._cut = self._cut_now()
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def _cut_now(self, *, begins: bool = False) -> Cut:
         """Return the cut for the ranks as they are now; within an epoch, for those that its batches are of."""
-        if self._ranks is not None and not begins and (self._batch != self._resume_at or self.is_iterating):
+        if not begins and (self._batch != self._resume_at or self.is_iterating):
             return self._cut
         options = self.options
         ranks = rank_and_world(options.rank, options.world)
@@ -127,7 +130,7 @@ class BaseLoader(ABC, Generic[B]):
     def rank(self) -> int:
         """Number of this process among `world`, as it is now; within an epoch, as it was when that began."""
         self._cut_now()
-        return (self._ranks or (0, 1))[0]
+        return self._ranks[0]
 
     @property
     def world(self) -> int:
@@ -174,8 +177,8 @@ class BaseLoader(ABC, Generic[B]):
             end += -(-pool_rows * self._sizes[name] // _ALIGN_BYTES) * _ALIGN_BYTES
         if self._memory is None or self._memory.nbytes != end:
             self._memory = PoolMemory(end, self._make_memory)
-        rank = (self._ranks or (0, 1))[0]
-        plan = partial(self._plan, Epoch(self._first.space, cut, self.options.seed, self._epoch), rank, sides)
+        epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
+        plan = partial(self._plan, epoch, self._ranks[0], sides)
         pools = range(int(np.searchsorted(cut.pool_starts, first, side="right")) - 1, len(cut.pool_starts) - 1)
         reader = self._reader = PoolReader(
             plan, pools, self._memory, self.options.n_threads, self.options.batch_timeout_s

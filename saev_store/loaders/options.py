@@ -31,7 +31,7 @@ class LoaderOptions:
         order: `"shuffled"`, or `"stored"` for storage order.
         seed: Any integer. A shuffled order is a function of it and of the epoch.
         window_bytes: Memory for rows of this rank, in the dtype of the batches; half of it is one pool. A larger window mixes better.
-            The order depends on it. Storage order needs 128 MiB at most.
+            The order depends on it. Pools of storage order have 64 MiB at most, or one batch.
         early_start: Begin an epoch with small pools, so that its first batch comes early. The first batches are mixed less.
         n_partitions: Streams of a shuffled order: a multiple of `world` that divides the global batch. Default: 8 if possible.
         drop_last: Leave out a last batch that is not full.

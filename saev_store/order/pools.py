@@ -162,7 +162,8 @@ class Epoch:
         self.space, self.cut, self._key = space, cut, (seed, epoch, ORDER_VERSION)
         self.n_blocks = space.n_examples * space.rows_per_token
         is_shuffled = cut.n_partitions is not None and self.n_blocks
-        self._permutation = Permutation(self.n_blocks, derive(*self._key, _BLOCKS)) if is_shuffled else None
+        #: Blocks at positions of the epoch.
+        self._blocks_at = Permutation(self.n_blocks, derive(*self._key, _BLOCKS)).at if is_shuffled else np.asarray
         #: Rows before each block in the order of the epoch, if some blocks have fewer than others.
         self._ends: IntArray | None = None
         if space.ends is not None:
@@ -170,7 +171,9 @@ class Epoch:
             self._ends = np.zeros(self.n_blocks + 1, dtype=np.int64)
             for start in range(0, self.n_blocks, _N_AT_ONCE):
                 stop = min(start + _N_AT_ONCE, self.n_blocks)
-                self._ends[start + 1 : stop + 1] = of_layer[self._numbers(start, stop) // space.rows_per_token]
+                self._ends[start + 1 : stop + 1] = of_layer[
+                    self._blocks_at(np.arange(start, stop)) // space.rows_per_token
+                ]
             np.cumsum(self._ends, out=self._ends)
 
     def pool(self, number: int, rank: int) -> Pool:
@@ -189,11 +192,6 @@ class Epoch:
         ordinal, layer = np.divmod(block[counts > 0], np.int64(self.space.rows_per_token))
         return Pool(b0, b1 - b0, ordinal, layer, counts[counts > 0], cell, slot, cut.n_partitions is None)
 
-    def _numbers(self, start: int, stop: int) -> IntArray:
-        """Return the blocks at positions `start` to `stop`."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        return positions if self._permutation is None else self._permutation.at(positions)
-
     def _pieces(self, lo: int, hi: int) -> tuple[IntArray, IntArray, IntArray]:
         """Return what the rows `lo` to `hi` of the epoch are made of, row after row; `hi` is more than `lo`.
 
@@ -207,7 +205,7 @@ class Epoch:
         else:
             first, last = (int(np.searchsorted(ends, row, side="right")) - 1 for row in (lo, hi - 1))
             ends, last = ends[first : last + 2], last + 1
-        number = self._numbers(first, last)
+        number = self._blocks_at(np.arange(first, last))
         if self._ends is None:
             cell = np.tile(np.arange(n_tokens, dtype=np.int64), len(number))
         else:
