@@ -54,12 +54,11 @@ def check_path(path: str, *, root_ok: bool = False) -> str:
     raise UnsafeContentError(f"{path!r} would leave the folder: {rule}", where="path")
 
 
-def check_ranges(where: str, starts: Sequence[int], ends: Sequence[int]) -> int:
-    """The largest end (0 if there are no ranges), once each range is half-open and not negative; else an `ArgumentError`."""
+def check_ranges(where: str, starts: Sequence[int], ends: Sequence[int]) -> None:
+    """Raise an `ArgumentError` unless all ranges are half-open and not negative."""
     for start, end in zip(starts, ends, strict=True):
         if not 0 <= start <= end:
             raise ArgumentError(f"the range {start}:{end} is negative or backwards", where=where)
-    return max(ends, default=0)
 
 
 def byte_views(buffers: Sequence[memoryview]) -> list[memoryview]:

@@ -38,7 +38,7 @@ _TURN = threading.RLock()
 
 
 class FsspecTransport(RemoteTransport):
-    """Any fsspec URL.
+    """Files at any fsspec URL.
 
     Asynchronous file systems (object stores, HTTP) read all ranges of a call side by side, with time-outs. The others (archives,
     caches, SFTP, …) read one range after the other, in one thread at a time.

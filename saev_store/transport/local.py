@@ -81,7 +81,7 @@ class LocalTransport(Transport):
 
     def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         where = self.where(path)
-        with os_errors(where, "read"), open(where, "rb", buffering=0, opener=os.open) as file:
+        with os_errors(where, "read"), open(where, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             check_regular(status.st_mode, where=where)  # a device may never end
             size = status.st_size
@@ -101,7 +101,8 @@ class LocalTransport(Transport):
             return _version(file.status)
 
     def get_ranges(self, path: str, *, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Buffer]:
-        needed = check_ranges(self.where(path), starts, ends)
+        check_ranges(self.where(path), starts, ends)
+        needed = max(ends, default=0)
         view = self.map_prefix(path, needed)
         if view is not None:
             return [view[start:end] for start, end in zip(starts, ends, strict=True)]

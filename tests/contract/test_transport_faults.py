@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import errno
 import fcntl
 import json
@@ -51,9 +52,11 @@ def one(transport: Transport, start: int, end: int) -> bytes:
 
 @contextmanager
 def failing(names: tuple[str, ...], code: str, when: Callable[[object], bool] = lambda _: True):
-    """A block in which calls of `os` (or `fcntl`) fail."""
+    """A block in which calls of `os` (or `fcntl`), or `open`, fail."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((module, name) for module in (os, fcntl) for name in names if hasattr(module, name)):
+        for module, name in (
+            (module, name) for module in (os, fcntl, builtins) for name in names if hasattr(module, name)
+        ):
             real = getattr(module, name)
 
             def call(*args: object, real: Callable = real, **options: object) -> object:
