@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
-from urllib.parse import urlsplit
 
 from saev_store._runtime.optional import need
 from saev_store.errors import ArgumentError, NotFoundError, SaevStoreError, TransportError
@@ -239,7 +238,7 @@ class Place(NamedTuple):
 def _place_of(url: str, options: Mapping[str, object]) -> Place:
     """An address with options, as obstore takes them; `ArgumentError` if it has no store for the address."""
     scheme, _, rest = url.partition("://")
-    bucket, kind = urlsplit(url).netloc, _KINDS.get(scheme)
+    bucket, kind = rest.partition("/")[0], _KINDS.get(scheme)
     if kind is None or not bucket or not {"?", "#", "@"}.isdisjoint(url) or "::" in url:
         raise ArgumentError(
             f"obstore serves {', '.join(_KINDS)}, a bucket and a path, without user, '?' and '#'",
@@ -266,7 +265,9 @@ def _complete_s3(config: dict[str, object]) -> None:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if "endpoint" in config or endpoint:
         # obstore reads the environment too, and the second key of it would win over every option.
-        config["endpoint"] = config["aws_endpoint_url_s3"] = config.get("endpoint", endpoint)
+        config["endpoint"] = config["aws_endpoint_url_s3"] = endpoint = config.get("endpoint", endpoint)
+        if not str(endpoint).startswith(("http://", "https://")):
+            raise ArgumentError("the end point must begin with http:// or https://", where="storage_options")
     if bundle := os.environ.get("AWS_CA_BUNDLE"):
         config.setdefault("client_kwargs.verify", bundle)
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")

@@ -116,6 +116,7 @@ def test_what_is_no_address_engine_or_option_is_refused(tmp_path) -> None:
         ("http://h/x", None, "pread", "url"),
         (tmp_path, {"anon": True}, "auto", "storage_options"),
         (tmp_path, ["anon"], "auto", "storage_options"),
+        ("s3://b/x", {"endpoint_url": "localhost:9000"}, "obstore", "storage_options"),
         ("s3://b/x", {"config_kwargs": 3}, "auto", "storage_options"),
         ("s3://b/x", {"conditional_create": "no"}, "auto", "conditional_create"),
         ("https://h/x", {"client_kwargs": ["x"]}, "auto", "storage_options"),
