@@ -15,6 +15,12 @@ import numpy as np
 from saev_store.core.dtypes import StoredDtype, numpy_dtype
 from saev_store.documents import Metadata, new_metadata, shards_bytes
 
+#: What the loaders read: one of three layers of ViT-B/16, in batches of so many vectors.
+BATCH, D_MODEL, CONTENT, TOKENS, LAYERS, LAYER = 16_384, 768, 196, 197, (2, 5, 11), 5
+VECTOR = D_MODEL * 4
+#: Nobody's epoch is waited for longer.
+AT_MOST_S = 15.0
+
 
 @dataclass(frozen=True)
 class Line:
@@ -32,7 +38,7 @@ class Line:
 
 def make_store(
     root: Path, *, n_bytes: int, n_shards: int, layers: Sequence[int] = (11,), tokens: int = 196, d_model: int = 768,
-    dtype: StoredDtype = "float32",
+    dtype: StoredDtype = "float32", protocol: str | None = None,
 ) -> tuple[Path, Metadata]:  # fmt: skip
     """A store of standard normal numbers with CLS, written with NumPy alone; returns its folder and document.
 
@@ -44,6 +50,7 @@ def make_store(
     metadata = new_metadata(
         family="clip", ckpt="benchmark", layers=list(layers), content_tokens_per_example=tokens, cls_token=True,
         d_model=d_model, n_examples=n_examples, max_tokens_per_shard=capacity * (tokens + 1) * len(layers), dtype=dtype,
+        protocol=protocol,
     )  # fmt: skip
     folder = root / metadata.hash
     folder.mkdir(parents=True)
@@ -52,6 +59,7 @@ def make_store(
         path = folder / f"acts{shard_idx:06d}.bin"
         n_numbers = layout.used_nbytes(shard_idx) // layout.itemsize
         rng.standard_normal(n_numbers, dtype=np.float32).astype(numpy_dtype(dtype), copy=False).tofile(path)
+        os.truncate(path, layout.shard_nbytes)
     (folder / "metadata.json").write_bytes(metadata.raw)
     (folder / "shards.json").write_bytes(shards_bytes(layout, metadata.count_key))
     return folder, metadata

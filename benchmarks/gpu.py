@@ -1,11 +1,10 @@
-"""How fast shuffled rows arrive on a GPU, and whether a trainer there waits for them, beside the limits and other ways.
+"""How fast shuffled rows arrive on a GPU, and whether a trainer there waits for them.
 
     python benchmarks/gpu.py [--gib N] [--rounds N] [--folder DIR] [--json]
 
 One of three layers of a store in the page cache, ViT-B/16's shape, in batches of 16,384 x 768 float32. First nothing is done
-with the batches: the limits are copies of one pinned batch, and rows picked out of the GPU's own memory. Then a sparse
-autoencoder of 24,576 features takes a step with each, and is compared with the same steps over one batch that is there
-already. All take turns; medians are shown. Where a way is too slow to be waited for, its first batches are measured.
+with the batches, beside copies of one pinned batch. Then a sparse autoencoder of 24,576 features takes a step with each, and is
+compared with the same steps over one batch that is there already. All take turns; medians are shown.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-import numpy as np
 import torch
-from _common import Line, report
-from _loader_peers import BATCH, CONTENT, D_MODEL, LAYER, LAYERS, TOKENS, VECTOR, MemmapRows
-from loaders import make_store, warm
-from torch.utils.data import DataLoader, RandomSampler
+from _common import BATCH, D_MODEL, LAYER, VECTOR, Line, report
+from loaders import make_loaded
 
-from saev_store import ShardStore
 from saev_store.torch import StoreLoader
 
 DEVICE = "cuda"
@@ -68,47 +63,6 @@ def ours(url: str, n: int, window_mib: int, **options: object) -> Batches:
     return batches
 
 
-def on_the_device(batches: Batches) -> Batches:
-    """What scripts do with the loaders of others: pin, then copy without waiting."""
-
-    def moved() -> Iterator[torch.Tensor]:
-        for act in batches():
-            yield (act if act.is_pinned() else act.pin_memory()).to(DEVICE, non_blocking=True)
-
-    return moved
-
-
-def data_loader(store: ShardStore, n: int, n_workers: int) -> Batches:
-    """PyTorch's own, over a map of the shards."""
-    rows = MemmapRows(store)
-
-    def batches() -> Iterator[torch.Tensor]:
-        sampler = RandomSampler(rows, num_samples=n * BATCH)
-        yield from DataLoader(rows, sampler=sampler, batch_size=BATCH, num_workers=n_workers, pin_memory=True)
-
-    return batches
-
-
-def gathers(store: ShardStore, n: int) -> Batches:
-    """The best loop written by hand: rows of a batch picked out of the maps shard by shard."""
-    rows = MemmapRows(store)
-    flat = [shard.reshape(-1, D_MODEL) for shard in rows.maps]
-
-    def batches() -> Iterator[torch.Tensor]:
-        rng = np.random.default_rng(2)
-        for _ in range(n):
-            example, token = np.divmod(rng.integers(0, len(rows), BATCH), CONTENT)
-            shard, within = np.divmod(example, rows.per_shard)
-            vectors = (within * len(LAYERS) + LAYERS.index(LAYER)) * TOKENS + 1 + token
-            out = np.empty((BATCH, D_MODEL), np.float32)
-            for number, some in enumerate(flat):
-                chosen = shard == number
-                out[chosen] = some[vectors[chosen]]
-            yield torch.from_numpy(out)
-
-    return batches
-
-
 def pinned_copies(n: int) -> Batches:
     """The limit of the way to the device."""
     source = torch.randn((BATCH, D_MODEL)).pin_memory()
@@ -116,18 +70,6 @@ def pinned_copies(n: int) -> Batches:
     def batches() -> Iterator[torch.Tensor]:
         for _ in range(n):
             yield source.to(DEVICE, non_blocking=True)
-
-    return batches
-
-
-def picked_there(n: int) -> Batches:
-    """The limit of a window on the device."""
-    rows = torch.randn((256 << 20) // VECTOR, D_MODEL, device=DEVICE)
-    index = torch.randint(0, len(rows), (n, BATCH), device=DEVICE)
-
-    def batches() -> Iterator[torch.Tensor]:
-        for some in index:
-            yield rows[some]
 
     return batches
 
@@ -151,53 +93,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--window-mib", type=int, default=1024)
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="of PyTorch's DataLoader")
     parser.add_argument("--folder", default=None, help="where the store is made")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     work = tempfile.mkdtemp(prefix="saev-store-bench", dir=args.folder)
     try:
-        store = ShardStore.open(make_store(work, int(args.gib * 2**30)))
-        warm(store.url)
-        n, window = args.batches, args.window_mib
-        ways: dict[str, Batches] = {
-            "ours, batches copied": ours(store.url, n, window, device=DEVICE),
-            "ours, window there": ours(store.url, n, window, device=DEVICE, window_device=DEVICE),
-            "ours, copied by the script": on_the_device(ours(store.url, n, window)),
-            "gather out of maps, pin, copy": on_the_device(gathers(store, 8)),
-            f"DataLoader, {args.workers} workers": on_the_device(data_loader(store, 8 * args.workers, args.workers)),
-            "copies of a pinned batch": pinned_copies(n),
-            "rows picked there": picked_there(n),
+        store = make_loaded(work, args.gib)
+        ways = {
+            "batches": ours(store.url, args.batches, args.window_mib, device=DEVICE),
+            "copies of a pinned batch": pinned_copies(args.batches),
         }
         trainer, there = Trainer(), torch.randn((BATCH, D_MODEL), device=DEVICE)
         found: dict[str, list[float]] = {}
-        trained = [name for name in ways if name.startswith("ours") or "gather" in name]
         for number in range(args.rounds):
-            order = [*ways][number % len(ways) :] + [*ways][: number % len(ways)]
-            for name in order:
+            for name in [*ways][:: 1 if number % 2 else -1]:
                 found.setdefault(name, []).append(seconds_per_batch(ways[name], lambda act: act))
-            for name in trained:
-                found.setdefault(f"train: {name}", []).append(seconds_per_batch(ways[name], trainer.step))
-            found.setdefault("train: there", []).append(
-                seconds_per_batch(lambda: iter([there] * args.batches), trainer.step)
-            )
+            for name, batches in (("steps", ways["batches"]), ("steps there", lambda: iter([there] * args.batches))):
+                found.setdefault(name, []).append(seconds_per_batch(batches, trainer.step))
     finally:
         shutil.rmtree(work)
-    middle = {name: statistics.median(values) for name, values in found.items()}
-    nbytes = BATCH * VECTOR / 1e9
+    each_s = {name: statistics.median(values) for name, values in found.items()}
 
-    def rates(what: str, against: str, goal: str = "") -> Line:
-        return Line(
-            what, nbytes / middle[what], nbytes / middle[against], "GB/s", against, goal, middle[against] / middle[what]
-        )
+    def line(what: str, against: str, size: float, unit: str, goal: str) -> Line:
+        ours_s, theirs_s = each_s[what], each_s[against]
+        return Line(what, size / ours_s, size / theirs_s, unit, against, goal, theirs_s / ours_s)
 
-    limit, gather, loader = "copies of a pinned batch", "gather out of maps, pin, copy", [*ways][4]
-    lines = [rates(what, against) for what in [*ways][:3] for against in (limit, gather, loader)]
-    lines.append(rates("ours, window there", "rows picked there"))
-    lines += [
-        Line(f"train: {name}", 1 / middle[f"train: {name}"], 1 / middle["train: there"], "step/s", "a batch that is there", ">= 0.95" if "ours, b" in name else "", middle["train: there"] / middle[f"train: {name}"])
-        for name in trained
-    ]  # fmt: skip
+    lines = [
+        line("batches", "copies of a pinned batch", BATCH * VECTOR / 1e9, "GB/s", "30 GB/s"),
+        line("steps", "steps there", 1, "step/s", ">= 0.97"),
+    ]
     facts = {
         "device": torch.cuda.get_device_name(),
         "cpus": os.cpu_count(),

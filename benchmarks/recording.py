@@ -1,13 +1,10 @@
-"""What recording costs beside the model: examples/s of `record` against a bare loop of the model, and behind a slow disk.
+"""What recording costs beside the model: examples/s of `record` against a bare loop of the model.
 
     python benchmarks/recording.py [--rounds 3] [--batches 6] [--only WORD] [--device cuda] [--folder DIR] [--json]
 
 Models have full shapes and random weights: ViT-B/16 (86M) over JPEG files in memory, three of twelve blocks in float32; a language
 model of 160M (the shape of Pythia) over windows of 512 token ids. The bare loop runs the same batches, which are ready in memory, without hooks. Both
 take turns. Ours counts from the first batch to the published store.
-
-Behind a disk of 100 MB/s a ViT of 12 blocks that are 96 wide is recorded at all five hook points, which is more than such a disk takes.
-It can take no less than bytes / speed; the memory of that run, above that of a bare loop in a process of its own, is compared with what is promised.
 
 With `--device cuda` the first two run on a GPU: float32 and bfloat16 models, pixels that are decoded already, and batches of a
 GPU's size. Beside the model alone they are compared with writing the same bytes to the same folder.
@@ -17,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -35,13 +29,6 @@ from transformers import GPTNeoXConfig, GPTNeoXModel, ViTConfig, ViTModel
 
 from saev_store.record import Images, Texts, adapt, record
 from saev_store.record._examples import Batch, ExampleSource
-from saev_store.record._record import plan
-from saev_store.writer.shard_writer import ShardFile
-
-DISK_BYTES_PER_S = 100e6
-POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
-#: Buffers of the writer on a disk, and what threads and the allocator may add.
-WRITER_BYTES, SLACK_BYTES = 48 << 20, 64 << 20
 
 
 class Photographs:
@@ -64,13 +51,9 @@ class Photographs:
         return np.ascontiguousarray((pixels / 127.5 - 1).transpose(2, 0, 1))
 
 
-def vit(**changes: int) -> ViTModel:
+def vit() -> ViTModel:
     torch.manual_seed(3)
-    return ViTModel(ViTConfig(**changes), add_pooling_layer=False).eval()
-
-
-def thin_vit() -> ViTModel:
-    return vit(hidden_size=96, num_attention_heads=3, intermediate_size=384)
+    return ViTModel(ViTConfig(), add_pooling_layer=False).eval()
 
 
 def language_model() -> GPTNeoXModel:
@@ -168,95 +151,21 @@ def compared(name: str, model: torch.nn.Module, source: ExampleSource, folder: P
     ]
 
 
-# -- a slow disk -------------------------------------------------------------------------------------------------------
-
-
-def slow_recording(root: str, n_examples: int) -> dict[str, float]:
-    """What a recording to a disk of 100 MB/s takes; in a process of its own, since its peak of memory counts."""
-    source = Images(Photographs(n_examples), 16)
-    recorder, metadata = plan(thin_vit(), source, range(12), hook_points=POINTS, ckpt="benchmark")
-    with recorder:
-        largest = next(source.batches(0, n_examples)).inputs[0]
-        vectors_nbytes = recorder(largest).nbytes
-    write = ShardFile.write
-    ShardFile.write = lambda file, block, tokens=None: (
-        time.sleep(len(block) / DISK_BYTES_PER_S),
-        write(file, block, tokens),
-    )
-    began_s = time.perf_counter()
-    record(
-        thin_vit(),
-        source,
-        root,
-        layers=range(12),
-        hook_points=POINTS,
-        ckpt="benchmark",
-        progress=False,
-    )
-    elapsed_s = time.perf_counter() - began_s
-    return {
-        "elapsed_s": elapsed_s,
-        "nbytes": metadata.layout.nbytes,
-        "promised_nbytes": 5 * np.asarray(largest).nbytes + 3 * vectors_nbytes + WRITER_BYTES,
-    }
-
-
-def alone(root: str, n_examples: int) -> dict[str, float]:
-    """The same model over the same batches without a recording, and how fast it would be."""
-    del root
-    source = Images(Photographs(n_examples), 16)
-    model = thin_vit()
-    return {"elapsed_s": seconds(lambda: run_bare(model, every_batch(source, model)))}
-
-
-def peak_nbytes() -> int:
-    """The peak of this process's memory. `ru_maxrss` would count that of the process which started it, too."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
-
-
-def in_a_process(what: str, root: str, n_examples: int) -> dict[str, float]:
-    given = [sys.executable, __file__, "--child", what, "--folder", root, "--examples", str(n_examples)]
-    return json.loads(subprocess.run(given, check=True, stdout=subprocess.PIPE).stdout)
-
-
-def behind_a_slow_disk(folder: Path, rounds: int, n_examples: int) -> list[Line]:
-    slow, bare = list[dict[str, float]](), list[dict[str, float]]()
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory(dir=folder) as root:
-            slow.append(in_a_process("slow_recording", root, n_examples))
-            bare.append(in_a_process("alone", root, n_examples))
-
-    def median(found: Sequence[dict[str, float]], key: str) -> float:
-        return statistics.median(each[key] for each in found)
-
-    nbytes, took_s = slow[0]["nbytes"], median(slow, "elapsed_s")
-    predicted_s, bare_s = nbytes / DISK_BYTES_PER_S, median(bare, "elapsed_s")
-    memory = median(slow, "peak_nbytes") - median(bare, "peak_nbytes")
-    promised = slow[0]["promised_nbytes"] + SLACK_BYTES
-    return [
-        Line("thin ViT, disk of 100 MB/s", took_s, predicted_s, "s", "bytes / 100 MB/s", "<= 1.05", took_s / predicted_s),
-        Line("thin ViT without the disk", bare_s, predicted_s, "s", "the same: the model is faster", "< 1", bare_s / predicted_s),
-        Line("memory above that of the model", memory / 1e6, promised / 1e6, "MB", "what is promised", "<= 1", memory / promised),
-    ]  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=6)
-    parser.add_argument("--examples", type=int, default=320, help="of the slow disk")
-    parser.add_argument("--only", choices=["vit", "language", "disk"])
+    parser.add_argument(
+        "--only",
+        choices=[
+            "vit",
+            "language",
+        ],
+    )
     parser.add_argument("--device", default="cpu", help="cuda: the models on a GPU")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=["slow_recording", "alone"], help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child is not None:
-        found = globals()[args.child](str(args.folder), args.examples)
-        found["peak_nbytes"] = peak_nbytes()
-        print(json.dumps(found))
-        return
     facts = {"load": os.getloadavg()[0], "threads": torch.get_num_threads(), "torch": torch.__version__}
     lines = list[Line]()
     if args.device != "cpu":
@@ -267,8 +176,6 @@ def main() -> None:
         lines += compared("ViT-B/16", vit(), Images(Photographs(8 * args.batches), 8), args.folder, args.rounds)
     if args.only in {None, "language"}:
         lines += compared("160M language model", language_model(), texts(4 * args.batches), args.folder, args.rounds)
-    if args.only in {None, "disk"}:
-        lines += behind_a_slow_disk(args.folder, args.rounds, args.examples)
     report(lines, facts, as_json=args.json)
 
 

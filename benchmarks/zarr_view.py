@@ -1,4 +1,4 @@
-"""How fast the Zarr view reads: against native Zarr with the same chunks, bare maps, NumPy loops, and over a slow link.
+"""How fast the Zarr view reads: against native Zarr with the same chunks, here and over a slow link.
 
     python benchmarks/zarr_view.py [--gib 0.5] [--folder DIR] [--rounds 5] [--latency-ms 30] [--json]
 
@@ -9,11 +9,10 @@ ours reads through obstore and FsspecStore through s3fs. With zarr's defaults.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import shutil
 import tempfile
-import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,78 +36,30 @@ def native(root: Path, store: ShardStore, chunks: tuple[int, ...]) -> Path:
     return path
 
 
-def local(root: Path, folder: Path, rounds: int) -> list[Line]:
+def compared(
+    what: str, ours: zarr.Array, theirs: zarr.Array, key: object, against: str, rounds: int, goal: str
+) -> Line:
+    np.testing.assert_array_equal(ours[key], theirs[key])
+    ours_s, theirs_s = race(lambda: ours[key], lambda: theirs[key], rounds)
+    return Line(what, ours_s * 1e3, theirs_s * 1e3, "ms", against, goal, ours_s / theirs_s)
+
+
+def local(root: Path, folder: Path, rounds: int) -> Iterator[Line]:
     store = ShardStore.open(folder)
-    layout = store.layout
-    maps = [
-        np.memmap(folder / f"acts{i:06d}.bin", "<f4", "r", shape=(layout.examples_in(i), *layout.shape[1:]))
-        for i in range(layout.n_shards)
-    ]
-    lines = []
-    for chunks in ("auto", (1, 1, *layout.shape[2:])):
+    for chunks in ("auto", (1, 1, *store.shape[2:])):
         ours = activations(store.as_zarr(chunks=chunks))
         theirs = zarr.open_array(native(root, store, ours.chunks), mode="r")
-        np.testing.assert_array_equal(ours[:3], theirs[:3])
         shape = str(ours.chunks).replace(" ", "")
         for what, key in (("full scan", np.s_[:]), ("one layer", np.s_[:, 1])):
-            pair = race(lambda a=ours, k=key: a[k], lambda a=theirs, k=key: a[k], rounds)
             against = "native Zarr, uncompressed, same chunks"
-            lines.append(
-                Line(f"{what}, chunks {shape}", pair[0] * 1e3, pair[1] * 1e3, "ms", against, "<= 1", pair[0] / pair[1])
-            )
-            if chunks == "auto":
-                bare = functools.partial(lambda key: np.concatenate([part[key] for part in maps]), key)
-                pair = race(lambda a=ours, k=key: a[k], bare, rounds)
-                lines.append(
-                    Line(
-                        f"{what}, chunks {shape}",
-                        pair[0] * 1e3,
-                        pair[1] * 1e3,
-                        "ms",
-                        "np.memmap",
-                        "",
-                        pair[0] / pair[1],
-                    )
-                )
-    ours = activations(store.as_zarr())
-    tracemalloc.start()
-    nbytes = ours[:].nbytes
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    lines.append(
-        Line("peak memory of a full scan", peak / 2**20, nbytes / 2**20, "MiB", "the output", "<= 1.05", peak / nbytes)
-    )
-    return [*lines, *dask_means(store, maps, rounds)]
+            yield compared(f"{what}, chunks {shape}", ours, theirs, key, against, rounds, "<= 1")
 
 
-def dask_means(store: ShardStore, maps: list[np.memmap], rounds: int) -> list[Line]:
-    def loop() -> np.ndarray:
-        total = np.zeros(store.shape[1:], dtype=np.float64)
-        for part in maps:
-            for start in range(0, len(part), 32):
-                total += part[start : start + 32].sum(axis=0, dtype=np.float64)
-        return total / len(store)
-
-    blocks, dataset = store.as_dask(), store.as_xarray(chunks={})
-    np.testing.assert_allclose(blocks.mean(axis=0).compute(), loop(), atol=1e-4)
-    lines = []
-    for name, work in (
-        ("dask mean over examples, as_dask()", lambda: blocks.mean(axis=0, dtype=np.float64).compute()),
-        (
-            "dask mean over examples, as_xarray()",
-            lambda: dataset.activations.mean("example", dtype=np.float64, skipna=False).compute(),
-        ),
-    ):
-        pair = race(work, loop, rounds)
-        lines.append(Line(name, pair[0] * 1e3, pair[1] * 1e3, "ms", "a NumPy loop over maps", "", pair[0] / pair[1]))
-    return lines
-
-
-def remote(root: Path, latency_s: float, rounds: int) -> list[Line]:
+def remote(root: Path, latency_s: float, rounds: int) -> Iterator[Line]:
     folder, _ = make_store(root / "far", n_bytes=40 * 6 * 197 * 768 * 4, n_shards=4, layers=range(6))
     local_store = ShardStore.open(folder)
     path = native(root / "far", local_store, (1, 1, *local_store.shape[2:]))
-    lines = []
+    keys = {"one layer of 40 x 6": np.s_[:, 3], "one vector": np.s_[17, 3, 5], "full scan": np.s_[:]}
     with serve(root, latency_s) as server:
         places = {
             "web": (f"{server}/far", {}),
@@ -119,22 +70,10 @@ def remote(root: Path, latency_s: float, rounds: int) -> list[Line]:
             native_store = zarr.storage.FsspecStore.from_url(
                 f"{url}/{path.name}", storage_options=options, read_only=True
             )
-            lines += far_lines(place, store, zarr.open_array(native_store, mode="r"), rounds)
-    return lines
-
-
-def far_lines(place: str, store: ShardStore, theirs: zarr.Array, rounds: int) -> list[Line]:
-    against = "FsspecStore, native chunks of one layer"
-    view = activations(store.as_zarr())
-    keys = {"one layer of 40 x 6": np.s_[:, 3], "one vector": np.s_[17, 3, 5], "full scan": np.s_[:]}
-    lines = []
-    for what, key in keys.items():
-        np.testing.assert_array_equal(view[key], theirs[key])
-        pair = race(lambda k=key: view[k], lambda k=key: theirs[k], rounds)
-        lines.append(
-            Line(f"far, {place}: {what}", pair[0] * 1e3, pair[1] * 1e3, "ms", against, "<= 1", pair[0] / pair[1])
-        )
-    return lines
+            view, theirs = activations(store.as_zarr()), zarr.open_array(native_store, mode="r")
+            for what, key in keys.items():
+                against = "FsspecStore, native chunks of one layer"
+                yield compared(f"far, {place}: {what}", view, theirs, key, against, rounds, "<= 1.05")
 
 
 def main() -> None:
