@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 Url = str | os.PathLike[str]
 #: In the work folder: of which recording a copy is.
 _ORIGIN = "origin.json"
+#: In the folder of a store that may be replaced, for a moment.
+_MARK = ".saev_store.tmp-mark"
 #: Shards that are copied at once: each takes up to 200 MiB of memory, or two examples.
 _MAX_THREADS = 8
 
@@ -71,7 +73,8 @@ def copy_store(
     Layers keep the order of the source. A store of another dtype is written as protocol 2.0 if that can hold everything, else as 3.0,
     without keys that the version does not know; numbers are rounded to nearest even.
 
-    With `protocol` only the documents change. On one disk the shards are hard links of the source's files, if it has digests.
+    With `protocol` only the documents change. On one disk the shards are hard links of the source's files, if it has digests;
+    they are not read then, and `validate(deep=True)` of the copy compares them.
 
     Up to eight shards are copied at once, each with up to 200 MiB of memory, or two examples if those are larger. `metadata.json`
     comes last, so a partial copy never opens. After an interruption the same call continues: whole shards are read again and kept.
@@ -177,9 +180,7 @@ def _is_done(copy: Copy, *, replaces: bool) -> bool:
             there.validate().raise_if_bad()  # it may be damaged since
             work.remove()
             return True
-    here, source = work.store.local_path, copy.store.transport.local_path
-    is_source = os.path.realpath(here or work.url) == os.path.realpath(source or copy.store.url)
-    if theirs is None or is_source or not replaces:
+    if theirs is None or not replaces or _is_source(copy):
         raise StoreExistsError(
             "a store of that name is there which is not a copy of this one, or was damaged since",
             where=work.url,
@@ -193,6 +194,17 @@ def _is_done(copy: Copy, *, replaces: bool) -> bool:
     work.store.delete(METADATA_NAME)
     copy.root.delete(work.name)
     return False
+
+
+def _is_source(copy: Copy) -> bool:
+    """Return True if what is there is the source, by whatever address: a file that is made in the one is in the other."""
+    here, mark = copy.work.store, os.urandom(16)
+    here.delete(_MARK)
+    here.create(_MARK, mark)
+    try:
+        return read(copy.store.transport, _MARK) == mark
+    finally:
+        here.delete(_MARK)
 
 
 def _described(

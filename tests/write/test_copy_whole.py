@@ -251,9 +251,10 @@ def test_copy_onto_itself_changes_nothing(tmp_path):
     for change in (bool, digests.unlink):  # labels were written after the digests; there are no digests
         change()
         before = content(tmp_path)
-        for options in ({}, {"replace": True}):
-            with pytest.raises(StoreExistsError):
-                copied(tmp_path / this.name, tmp_path, **options)
+        for source in (tmp_path / this.name, f"simplecache::file://{tmp_path / this.name}"):
+            for options in ({}, {"replace": True}):
+                with pytest.raises(StoreExistsError):
+                    copied(source, tmp_path, **options)
         assert content(tmp_path) == before
 
 
