@@ -113,11 +113,7 @@ def _layer_axis(
     n_layers: int,
     names: Sequence[str],
 ) -> dict[str, object]:
-    """`layers` and `hook_points` of a cache that does not have them.
-
-    vLLM numbers the points between layers: the hidden states of id i enter layer i, so they are what layer i - 1 has left.
-    Numbers that are given and in the names of the cache's layers must come in the order of `names`.
-    """
+    """`layers` and `hook_points` of a cache that does not have them; numbers in `names` must come in the order that is given."""
     if (layers is None) == (layer_ids is None):
         raise ArgumentError(
             f"the {n_layers} layers of the cache are not named",
@@ -125,6 +121,7 @@ def _layer_axis(
             remedy="Pass layers=…, as labels of blocks, or layer_ids=…, as vLLM was given them: one of the two.",
         )
     pairs = [layer if isinstance(layer, tuple) else (layer, RESID_POST) for layer in layers or ()]
+    # vLLM numbers the points between layers: the hidden states of id i enter layer i, so they are what layer i - 1 has left.
     for number in layer_ids or ():
         check_count(number, name="layer_ids", least=0)
         pairs.append((number - 1, RESID_POST) if number else (0, "resid_pre"))

@@ -23,10 +23,9 @@ class View:
         holes = [self._start(slot) + index for shard, index in left_out for slot in self._slots.get(shard, ())]
         self._holes = np.unique(np.asarray(holes, np.int64))
         self._before_hole = self._holes - np.arange(len(self._holes))
-        self._len = (int(self._ends[-1]) if len(self._ends) else 0) - len(self._holes)
 
     def __len__(self) -> int:
-        return self._len
+        return (int(self._ends[-1]) if len(self._ends) else 0) - len(self._holes)
 
     def _start(self, slot: int) -> int:
         return int(self._ends[slot - 1]) if slot else 0

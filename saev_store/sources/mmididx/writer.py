@@ -151,8 +151,8 @@ def token_array(tokens: object, dtype: np.dtype[np.generic]) -> npt.NDArray[np.g
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"tokens are {brief(tokens)}: {error}", where="tokens") from None
     if found.ndim != 1 or len(found) > _MAX_I32:
-        rule = f"a document is a list of at most {_MAX_I32:,} token ids"
-        raise ArgumentError(f"tokens are {brief(tokens)} of shape {found.shape}; {rule}", where="tokens")
+        message = f"tokens are {brief(tokens)} of shape {found.shape}; a document is a list of at most {_MAX_I32:,} ids"
+        raise ArgumentError(message, where="tokens", remedy="Pass token ids; texts need a tokenizer.")
     held = np.iinfo(dtype.name)
     if found.size and not (found.dtype.kind in "iu" and held.min <= found.min() <= found.max() <= held.max):
         rule = f"they must be integers from {held.min} to {held.max}"
