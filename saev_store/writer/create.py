@@ -150,7 +150,7 @@ def is_whole(work: Work, shard_idx: int, receipt: Receipt) -> bool:
     if any(work.read_tokens(array, shard_idx, receipt) is None for array in arrays):
         return False
     name = shard_name(shard_idx)
-    is_right = is_as_written(work.store, name, receipt.file, work.block_bytes, receipt.file_nbytes)
+    is_right = is_as_written(work.store, name, receipt, work.block_bytes, receipt.file_nbytes)
     return is_right and stat(work.store, name)[1] == receipt.version  # else the store could not be published
 
 

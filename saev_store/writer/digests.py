@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 
 import xxhash
@@ -93,7 +93,9 @@ class Digests:
             "version": VERSION,
             "algorithm": ALGORITHM,
             "block_bytes": self.block_bytes,
-            "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
+            "files": {
+                name: {"nbytes": file.nbytes, "digests": file.digests} for name, file in sorted(self.files.items())
+            },
         }
         return (json.dumps(document, separators=(",", ":")) + "\n").encode()
 

@@ -88,7 +88,7 @@ def _publish(work: Work, documents: Callable[[], Mapping[str, bytes]]) -> bool:
     layout, metadata = work.layout, work.metadata
     work.store.close()  # what is remembered of earlier files
     receipts = _receipts(work)
-    files = {shard_name(shard_idx): receipt.file for shard_idx, receipt in enumerate(receipts)}
+    files = dict[str, FileDigests]((shard_name(shard_idx), receipt) for shard_idx, receipt in enumerate(receipts))
     for array in metadata.recordable if receipts[0].tokens else ():
         files[array.file_name] = _join(work, array, receipts)
     small = {SHARDS_NAME: shards_bytes(layout, metadata.count_key), **documents()}

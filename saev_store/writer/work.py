@@ -103,22 +103,15 @@ def part_shards(n_shards: int, rank: int, world: int) -> range:
 
 
 @dataclass(frozen=True)
-class Receipt:
-    """One shard, whole and durable: `nbytes` of vectors in a file of `file_nbytes`.
+class Receipt(FileDigests):
+    """One shard, whole and durable: its entry in digests.json, and the length of its file.
 
     `tokens` has the digest of what was recorded for each token array; `version` is the ETag of the file in a bucket, or "".
     """
 
-    nbytes: int
     file_nbytes: int
-    digests: tuple[str, ...]
     tokens: Mapping[str, str]
     version: str
-
-    @property
-    def file(self) -> FileDigests:
-        """The entry of the shard in digests.json."""
-        return FileDigests(self.nbytes, self.digests)
 
 
 class Target(ABC):
@@ -183,14 +176,10 @@ class Work(Target):
 
     def claim(self) -> bool:
         """Create the document of the work folder; False if it was there. `StoreExistsError` if it is another one."""
-        left = _N_TRIES
-        while True:
-            left -= 1
-            try:
+        for _ in range(_N_TRIES):
+            with suppress(NotFoundError):  # another store's writer has just removed the folder of all work folders
                 return create(self.work, METADATA_NAME, self.metadata.raw)
-            except NotFoundError:  # another store's writer has just removed the folder of all work folders
-                if not left:
-                    raise
+        return create(self.work, METADATA_NAME, self.metadata.raw)
 
     def remove(self) -> None:
         """Delete the work folder; what cannot be deleted does no harm once the store is published."""
@@ -216,7 +205,7 @@ class Work(Target):
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
-        return Receipt(used, found["file_nbytes"], digests, tokens, found["version"]) if is_right else None
+        return Receipt(used, digests, found["file_nbytes"], tokens, found["version"]) if is_right else None
 
     def receipts(self, shards: Sequence[int]) -> dict[int, Receipt]:
         """The receipts of those of some shards that are durable, in order."""
@@ -254,7 +243,7 @@ class Work(Target):
             self.work.put(tokens_path(name, shard_idx), rows)
         file_nbytes, version = stat(self.store, shard_name(shard_idx))
         of_tokens = {name: digest(rows) for name, rows in tokens.items()}
-        receipt = Receipt(self.layout.used_nbytes(shard_idx), file_nbytes, tuple(digests), of_tokens, version)
+        receipt = Receipt(self.layout.used_nbytes(shard_idx), tuple(digests), file_nbytes, of_tokens, version)
         self.work.put(f"receipts/{shard_idx:06d}.json", json.dumps({"format": VERSION, **asdict(receipt)}).encode())
 
     def read_tokens(self, array: TokenArray, shard_idx: int, receipt: Receipt) -> bytes | None:
