@@ -14,6 +14,7 @@ from typing import Generic, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from saev_store._runtime.threads import n_cores
 from saev_store.core.arguments import check_count
 from saev_store.errors import ArgumentError, kind_of
 from saev_store.loaders.explain import Explanation, explain
@@ -41,6 +42,7 @@ Batch = dict[str, npt.NDArray[np.generic]]
 #: Storage order reads ahead in pools of so many bytes: mixing does not need more.
 _STORED_POOL_BYTES = 64 << 20
 _ALIGN_BYTES = 64
+_MAX_THREADS = 16
 
 
 B = TypeVar("B")
@@ -180,9 +182,10 @@ class BaseLoader(ABC, Generic[B]):
         epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
         plan = partial(self._plan, epoch, self._ranks[0], sides)
         pools = range(int(np.searchsorted(cut.pool_starts, first, side="right")) - 1, len(cut.pool_starts) - 1)
-        reader = self._reader = PoolReader(
-            plan, pools, self._memory, self.options.n_threads, self.options.batch_timeout_s
-        )
+        # More threads than cores only wait for each other where the files are in memory.
+        is_local = all(part.reader.transport.is_local for part in self._parts.values())
+        n_threads = self.options.n_threads or (min(max(n_cores(), 4), _MAX_THREADS) if is_local else _MAX_THREADS)
+        reader = self._reader = PoolReader(plan, pools, self._memory, n_threads, self.options.batch_timeout_s)
         numbers = iter(range(first, cut.n_batches))
         # Nothing is kept here of what is yielded.
         yield from map(partial(self._note, reader), self._converted(self._batches(reader, sides, cut, first)), numbers)

@@ -40,7 +40,7 @@ class LoaderOptions:
         world: Number of processes that share the work. Each takes an equal part of every global batch. Default: as for `rank`.
         token_arrays: Names of token arrays of the store to have in the batches, such as `("token_ids",)`.
         labels: Have `token_labels` in the batches if the store has labels.
-        n_threads: Threads that read.
+        n_threads: Threads that read. Default: 16 for a remote store, otherwise one per core, from 4 to 16.
         batch_timeout_s: Seconds without a batch and without any finished read before `DeadlineError`.
 
     Raises:
@@ -61,7 +61,7 @@ class LoaderOptions:
     world: int | None = None
     token_arrays: Sequence[str] = ()
     labels: bool = False
-    n_threads: int = 16
+    n_threads: int | None = None
     batch_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class LoaderOptions:
         check_choice(self.order, get_args(Order), name="order")
         for name in ("batch_size", "window_bytes", "n_partitions", "world", "n_threads"):
             value = cast("object", getattr(self, name))
-            if value is not None or name not in ("n_partitions", "world"):
+            if value is not None or name not in ("n_partitions", "world", "n_threads"):
                 found[name] = check_count(value, name=name)
         if self.rank is not None:
             found["rank"] = check_count(self.rank, name="rank", least=0)
