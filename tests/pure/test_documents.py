@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 import warnings
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
@@ -135,6 +136,7 @@ def test_parse_json_of_anything_else_is_a_document_error_and_takes_memory_in_pro
         assert 1 <= len(caught.value.problems) <= 101
     with pytest.raises(DocumentError):
         parse_metadata(b" " * (METADATA_MAX_NBYTES + 1), where="metadata.json")
+    assert parse_json(b"1", where="x.json", max_nbytes=1) == 1
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
@@ -338,6 +340,39 @@ def test_new_metadata_takes_values_of_numpy_and_torch_and_has_defaults() -> None
         assert new_metadata(**GIVEN, token_arrays=dtypes) == new_metadata(**GIVEN, token_arrays=arrays)
 
 
+def test_new_metadata_data_of_other_types_is_what_json_has_for_them() -> None:
+    given = {
+        "range": range(2),
+        "mapping": MappingProxyType({"a": 1}),
+        "path": PurePosixPath("/x"),
+        "array": np.arange(2),
+    }
+    assert new_metadata(**GIVEN, data=given).data == {
+        "range": [0, 1],
+        "mapping": {"a": 1},
+        "path": "/x",
+        "array": [0, 1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("n_examples", "content", "cls_token", "dtype", "examples_per_shard"),
+    [
+        (10, 3, False, "float32", 1), (64, 3, False, "float32", 2), (650, 3, True, "float32", 20),
+        (10**6, 2**10, False, "float32", 2**10), (10**6, 2**10, False, "bfloat16", 2**11), (10**6, 2**10 - 1, True, "float16", 2**11),
+    ],
+)  # fmt: skip
+def test_new_metadata_default_budget_gives_32_shards_and_none_above_a_gib(
+    n_examples: int, content: int, cls_token: bool, dtype: str, examples_per_shard: int
+) -> None:
+    """A vector has 128 numbers and an example two layers, so 1,024 tokens of float32 have a MiB."""
+    meta = new_metadata(
+        family="f", ckpt="c", layers=range(2), content_tokens_per_example=content, cls_token=cls_token, d_model=128,
+        n_examples=n_examples, dtype=dtype,
+    )  # fmt: skip
+    assert meta.max_tokens_per_shard == examples_per_shard * 2 * (content + cls_token)
+
+
 def test_new_metadata_of_values_that_break_a_rule_is_an_argument_error() -> None:
     deep: list[object] = []
     for _ in range(100_000):
@@ -396,6 +431,7 @@ def test_a_document_of_protocol_3_holds_what_2_cannot() -> None:
     assert new_metadata(**GIVEN, hook_points=["resid_post"] * 2, token_arrays={}) == META
     two = parse({**DOCUMENT, "layers": [3, 3], "hook_points": ["attn_out", "mlp_out"]}).layout
     assert (two.layer_keys, two.layer_index((3, "mlp_out"))) == (((3, "attn_out"), (3, "mlp_out")), 1)
+    assert parse({**DOCUMENT, "layers": [3], "hook_points": ["attn_out"]}).layout.layer_keys == ((3, "attn_out"),)
 
 
 def test_a_document_of_protocol_3_is_refused_where_it_breaks_a_rule() -> None:

@@ -97,6 +97,7 @@ def test_locate_of_rows_of_any_shape_and_type(ignored: list[int] | None) -> None
 
 def test_row_space_takes_layers_in_any_sequence_and_tokens_by_kind() -> None:
     layout = Layout(4, (-2, 5, 9), 3, True, 2, 2)
+    assert (len(row_space(layout)), len(row_space(layout, stack_layers=True))) == (4 * 3 * 4, 4 * 4)
     for layers in ([9, -2], (9, -2), np.array([9, -2]), range(9, -3, -11)):
         assert row_space(layout, layer=layers).layer_idx == (2, 0)
     for layer in (5, np.int64(5), np.array(5)):
