@@ -1,6 +1,6 @@
 """Plan a read: which vectors of which shard are read, and where they go in the result.
 
-Pure. A plan is an iterable of `Part`s, made as it is consumed, so that a plan of any length takes bounded memory. The
+Pure. A plan is an iterable of `PlanPart`s, made as it is consumed, so that a plan of any length takes bounded memory. The
 reader executes plans; estimates count them; transports merge what is near each other.
 """
 
@@ -60,7 +60,7 @@ class Runs(NamedTuple):
         return np.arange(len(self.first)) * self.n_vectors if self.place is None else self.place
 
 
-class Part(NamedTuple):
+class PlanPart(NamedTuple):
     """Reads that are made together, a step for each shard.
 
     Attributes:
@@ -89,7 +89,7 @@ class Planner(NamedTuple):
     layout: Layout
     is_mapped: bool
 
-    def block(self, block: Block) -> Iterator[Part]:
+    def block(self, block: Block) -> Iterator[PlanPart]:
         """The plan of an outer product of choices, for an output of its full shape."""
         if 0 in block.full_shape:
             return
@@ -105,7 +105,7 @@ class Planner(NamedTuple):
                 for piece in pieces(self.layout, examples):
                     direct = self._direct(piece, run, int(offsets[0])) if is_whole and len(offsets) == 1 else None
                     axes = (piece.examples, layers, tokens, columns)
-                    yield Part([direct or MappedBox(piece.shard_idx, piece.examples.highest, axes, piece.place)])
+                    yield PlanPart([direct or MappedBox(piece.shard_idx, piece.examples.highest, axes, piece.place)])
                 return
             run, offsets = 1, (offsets[:, None] + np.arange(run)).ravel()
         per_example = run * len(offsets)
@@ -118,9 +118,9 @@ class Planner(NamedTuple):
             else:
                 example = examples[start:end]
             steps = self._by_shard(np.repeat(example, len(offsets)), np.tile(offsets, end - start), run)
-            yield Part(steps, slice(start * per_example, end * per_example), None if is_whole else columns)
+            yield PlanPart(steps, slice(start * per_example, end * per_example), None if is_whole else columns)
 
-    def points(self, points: Points) -> Iterator[Part]:
+    def points(self, points: Points) -> Iterator[PlanPart]:
         """The plan of NumPy's advanced indexing, for an output of `points.shape`."""
         if 0 in points.shape:
             return
@@ -131,12 +131,12 @@ class Planner(NamedTuple):
             some = slice(start, min(start + step, len(coords[0])))
             example, layer, token, *column = (coord[some] for coord in coords)
             columns = column[0] if points.last is None else None if is_whole else points.last
-            yield Part(self.rows(example, layer, token).steps, some, columns, points.last is None)
+            yield PlanPart(self.rows(example, layer, token).steps, some, columns, points.last is None)
 
-    def rows(self, example: IntArray, layer_idx: IntArray, token: IntArray) -> Part:
+    def rows(self, example: IntArray, layer_idx: IntArray, token: IntArray) -> PlanPart:
         """The plan of n vectors given by position, in any order, repeats allowed, for an output (n, d_model)."""
         offset = layer_idx * self.layout.tokens_per_example + token
-        return Part(self._by_shard(example, offset, 1), slice(0, len(example)))
+        return PlanPart(self._by_shard(example, offset, 1), slice(0, len(example)))
 
     def _runs_of_example(self, layers: Axis, tokens: Axis) -> tuple[int, IntArray]:
         """Vectors of the longest runs of neighbours that are chosen of an example, and the first vector of each."""

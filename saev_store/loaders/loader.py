@@ -33,7 +33,7 @@ from saev_store.loaders.reads import (
     layer_columns,
     plan_reads,
 )
-from saev_store.loaders.state import Place, check_state, state_of
+from saev_store.loaders.state import EpochPlace, check_state, state_of
 from saev_store.order import Cut, Epoch
 from saev_store.store.pair import PairSelection
 from saev_store.store.selection import Selection
@@ -80,7 +80,7 @@ class BaseLoader(ABC, Generic[B]):
         #: The next batch, and the one that the next iteration begins with.
         self._epoch, self._batch, self._resume_at = 0, 0, 0
         #: What a state named that was loaded.
-        self._loaded: Place | None = None
+        self._loaded: EpochPlace | None = None
         #: Rank and number of ranks that the cut is for: none yet.
         self._ranks: tuple[int, int] = 0, 0
         self._cut = self._cut_now()
@@ -107,7 +107,7 @@ class BaseLoader(ABC, Generic[B]):
         self._ranks = ranks
         return self._cut
 
-    def _adopted(self, cut: Cut, place: Place) -> Cut:
+    def _adopted(self, cut: Cut, place: EpochPlace) -> Cut:
         """Return a cut with the pools and partitions of a state."""
         found = replace(cut, **place.order)  # pyright: ignore[reportArgumentType]  # checked
         if min(found.pool_batches, cut.n_batches) > cut.pool_batches:

@@ -58,7 +58,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-class Place(NamedTuple):
+class EpochPlace(NamedTuple):
     """Content of a checked state: the epoch and the number of its next batch, and the fields of `Cut` that its order depends on."""
 
     epoch: int
@@ -86,7 +86,7 @@ def _order_of(cut: Cut) -> dict[str, object]:
     return {"n_partitions": cut.n_partitions, "pool_batches": cut.pool_batches, "early_start": cut.early_start}
 
 
-def check_state(state: Mapping[str, object], mine: Mapping[str, object], cut: Cut) -> Place:
+def check_state(state: Mapping[str, object], mine: Mapping[str, object], cut: Cut) -> EpochPlace:
     """Return the content of a state, after a comparison.
 
     Args:
@@ -112,7 +112,7 @@ def check_state(state: Mapping[str, object], mine: Mapping[str, object], cut: Cu
             compare("early_start", early, cut.early_start)
         n_partitions = _whole(given, "n_partitions", 1, cut.global_batch_size)
         order = {"n_partitions": n_partitions, "pool_batches": _whole(given, "pool_batches", 1), "early_start": early}
-    return Place(epoch, batch, order)
+    return EpochPlace(epoch, batch, order)
 
 
 def _mapping(value: object) -> dict[str, object]:

@@ -82,19 +82,19 @@ class Framing:
         return (height - inside_height) // 2, (width - inside_width) // 2
 
 
-class Part(BaseModel):
+class ExamplePart(BaseModel):
     """A part of the description in `metadata.data`."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True)
 
 
-class Tokens(Part):
+class Tokens(ExamplePart):
     """Content tokens are tokens of a text: token t of an example is `first + t` of the sample."""
 
     first: Position | None
 
 
-class Patches(Part):
+class Patches(ExamplePart):
     """Content tokens are patches of an image, row by row. Without `patch_px` they fill it."""
 
     grid: _Pair
@@ -125,7 +125,7 @@ class Patches(Part):
         return self
 
 
-class Content(Part):
+class Content(ExamplePart):
     """The meaning of content tokens: tokens of a text, or patches of an image."""
 
     tokens: Tokens | None = None

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from saev_store.core.arguments import check_count, check_flag, is_mapping
 from saev_store.errors import ArgumentError, DocumentError, SelectionError, UnsafeContentError, brief
 from saev_store.sources._source import check_index
-from saev_store.sources.places import Content, Part, Patches, Position, ids_of
+from saev_store.sources.places import Content, ExamplePart, Patches, Position, ids_of
 from saev_store.sources.sniff import other_data, reopen
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from saev_store.store.text import TextReading
 
 
-class _Examples(Part):
+class _Examples(ExamplePart):
     """The sample of example i: `samples[i]`, or the i-th one from `first` on that is not skipped; or that of each token, as recorded."""
 
     first: Position | None = None
@@ -39,7 +39,7 @@ class _Examples(Part):
     by_token: bool = False
 
 
-class _Described(Part):
+class _Described(ExamplePart):
     """The description of the source in a store's metadata."""
 
     source: dict[str, object]

@@ -10,7 +10,7 @@ import numpy as np
 
 from saev_store.core.coalesce import coalesce
 from saev_store.core.indexing import length
-from saev_store.core.plan import MappedBox, Part, Runs
+from saev_store.core.plan import MappedBox, PlanPart, Runs
 from saev_store.store.reader import Reader
 
 
@@ -32,7 +32,7 @@ class Estimate:
         return f"{self.requests:,} requests, {self.bytes_read / 1e6:,.3f} MB for {self.bytes_wanted / 1e6:,.3f} MB"
 
 
-def count_plan(reader: Reader, plan: Iterable[Part], bytes_wanted: int) -> Estimate:
+def count_plan(reader: Reader, plan: Iterable[PlanPart], bytes_wanted: int) -> Estimate:
     """The requests and bytes of a plan."""
     cost, v = reader.transport.cost, reader.layout.vector_nbytes
     most = int(min(cost.max_request_bytes, 1 << 62))

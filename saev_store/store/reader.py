@@ -17,7 +17,7 @@ from saev_store._runtime.threads import in_threads, n_threads
 from saev_store.core.dtypes import FLOAT32, convert, converted, numpy_dtype
 from saev_store.core.indexing import Axis, Block, Points, Progression, length
 from saev_store.core.layout import IntArray, Layout, shard_name
-from saev_store.core.plan import MappedBox, Part, Planner, Runs
+from saev_store.core.plan import MappedBox, Planner, PlanPart, Runs
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
 from saev_store.transport import Transport
 from saev_store.transport.base import FileReads
@@ -77,11 +77,11 @@ class Reader:
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, request: Block | Points) -> Iterator[Part]:
+    def plan(self, request: Block | Points) -> Iterator[PlanPart]:
         """The plan of a parsed key, for an output of its shape (with dropped axes kept at length one)."""
         return self.planner.block(request) if isinstance(request, Block) else self.planner.points(request)
 
-    def execute(self, plan: Iterable[Part], out: NumberArray) -> None:
+    def execute(self, plan: Iterable[PlanPart], out: NumberArray) -> None:
         """Read what is planned into `out`, which is in C order and of any dtype that `ReadDtype` names."""
         reads: list[tuple[Runs, FileReads]] = []
         for part in plan:
@@ -213,7 +213,7 @@ class Reader:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, part: Part, out: NumberArray, reads: list[tuple[Runs, FileReads]]) -> None:
+    def _run(self, part: PlanPart, out: NumberArray, reads: list[tuple[Runs, FileReads]]) -> None:
         """Execute the steps of a part; what is read straight into `out` is added to `reads` instead."""
         gathers: list[Runs] = []
         for step in part.steps:

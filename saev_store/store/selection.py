@@ -10,7 +10,7 @@ import numpy as np
 from saev_store.core.dtypes import FLOAT32
 from saev_store.core.indexing import Axis, Progression, length, parse_axis, positions
 from saev_store.core.layout import LayerKey
-from saev_store.core.plan import Part
+from saev_store.core.plan import PlanPart
 from saev_store.core.rows import Coordinates, RowSpace, TokenMask
 from saev_store.errors import ArgumentError, SelectionError, brief, kind_of
 from saev_store.store.reader import FloatArray, NumberArray
@@ -129,7 +129,7 @@ class Selection:
         self.reader.execute(self._plan(picked), out)
         return out
 
-    def _plan(self, picked: Axis) -> Iterator[Part]:
+    def _plan(self, picked: Axis) -> Iterator[PlanPart]:
         """The plan of reading rows; a slice is planned in pieces."""
         if not isinstance(picked, Progression):
             yield self.reader.planner.rows(*self.space.vectors(picked))

@@ -226,7 +226,7 @@ def _file_stat(meta: ObjectMeta) -> FileStat:
     return FileStat(meta["size"], meta.get("e_tag") or str(meta.get("last_modified")))
 
 
-class Place(NamedTuple):
+class Bucket(NamedTuple):
     """An address, its path without slashes at its ends, and options of obstore."""
 
     kind: str
@@ -235,7 +235,7 @@ class Place(NamedTuple):
     config: Mapping[str, object]
 
 
-def _place_of(url: str, options: Mapping[str, object]) -> Place:
+def _place_of(url: str, options: Mapping[str, object]) -> Bucket:
     """An address with options, as obstore takes them; `ArgumentError` if it has no store for the address."""
     scheme, _, rest = url.partition("://")
     bucket, kind = rest.partition("/")[0], _KINDS.get(scheme)
@@ -254,7 +254,7 @@ def _place_of(url: str, options: Mapping[str, object]) -> Place:
         config["skip_signature"] = True
     elif token is not None:  # a file
         config["application_credentials"] = token
-    return Place(kind, bucket, rest.partition("/")[2].strip("/"), config)
+    return Bucket(kind, bucket, rest.partition("/")[2].strip("/"), config)
 
 
 def _complete_s3(config: dict[str, object]) -> None:
@@ -285,7 +285,7 @@ def _credential(key: object, secret: object) -> dict[str, object]:
     return {"access_key_id": key, "secret_access_key": secret, "token": None, "expires_at": None}
 
 
-def resolves_alike(place: Place) -> bool:
+def resolves_alike(place: Bucket) -> bool:
     """Return True if obstore finds what fsspec's file systems find, which also read files, profiles and the machine's identity."""
     given, environment = place.config, os.environ
     has_keys = given.get("skip_signature") is True or bool(_GIVEN & given.keys())
@@ -300,7 +300,7 @@ def resolves_alike(place: Place) -> bool:
     return has_keys and ("endpoint" in given or ("region" in given and not may_differ))
 
 
-def _open_store(place: Place) -> ObjectStore:
+def _open_store(place: Bucket) -> ObjectStore:
     """The client of a bucket; any exception if obstore refuses an option."""
     from obstore import store as stores
 

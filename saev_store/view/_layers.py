@@ -11,7 +11,7 @@ from saev_store.view._answers import Answer, plain
 from saev_store.view._arithmetic import Floats, linear_cka
 
 if TYPE_CHECKING:
-    from saev_store.view._viewed import Sample, Viewed
+    from saev_store.view._viewed import ShownSample, Viewed
 
 #: A dimension is an outlier if its root mean square is so many times the median of all dimensions.
 OUTLIER_RATIO = 6.0
@@ -60,7 +60,7 @@ def _table(stats: Stats | None) -> Answer | None:
     }
 
 
-def _dimensions(sample: Sample) -> Answer:
+def _dimensions(sample: ShownSample) -> Answer:
     """Dimensions that stand out, and dead ones, in the finite vectors of a sample."""
     acts = sample.acts[np.isfinite(sample.norms)]
     if not len(acts):

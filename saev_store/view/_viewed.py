@@ -61,7 +61,7 @@ _LAYERS_HELD = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class ShownSample:
     """Vectors of one layer of some examples.
 
     Attributes:
@@ -118,7 +118,7 @@ class Viewed:
         self.special = (["BOS"] if self.is_text else ["CLS"]) * self.layout.n_special_tokens
         self._source, self._source_error = source, ""
         self._lock = threading.RLock()
-        self._samples: OrderedDict[int, Sample] = OrderedDict()
+        self._samples: OrderedDict[int, ShownSample] = OrderedDict()
         self._kept: dict[str, object] = {}
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
@@ -168,7 +168,7 @@ class Viewed:
             limits[shard_idx] = n_left
         return some[within < limits[shard]]
 
-    def sample(self, layer_idx: int) -> Sample:
+    def sample(self, layer_idx: int) -> ShownSample:
         """The sample of a layer without tokens that the mask leaves out; read when it is first asked for.
 
         Raises:
@@ -183,7 +183,7 @@ class Viewed:
                 examples, acts = self._read(evenly(self._readable(), n), slice(layer_idx, layer_idx + 1), n_tokens)
                 kept = self.kept(examples)[:, :n_tokens]
                 row, token = np.nonzero(kept)
-                found = Sample(acts[:, 0][kept], examples[row], token)
+                found = ShownSample(acts[:, 0][kept], examples[row], token)
                 self._samples[layer_idx] = found
                 while len(self._samples) > _LAYERS_HELD:
                     self._samples.popitem(last=False)

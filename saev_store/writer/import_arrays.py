@@ -30,7 +30,7 @@ _DEFAULT_DIMS = {2: ("example", "d_model"), 3: ("example", "token", "d_model"), 
 _N_SAMPLES, _FULL_NBYTES = 8, 64 << 20
 
 
-class Block(NamedTuple):
+class ArrayBlock(NamedTuple):
     """Examples from `first` on: (k, layers, tokens, d_model), which may be float64, and (k, content tokens) for each token array."""
 
     first: int
@@ -99,13 +99,13 @@ class ArrayExamples:
         missing = tuple(position for position, axis in enumerate(AXES) if axis not in self.dims)
         return np.expand_dims(self._array.read(start, end, self._axis).transpose(order), missing)
 
-    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
+    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[ArrayBlock]:
         """The examples from `first` to `end`, in blocks of at most so many bytes or of one example."""
         most = max(1, max_block_bytes // (math.prod(self.shape[1:]) * self.dtype.itemsize))
         for start in range(first, end, most):
             low, high = start - self._first, min(start + most, end) - self._first
             rows = {name: values.read(low, high) for name, values in self._tokens.items()}
-            yield Block(start, self.read(low, high), rows)
+            yield ArrayBlock(start, self.read(low, high), rows)
 
     def part(self, first: int, end: int) -> ArrayExamples:
         """Some examples, to be sent to another process: their token arrays, and the tasks of dask that compute them."""

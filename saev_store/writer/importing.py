@@ -20,7 +20,7 @@ from saev_store.errors import ArgumentError, brief
 from saev_store.store.store import ShardStore
 from saev_store.transport import Transport, open_transport
 from saev_store.writer.create import create_store
-from saev_store.writer.import_arrays import ArrayExamples, Block, stored_dtype
+from saev_store.writer.import_arrays import ArrayBlock, ArrayExamples, stored_dtype
 from saev_store.writer.inputs import NonfinitePolicy, OverflowPolicy, check_overflow
 from saev_store.writer.publish import finalize_store
 from saev_store.writer.work import Work, part_shards
@@ -40,7 +40,7 @@ class Examples(Protocol):
     @property
     def metadata(self) -> Metadata: ...
 
-    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
+    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[ArrayBlock]:
         """The examples from `first` to `end`, in order, in blocks of at most so many bytes, or of one example."""
         ...
 
@@ -122,7 +122,7 @@ def import_examples(
                 writer.append(_as_accepted(block, writer.layout, options.on_overflow), **block.token_arrays)
 
 
-def _as_accepted(block: Block, layout: Layout, on_overflow: OverflowPolicy) -> npt.NDArray[np.generic]:
+def _as_accepted(block: ArrayBlock, layout: Layout, on_overflow: OverflowPolicy) -> npt.NDArray[np.generic]:
     """The activations of a block as a writer takes them, which does not take float64."""
     acts = block.acts
     # To 16 bits the writer's own check follows; before it only errors are raised, which show the number as it is.

@@ -15,7 +15,7 @@ from saev_store.core import plan as plan_module
 from saev_store.core.coalesce import coalesce
 from saev_store.core.indexing import Axis, Block, Points, Progression, outer_block, parse_key
 from saev_store.core.layout import Layout
-from saev_store.core.plan import MappedBox, Part, Planner, Runs, pieces
+from saev_store.core.plan import MappedBox, Planner, PlanPart, Runs, pieces
 from saev_store.transport import ReadCost
 
 FREE, FAR = ReadCost(math.inf, math.inf), ReadCost(1 << 20, 1 << 20)
@@ -52,7 +52,7 @@ def positions(axis: Axis) -> np.ndarray:
     return np.array([axis.start + i * axis.step for i in range(axis.count)]) if isinstance(axis, Progression) else axis
 
 
-def carried_out(parts: Iterable[Part], out_shape: Sequence[int]) -> np.ndarray:
+def carried_out(parts: Iterable[PlanPart], out_shape: Sequence[int]) -> np.ndarray:
     """The output of a plan, by the words of the docstrings."""
     out = np.full(out_shape, -1, dtype=np.float32)
     for part in parts:
@@ -168,7 +168,7 @@ def test_plan_of_nothing_is_empty() -> None:
             key[axis] = nothing
             assert list(planner.block(outer_block(key, LAYOUT.shape))) == []
         assert list(planner.points(Points((none, none, none), Progression(0, 1, 3)))) == []
-        assert planner.rows(none, none, none) == Part([], slice(0, 0))
+        assert planner.rows(none, none, none) == PlanPart([], slice(0, 0))
 
 
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=20))

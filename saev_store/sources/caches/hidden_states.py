@@ -23,7 +23,7 @@ from saev_store.documents import Metadata, parse_json
 from saev_store.errors import CorruptShardError, DocumentError, SaevStoreWarning, brief, outside
 from saev_store.sources._files import digest_files
 from saev_store.transport import Transport
-from saev_store.writer.importing import Block
+from saev_store.writer.importing import ArrayBlock
 
 ENDING = ".safetensors"
 _ACTS, _IDS, _SCALES = "hidden_states", "token_ids", "hidden_states_scales"
@@ -105,7 +105,7 @@ class HiddenStatesCache:
         self.imported: dict[str, object] = {"files": names}
         self.digest = hasher.hexdigest()
 
-    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
+    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[ArrayBlock]:
         """The examples from `first` to `end`; the last one of all may be filled up with zeros, whose `mask` is false."""
         row_nbytes = self.n_layers * self._d_model * self.dtype.itemsize
         most = max(1, max_block_bytes // (self._context * row_nbytes))
@@ -122,7 +122,7 @@ class HiddenStatesCache:
                 "document_ids": _filled(self._document_ids[documents], shape, -1),
                 "positions": _filled(positions, shape, -1),
             }
-            yield Block(start, _filled(acts, shape, 0).swapaxes(1, 2), arrays)
+            yield ArrayBlock(start, _filled(acts, shape, 0).swapaxes(1, 2), arrays)
 
     def _read(self, first: int, end: int) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
         """The vectors (tokens, layers, d_model) and the ids of some tokens, out of all files that have some of them."""

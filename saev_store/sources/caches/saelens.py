@@ -21,7 +21,7 @@ from saev_store.errors import ArgumentError, CorruptShardError, DocumentError, b
 from saev_store.sources._files import digest_files
 from saev_store.sources.caches._arrow import read_rows
 from saev_store.transport import Transport
-from saev_store.writer.importing import Block
+from saev_store.writer.importing import ArrayBlock
 
 INFO, STATE, _RUN = "dataset_info.json", "state.json", "cache_activations_runner_cfg.json"
 _IDS = "token_ids"
@@ -91,7 +91,7 @@ class SaelensCache:
         files = [(name, sizes[name]) for name in (INFO, *self._files)]
         self.digest = digest_files(transport, files, scope="sampled")
 
-    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[Block]:
+    def blocks(self, first: int, end: int, max_block_bytes: int) -> Iterator[ArrayBlock]:
         """The examples from `first` to `end`, read at most `max_block_bytes` at a time, or one example."""
         most = max(1, max_block_bytes // (self.n_layers * math.prod(self._shape) * self.dtype.itemsize))
         for name, held in self._files.items():
@@ -102,7 +102,7 @@ class SaelensCache:
                 for start in range(max(first, at), min(end, at + len(hooks[0])), most):
                     part = slice(start - at, min(start + most, end, at + len(hooks[0])) - at)
                     arrays = {} if ids is None else {_IDS: ids[part, self._is_special :]}
-                    yield Block(start, np.stack([hook[part] for hook in hooks], axis=1), arrays)
+                    yield ArrayBlock(start, np.stack([hook[part] for hook in hooks], axis=1), arrays)
                 at += len(hooks[0])
 
     def _rows(self, name: str) -> Iterator[dict[str, npt.NDArray[np.generic]]]:

@@ -9,7 +9,7 @@ import numpy as np
 from saev_store.core.layout import IntArray
 
 
-class View:
+class SampleView:
     """The samples of some shards in order, without excluded ones, which are (shard, sample_index); a shard may occur twice."""
 
     def __init__(

@@ -112,7 +112,7 @@ class JoinedDataset(Source[RawSample]):
 _FOLDER = re.compile(r"filesystem(?:\+([A-Za-z][A-Za-z0-9+.-]*))?://")
 
 
-class _Split(Document):
+class _JoinedSplit(Document):
     path: str
     split_part: str | None = None
     aux: dict[str, str] | None = None
@@ -128,7 +128,7 @@ class _Split(Document):
 class _Metadataset(Document):
     module: str = Field(alias="__module__", pattern=f"^{re.escape(MODULE)}")
     name: str = Field(alias="__class__", pattern="^MetadatasetV2$")
-    splits: dict[str, _Split]
+    splits: dict[str, _JoinedSplit]
 
 
 def open_metadataset(

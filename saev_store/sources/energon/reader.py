@@ -24,7 +24,7 @@ from saev_store.names import joined_url
 from saev_store.sources._files import describe_digest
 from saev_store.sources._source import DigestScope, Source, check_index, check_positions
 from saev_store.sources.address import Url
-from saev_store.sources.energon._view import View
+from saev_store.sources.energon._view import SampleView
 from saev_store.sources.energon.documents import Documents, read_documents
 from saev_store.sources.energon.index_sqlite import SqliteIndex, open_index
 from saev_store.sources.energon.keys import DATASET_YAML, INDEX_SQLITE, INDEX_UUID, SPLIT_YAML, idx_path, split_name
@@ -85,7 +85,7 @@ class EnergonDataset(Source[RawSample]):
         self.index: SqliteIndex = open_index(self.transport)
         #: The split that `split` chose; None for all samples, also where a split is called "all".
         self._chosen_split: str | None = None
-        self.view = View(range(len(self.documents.shards)), self.documents.counts)
+        self.view = SampleView(range(len(self.documents.shards)), self.documents.counts)
         self.splits: tuple[str, ...] = tuple(self.documents.splits) or ("all",)
         self.sample_type = self.documents.sample_type
         self._n_files = len(self.documents.shards)
@@ -219,7 +219,7 @@ class EnergonDataset(Source[RawSample]):
             SelectionError: there is no split of that name.
         """
         documents, chosen = self.documents, None
-        view = View(range(len(documents.shards)), documents.counts)
+        view = SampleView(range(len(documents.shards)), documents.counts)
         if isinstance(name, str) and name in documents.splits:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             numbers = {shard: i for i, shard in enumerate(documents.shards)}
             ids = [numbers[shard] for shard in documents.splits[name]]
@@ -230,7 +230,7 @@ class EnergonDataset(Source[RawSample]):
                 for shard, number in self.index.find(key)
                 if shard == numbers[path] and number < documents.counts[shard]
             }
-            chosen, view = name, View(ids, documents.counts[ids], excluded)
+            chosen, view = name, SampleView(ids, documents.counts[ids], excluded)
         elif name != "all":
             raise SelectionError(f"there is no split {brief(name)}; there are {', '.join(self.splits)}", where="split")
         other = type(self).__new__(type(self))
