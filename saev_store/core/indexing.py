@@ -128,8 +128,7 @@ def parse_axis(item: object, n: int, name: str) -> Axis:
 
 def outer_block(items: Sequence[Item], shape: Sequence[int]) -> Block:
     """The outer product of one integer, slice or list for each axis, which is not what NumPy does with several lists."""
-    names = DIMS if len(shape) == len(DIMS) else ("axis",) * len(shape)
-    axes = tuple(_axis(item, n, name) for item, n, name in zip(items, shape, names, strict=True))
+    axes = tuple(_axis(item, n, name) for item, n, name in zip(items, shape, DIMS, strict=True))
     return Block(axes, tuple(not isinstance(item, (slice, np.ndarray)) for item in items))
 
 

@@ -226,9 +226,9 @@ class Layout:
         ]
         if len(found) == 1:
             return found[0]
-        state = f"was recorded at {len(found)} hook points" if found else "was not recorded"
+        message = f"was recorded at {len(found)} hook points" if found else "was not recorded"
         raise LayerNotFoundError(
-            f"layer {brief(layer)} {state}; the store holds the layers {list(self.layer_keys)}",
+            f"layer {brief(layer)} {message}; the store holds the layers {list(self.layer_keys)}",
             where="layer",
             remedy="Name one of these as (label, hook point)."
             if found
