@@ -84,7 +84,8 @@ def copy_store(
         dst: The folder in which the copy's folder `<HASH>` is made.
         layers: Labels of the layers to keep, or pairs (label, hook point); None is all of them.
         tokens: `"all"`, `"content"` or `"special"`, which includes the first content token.
-        protocol: "1.0.0", "2.0", "2.1" or "3.0"; None keeps the source's. Programs that insist on the keys of 2.1 read "2.1" only.
+        protocol: "1.0.0", "2.0", "2.1", or "3.0" for what those cannot hold; None keeps the source's. Programs that insist on the
+            keys of 2.1 read "2.1" only.
         dtype: "bfloat16", "float16" or "float32"; None keeps the source's.
         on_overflow: What to do with finite numbers that become infinite in `dtype`: "raise", or "saturate" at its largest finite number.
         storage_options: For the source's file system.
