@@ -56,7 +56,7 @@ def open_source(
         return EnergonDataset(name, transport=there)
     remedy = "Known are LLMBATCH (.batch), MMIDIDX (.idx next to .bin), and folders with .nv-meta (Energon)."
     error = NotFoundError if _head(there, name) is None else DocumentError
-    raise error("there is no data set of a known format", where=there.where(name), remedy=remedy)
+    raise error("no data set of a known format is here", where=there.where(name), remedy=remedy)
 
 
 def open_images(url: Url, storage_options: Mapping[str, object] | None = None) -> Source[object]:

@@ -30,6 +30,7 @@ from saev_store.errors import (
 from saev_store.names import DIGESTS_NAME, METADATA_NAME
 from saev_store.store.store import ShardStore
 from saev_store.transport import open_transport
+from saev_store.transport.durable import TEMP_PREFIX
 from saev_store.writer.copies import Copy, identity
 from saev_store.writer.copy_metadata import in_dtype, in_protocol, part_of
 from saev_store.writer.create import kept_shards
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 Url = str | os.PathLike[str]
 #: In the work folder: of which recording a copy is.
 _ORIGIN = "origin.json"
-#: In the folder of a store that may be replaced, for a moment.
-_MARK = ".saev_store.tmp-mark"
 #: Shards that are copied at once: each takes up to 200 MiB of memory, or two examples.
 _MAX_THREADS = 8
 
@@ -199,13 +198,12 @@ def _is_done(copy: Copy, *, replaces: bool) -> bool:
 
 def _is_source(copy: Copy) -> bool:
     """Return True if what is there is the source, by whatever address: a file that is made in the one is in the other."""
-    here, mark = copy.work.store, os.urandom(16)
-    here.delete(_MARK)
-    here.create(_MARK, mark)
+    here, mark = copy.work.store, f"{TEMP_PREFIX}{os.urandom(8).hex()}"  # a name that no cache has seen
+    here.create(mark, b"here")
     try:
-        return read(copy.store.transport, _MARK) == mark
+        return read(copy.store.transport, mark) is not None
     finally:
-        here.delete(_MARK)
+        here.delete(mark)
 
 
 def _described(

@@ -252,7 +252,7 @@ def test_copy_onto_itself_changes_nothing(tmp_path):
         change()
         before = content(tmp_path)
         for source in (tmp_path / this.name, f"simplecache::file://{tmp_path / this.name}"):
-            for options in ({}, {"replace": True}):
+            for options in ({}, {"replace": True}, {"replace": True}):
                 with pytest.raises(StoreExistsError):
                     copied(source, tmp_path, **options)
         assert content(tmp_path) == before
