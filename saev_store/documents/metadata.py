@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from saev_store.documents._parse import Findings, parse_json
 from saev_store.documents._rules import check_document
 from saev_store.documents.versions import PROTOCOLS, WRITABLE_VERSIONS, Recipe, WrittenVersion
 from saev_store.documents.writing import composed, content_hashes, replaced
-from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief, outside
+from saev_store.errors import ArgumentError, DocumentError, SaevStoreWarning, brief, kind_of, outside
 from saev_store.problems import Problem
 
 #: The most bytes that a metadata.json may have. Real ones have a few hundred; `data` may hold a class list.
@@ -253,6 +253,18 @@ def new_metadata(
         "text": text, "spec": None, "dtype": name, "protocol": protocol,
     }  # fmt: skip
     return _checked(composed(values, {} if extra is None else extra), WRITABLE_VERSIONS[protocol])
+
+
+def as_metadata(metadata: object) -> Metadata:
+    """The metadata of a new store, from a document or from a mapping of arguments of `new_metadata`, else `ArgumentError`."""
+    if isinstance(metadata, Metadata):
+        return metadata
+    if not is_mapping(metadata):
+        raise ArgumentError(f"is {kind_of(metadata)}; it must come from saev_store.new_metadata(...)", where="metadata")
+    try:
+        return new_metadata(**cast("dict[str, Any]", metadata))
+    except TypeError as error:  # a name that new_metadata does not know, or one that it needs
+        raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
 
 
 def _default_budget(

@@ -9,12 +9,11 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.arguments import is_mapping
 from saev_store.core.dtypes import numpy_dtype
 from saev_store.core.layout import DIMS, Layout, shard_name
 from saev_store.core.token_arrays import LABELS
@@ -23,7 +22,6 @@ from saev_store.documents import (
     SHARDS_MAX_NBYTES,
     Metadata,
     ShardsIndex,
-    new_metadata,
     parse_metadata,
     parse_shards,
 )
@@ -36,7 +34,6 @@ from saev_store.errors import (
     NotFoundError,
     SaevStoreError,
     SaevStoreWarning,
-    kind_of,
     outside,
 )
 from saev_store.names import CLAIM_PATH, LABELS_NAME, METADATA_NAME, SHARDS_NAME, WORK_FOLDER, folder_name
@@ -238,18 +235,6 @@ def open_store(transport: Transport, *, damaged_ok: bool) -> Opened:
             warnings.warn(f"{url}: {problem.message}", SaevStoreWarning, stacklevel=outside())
     # Of a damaged store labels.bin may have a wrong size: that is found out when it is needed.
     return Opened(transport, metadata, index, tuple(problems), None if errors else has_labels, damaged_ok)
-
-
-def as_metadata(metadata: object) -> Metadata:
-    """The metadata of a new store, from a document or from a mapping of arguments of `new_metadata`, else `ArgumentError`."""
-    if isinstance(metadata, Metadata):
-        return metadata
-    if not is_mapping(metadata):
-        raise ArgumentError(f"is {kind_of(metadata)}; it must come from saev_store.new_metadata(...)", where="metadata")
-    try:
-        return new_metadata(**cast("dict[str, Any]", metadata))
-    except TypeError as error:  # a name that new_metadata does not know, or one that it needs
-        raise ArgumentError(str(error).replace("new_metadata()", "it"), where="metadata") from error
 
 
 def _refusal(url: str, errors: Sequence[Problem], token_files: set[str]) -> SaevStoreError:

@@ -15,8 +15,9 @@ from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Layers, Tokens, row_space
 from saev_store.documents import Metadata
+from saev_store.documents.metadata import as_metadata
 from saev_store.errors import ArgumentError, SelectionError, brief
-from saev_store.store.opening import as_metadata, open_store
+from saev_store.store.opening import open_store
 from saev_store.store.reader import FloatArray, NumberArray
 from saev_store.store.selection import Selection, prepared
 from saev_store.store.text import TextReading

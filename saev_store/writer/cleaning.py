@@ -38,15 +38,14 @@ def discard_unfinished(root_transport: Transport, metadata: Metadata) -> None:
         WriterConflictError: a process is writing it.
     """
     work = Work(root_transport, metadata)
-    there, begun = work.listed()
     if work.is_published():
         raise StoreExistsError(
             "the store is complete; only unfinished ones are discarded",
             where=work.url,
             remedy="Delete the folder yourself if that is what you want.",
         )
-    foreign = [name for name in there if not name.startswith(TEMP_PREFIX)]
-    if begun or read(work.store, _CLAIM) is not None:
+    foreign = [name for name in names(work.store) if not name.startswith(TEMP_PREFIX)]
+    if names(work.work) or read(work.store, _CLAIM) is not None:
         _discard(root_transport, metadata.hash)
     elif foreign:
         raise refused(work.url, foreign)

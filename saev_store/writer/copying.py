@@ -161,7 +161,7 @@ def _copied(copy: Copy, shards: Sequence[int], client: Client | str | None) -> G
 def _begin(copy: Copy) -> None:
     """Begin the copy, or continue what was begun of the same recording, with the same policy."""
     work, origin = copy.work, f"{identity(copy.store)} {copy.on_overflow}".encode()
-    work.begin(*work.listed())
+    work.begin()
     there = read(work.work, _ORIGIN)
     if there != origin if there else names(work.work, "receipts"):
         raise IncompleteStoreError(

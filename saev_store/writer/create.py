@@ -24,7 +24,6 @@ from saev_store.errors import (
     brief,
     outside,
 )
-from saev_store.names import METADATA_NAME
 from saev_store.transport import Transport
 from saev_store.writer.digests import FileDigests, block_ranges, digest
 from saev_store.writer.inputs import NONFINITE_POLICIES, NonfinitePolicy, OverflowPolicy
@@ -76,28 +75,26 @@ def create_store(
     work = Work(root_transport, metadata)
     shards = part_shards(metadata.layout.n_shards, *check_part(part))
     try:
-        there, begun = work.listed()
-        if METADATA_NAME not in there or not work.is_published():
-            is_new = work.begin(there, begun)
-            receipts = work.receipts(shards) if "receipts" in begun else {}
-            if not (is_new or resume or (part is not None and not receipts)):
-                raise IncompleteStoreError(
-                    f"there is an unfinished store, with {len(receipts)} of {metadata.layout.n_shards} shards",
-                    where=work.url,
-                    remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
-                )
-            kept = kept_shards(work, receipts, progress=progress)
-            return ShardWriter(
-                work,
-                [shard_idx for shard_idx in shards if shard_idx not in kept],
-                partial(publish, work) if part is None else bool,
-                has_tokens=next((bool(receipt.tokens) for receipt in kept.values()), None),
-                on_nonfinite=on_nonfinite,
-                on_overflow=on_overflow,
-                progress=progress,
+        is_new, begun = work.begin()
+        receipts = work.receipts(shards) if "receipts" in begun else {}
+        if not (is_new or resume or (part is not None and not receipts)):
+            raise IncompleteStoreError(
+                f"there is an unfinished store, with {len(receipts)} of {metadata.layout.n_shards} shards",
+                where=work.url,
+                remedy="Continue it with resume=True, or throw it away with `discard_unfinished`.",
             )
+        kept = kept_shards(work, receipts, progress=progress)
+        return ShardWriter(
+            work,
+            [shard_idx for shard_idx in shards if shard_idx not in kept],
+            partial(publish, work) if part is None else bool,
+            has_tokens=next((bool(receipt.tokens) for receipt in kept.values()), None),
+            on_nonfinite=on_nonfinite,
+            on_overflow=on_overflow,
+            progress=progress,
+        )
     except SaevStoreError:
-        if not work.is_published():  # else another process has done that in the meantime
+        if not work.is_published():  # else another process has done that before, or in the meantime
             raise
     work.remove()  # what a publisher that was killed has left, or what was made above
     if not exist_ok:

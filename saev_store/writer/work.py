@@ -162,17 +162,16 @@ class Work(Target):
             )
         return there is not None
 
-    def listed(self) -> list[list[str]]:
-        """The names in the store's folder, and those in the work folder."""
-        return each(self.store, names, (self.store, self.work))
-
-    def begin(self, there: Sequence[str], begun: Sequence[str]) -> bool:
-        """Begin the store, whose folders hold these names; False if it was begun before. Files of others are refused."""
+    def begin(self) -> tuple[bool, Sequence[str]]:
+        """Begin the store; False if it was begun before, and the names that its work folder had. Files of others are refused."""
+        there, begun = each(self.store, names, (self.store, self.work))
+        if METADATA_NAME in there and self.is_published():
+            raise StoreExistsError("the store is complete", where=self.url)
         foreign = [name for name in there if not name.startswith(TEMP_PREFIX)]
         # Of what was begun before, the document may be gone: of a killed `discard_unfinished`.
         if foreign and not begun:
             raise refused(self.url, foreign)
-        return self.claim()
+        return self.claim(), begun
 
     def claim(self) -> bool:
         """Create the document of the work folder; False if it was there. `StoreExistsError` if it is another one."""

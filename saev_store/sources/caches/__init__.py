@@ -9,12 +9,12 @@ from typing import Literal
 from saev_store.core.arguments import check_count
 from saev_store.core.dtypes import StoredDtype
 from saev_store.core.layout import RESID_POST, LayerKey
+from saev_store.documents.metadata import as_metadata
 from saev_store.errors import ArgumentError, NotFoundError, brief
 from saev_store.sources.address import Url, locate
 from saev_store.sources.caches.hidden_states import ENDING, HiddenStatesCache
 from saev_store.sources.caches.saelens import INFO, STATE, SaelensCache
 from saev_store.store import ShardStore
-from saev_store.store.opening import as_metadata
 from saev_store.transport import open_transport
 from saev_store.writer.importing import ImportOptions, import_examples, stored_dtype
 
