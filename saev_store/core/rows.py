@@ -194,9 +194,9 @@ def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
     return positions
 
 
-def _tokens(tokens: Tokens, layout: Layout) -> Progression:
+def _tokens(tokens: object, layout: Layout) -> Progression:
     n_special = layout.n_special_tokens
-    if tokens not in get_args(Tokens) or (tokens == "special" and not n_special):
+    if not isinstance(tokens, str) or tokens not in get_args(Tokens) or (tokens == "special" and not n_special):
         choices = "'content', 'special' or 'all'" if n_special else "'content' or 'all': there are no special tokens"
         raise SelectionError(f"tokens is {brief(tokens)}; it must be {choices}", where="tokens")
     if tokens == "special":

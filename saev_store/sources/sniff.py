@@ -87,7 +87,7 @@ def reopen(
     digest, text_key, split = (description.get(name) for name in ("digest", "text_key", "split"))
     scope = cast("dict[str, object]", digest).get("scope") if isinstance(digest, dict) else None
     described_url = description.get("url")
-    if not isinstance(described_url, str) or scope not in ("sampled", "full"):
+    if not isinstance(described_url, str) or not isinstance(scope, str) or scope not in ("sampled", "full"):
         message = f"{brief(dict(description))} describes no source: it needs a 'url' and a 'digest'"
         raise DocumentError(message, where="description")
     address = described_url if url is None else url

@@ -284,7 +284,8 @@ class ShardStore(TextReading):
         arrays = self.token_arrays
         if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             raise SelectionError(f"where is {brief(where)}; it must map names of token arrays to values", where="where")
-        hides = not masked and tokens != "special" and arrays.is_declared and MASK in arrays
+        is_special = isinstance(tokens, str) and tokens == "special"  # pyright: ignore[reportUnnecessaryIsInstance]  # as above
+        hides = not masked and not is_special and arrays.is_declared and MASK in arrays
         kept = kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
         space = row_space(
             self.layout, layer=layer, tokens=tokens, examples=examples, kept=kept, stack_layers=stack_layers

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Literal, get_args
 from urllib.parse import unquote
 
+from saev_store.core.arguments import check_choice
 from saev_store.errors import ArgumentError, brief, kind_of
 from saev_store.transport.base import Transport
 from saev_store.transport.local import LocalTransport, local_root
@@ -36,8 +37,7 @@ def open_transport(
     >>> open_transport("/data/shards").name
     'mmap'
     """
-    if engine not in get_args(Engine):
-        raise ArgumentError(f"engine must be one of {', '.join(get_args(Engine))}, got {brief(engine)}", where="engine")
+    check_choice(engine, get_args(Engine), name="engine")
     options: Mapping[str, object] = {} if storage_options is None else storage_options
     if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers without a type checker
         raise ArgumentError(f"must be a mapping, got {kind_of(options)}", where="storage_options")

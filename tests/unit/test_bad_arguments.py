@@ -32,6 +32,7 @@ JUNK: dict[str, object] = {
     "ragged": [[1], [2, 3]], "dict": {}, "odd dict": {1: 2}, "tuple": (), "object": object(), "floats": np.array([1.5]),
     "words": np.array(["a"]), "slice": slice(None), "square": [[1, 2], [3, 4]], "date": np.datetime64("2020"), "call": print,
     "surrogate": "\ud800", "ellipsis": ..., "range": range(3), "set": {1, 2}, "0-d array": np.array(7), "2-d array": np.array([[7]]),
+    "two numbers": np.array([1, 2]),
 }  # fmt: skip
 
 JUNK["list of itself"] = LOOP = []
