@@ -20,27 +20,8 @@ from saev_store.errors import ArgumentError, SelectionError, brief
 Key = object
 
 
-@dataclass(frozen=True, slots=True)
-class Progression:
-    """The positions `start, start + step, …`, `count` of them, all of them inside the axis; `step` may be negative."""
-
-    start: int
-    step: int
-    count: int
-
-    @property
-    def highest(self) -> int:
-        return max(self.start, self.start + (self.count - 1) * self.step)
-
-    def positions(self) -> IntArray:
-        """All of them, int64; `ArgumentError` if there is no memory for them, because documents can promise any number."""
-        try:
-            return self.start + self.step * np.arange(self.count)
-        except (MemoryError, ValueError) as error:
-            raise ArgumentError(f"{self.count:,} positions need {8 * self.count:,} bytes", where="index") from error
-
-
-Axis = Progression | IntArray
+#: Chosen positions on one axis, all of them inside it.
+Axis = range | IntArray
 #: One component of a key, for one axis.
 Item: TypeAlias = "int | slice[object, object, object] | IntArray"
 
@@ -55,7 +36,7 @@ class Block:
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape with the dropped axes kept at length one."""
-        return tuple(length(axis) for axis in self.axes)
+        return tuple(len(axis) for axis in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,26 +47,24 @@ class Block:
 class Points:
     """NumPy's advanced indexing: element `p` of the result is at `coords[0][p], coords[1][p], …`.
 
-    If the last axis was sliced, `last` is its progression, which the result's last dimension runs along, and `coords` has one array
+    If the last axis was sliced, `last` is its range, which the result's last dimension runs along, and `coords` has one array
     less. Coordinates are as long as the result without that dimension.
     """
 
     coords: tuple[IntArray, ...]
-    last: Progression | None
+    last: range | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.coords[0].shape if self.last is None else (*self.coords[0].shape, self.last.count)
-
-
-def length(axis: Axis) -> int:
-    """Number of positions of a choice along one axis."""
-    return axis.count if isinstance(axis, Progression) else len(axis)
+        return self.coords[0].shape if self.last is None else (*self.coords[0].shape, len(self.last))
 
 
 def positions(axis: Axis) -> IntArray:
-    """All positions of a choice."""
-    return axis.positions() if isinstance(axis, Progression) else axis
+    """All positions of a choice; `ArgumentError` if there is no memory for them, because documents can promise any number."""
+    try:
+        return np.arange(axis.start, axis.stop, axis.step, dtype=np.int64) if isinstance(axis, range) else axis
+    except (MemoryError, ValueError) as error:
+        raise ArgumentError(f"{len(axis):,} positions need {8 * len(axis):,} bytes", where="index") from error
 
 
 def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:
@@ -111,17 +90,15 @@ def parse_key(key: Key, shape: Sequence[int]) -> Block | Points:
         probe = tuple(item if item is ... else slice(None) if isinstance(item, slice) else one for item in items)
         outer = [n for n, gone in enumerate(block.dropped, 2) if not gone]
         order = np.empty(range(2, 2 + len(shape)))[probe].shape
-        if order == tuple(n if isinstance(block.axes[n - 2], Progression) else 1 for n in outer):
+        if order == tuple(n if isinstance(block.axes[n - 2], range) else 1 for n in outer):
             return block
     return _points(items, block)
 
 
 def parse_axis(item: object, n: int, name: str) -> Axis:
     """One component on its own: an integer, a slice, a list of positions or a mask; `SelectionError` as `parse_key`."""
-    if isinstance(item, Progression):
-        return item
     axis = _axis(_expanded((item,), (n,), name)[0], n, name)
-    if not isinstance(axis, Progression) and axis.ndim != 1:
+    if not isinstance(axis, range) and axis.ndim != 1:
         raise SelectionError(f"{name} has {axis.ndim} dimensions; a list of positions has one", where=name)
     return axis
 
@@ -178,8 +155,8 @@ def _axis(item: Item, n: int, name: str) -> Axis:
             start, stop, step = item.indices(n)
         except (TypeError, ValueError) as error:
             raise SelectionError(f"{brief(item)} is not a slice of integers ({error})", where=name) from None
-        count = len(range(start, stop, step))
-        return Progression(start, step if count > 1 else 1, count)  # a step may have more than 64 bits
+        chosen = range(start, stop, step)
+        return chosen if len(chosen) > 1 else range(start, start + len(chosen))  # a step may have more than 64 bits
     index = np.asarray(item)
     lowest, highest = (int(index.min()), int(index.max())) if index.size else (0, -1)
     if highest >= n or lowest < -n:
@@ -187,13 +164,13 @@ def _axis(item: Item, n: int, name: str) -> Axis:
         raise SelectionError(
             f"{name} {brief(position)} is out of range; positions are from {-n} to {n - 1}", where=name
         )
-    return np.where(index < 0, index + n, index) if isinstance(item, np.ndarray) else Progression(lowest % n, 1, 1)
+    return np.where(index < 0, index + n, index) if isinstance(item, np.ndarray) else range(lowest % n, lowest % n + 1)
 
 
 def _points(items: list[Any], block: Block) -> Points:
     """NumPy applies the key to the positions of each axis, spread over the other axes with stride 0."""
     axes, last = block.axes, block.axes[-1]
-    if isinstance(items[-1], slice) and isinstance(last, Progression):
+    if isinstance(items[-1], slice) and isinstance(last, range):
         items, axes = items[:-1], axes[:-1]
     else:
         last = None
@@ -209,7 +186,7 @@ def _points(items: list[Any], block: Block) -> Points:
                 other = next(others)
                 index = np.arange(np.size(item)) if other is axis else np.zeros(np.size(item), np.int64)
                 key.append(slice(None) if is_slice else index.reshape(np.shape(item)))
-                shape.append(length(other) if is_slice else len(index) if other is axis else 1)
+                shape.append(len(other) if is_slice else len(index) if other is axis else 1)
             behind = (1,) * (len(axes) - 1 - len(coords))
             coords.append(np.broadcast_to(positions(axis).reshape(-1, *behind), shape)[tuple(key)])
     except IndexError as error:

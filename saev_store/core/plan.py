@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from saev_store.core.indexing import Axis, Block, Points, Progression, length, positions
+from saev_store.core.indexing import Axis, Block, Points, positions
 from saev_store.core.layout import IntArray, Layout
 
 #: Rows of which some columns are kept pass through this much memory, far ones through eight times as much.
@@ -35,7 +35,7 @@ class MappedBox(NamedTuple):
 
     shard_idx: int
     highest: int
-    axes: tuple[Progression, Progression, Progression, Axis]
+    axes: tuple[range, range, range, Axis]
     place: slice
 
 
@@ -79,8 +79,13 @@ class Piece(NamedTuple):
     """Examples of a selection in one shard, by their position in it, and where they go."""
 
     shard_idx: int
-    examples: Progression
+    examples: range
     place: slice
+
+    @property
+    def highest(self) -> int:
+        """The last of the examples in the shard."""
+        return max(self.examples[0], self.examples[-1])
 
 
 class Planner(NamedTuple):
@@ -95,28 +100,21 @@ class Planner(NamedTuple):
             return
         examples, layers, tokens, columns = block.axes
         run, offsets = self._runs_of_example(layers, tokens)
-        is_whole = isinstance(columns, Progression) and columns == Progression(0, 1, self.layout.d_model)
+        is_whole = isinstance(columns, range) and columns == range(self.layout.d_model)
         if self.is_mapped:
-            if (
-                isinstance(examples, Progression)
-                and isinstance(layers, Progression)
-                and isinstance(tokens, Progression)
-            ):
+            if isinstance(examples, range) and isinstance(layers, range) and isinstance(tokens, range):
                 for piece in pieces(self.layout, examples):
                     direct = self._direct(piece, run, int(offsets[0])) if is_whole and len(offsets) == 1 else None
                     axes = (piece.examples, layers, tokens, columns)
-                    yield PlanPart([direct or MappedBox(piece.shard_idx, piece.examples.highest, axes, piece.place)])
+                    yield PlanPart([direct or MappedBox(piece.shard_idx, piece.highest, axes, piece.place)])
                 return
             run, offsets = 1, (offsets[:, None] + np.arange(run)).ravel()
         per_example = run * len(offsets)
         rows_at_once = PIECE_BYTES // self.layout.vector_nbytes * (1 if self.is_mapped else 8)
         at_once = max(1, RUNS_AT_ONCE // len(offsets) if is_whole else rows_at_once // per_example)
-        for start in range(0, length(examples), at_once):
-            end = min(start + at_once, length(examples))
-            if isinstance(examples, Progression):
-                example = examples.start + examples.step * np.arange(start, end)
-            else:
-                example = examples[start:end]
+        for start in range(0, len(examples), at_once):
+            end = min(start + at_once, len(examples))
+            example = positions(examples[start:end])
             steps = self._by_shard(np.repeat(example, len(offsets)), np.tile(offsets, end - start), run)
             yield PlanPart(steps, slice(start * per_example, end * per_example), None if is_whole else columns)
 
@@ -125,7 +123,7 @@ class Planner(NamedTuple):
         if 0 in points.shape:
             return
         coords = [coord.reshape(-1) for coord in points.coords]
-        is_whole = points.last == Progression(0, 1, self.layout.d_model)
+        is_whole = points.last == range(self.layout.d_model)
         step = max(1, PIECE_BYTES // self.layout.vector_nbytes)
         for start in range(0, len(coords[0]), step):
             some = slice(start, min(start + step, len(coords[0])))
@@ -141,21 +139,21 @@ class Planner(NamedTuple):
     def _runs_of_example(self, layers: Axis, tokens: Axis) -> tuple[int, IntArray]:
         """Vectors of the longest runs of neighbours that are chosen of an example, and the first vector of each."""
         n_tokens = self.layout.tokens_per_example
-        if not isinstance(tokens, Progression) or tokens.step != 1:
+        if not isinstance(tokens, range) or tokens.step != 1:
             return 1, (positions(layers)[:, None] * n_tokens + positions(tokens)).ravel()
-        if isinstance(layers, Progression) and layers.step == 1 and tokens.count == n_tokens:
-            return layers.count * n_tokens, np.array([layers.start * n_tokens])
-        return tokens.count, positions(layers) * n_tokens + tokens.start
+        if isinstance(layers, range) and layers.step == 1 and len(tokens) == n_tokens:
+            return len(layers) * n_tokens, np.array([layers.start * n_tokens])
+        return len(tokens), positions(layers) * n_tokens + tokens.start
 
     def _direct(self, piece: Piece, run: int, offset: int) -> Runs | None:
         """A long run of each example, or all examples as one run; None where a copy out of the map is cheaper."""
         examples, at = piece.examples, piece.place.start * run
-        first = examples.positions() * self.layout.vectors_per_example + offset
+        first = positions(examples) * self.layout.vectors_per_example + offset
         if run == self.layout.vectors_per_example and examples.step == 1:
-            run, first = run * examples.count, first[:1]
+            run, first = run * len(examples), first[:1]
         if run * self.layout.vector_nbytes < DIRECT_BYTES:
             return None
-        return Runs(piece.shard_idx, examples.highest, first, run, at + np.arange(len(first)) * run)
+        return Runs(piece.shard_idx, piece.highest, first, run, at + np.arange(len(first)) * run)
 
     def _by_shard(self, example: IntArray, offset: IntArray, run: int) -> list[MappedBox | Runs]:
         """One step for each shard, of runs that begin at a vector of an example and fill the output in their order."""
@@ -170,12 +168,12 @@ class Planner(NamedTuple):
         return [Runs(int(shard_idx[at[0]]), int(in_shard[at].max()), vector[at], run, at * run) for at in places]
 
 
-def pieces(layout: Layout, examples: Progression) -> Iterator[Piece]:
+def pieces(layout: Layout, examples: range) -> Iterator[Piece]:
     """Split chosen examples by shard."""
     capacity, step, done = layout.examples_per_shard, examples.step, 0
-    while done < examples.count:
-        shard, first = divmod(examples.start + done * step, capacity)
+    while done < len(examples):
+        shard, first = divmod(examples[done], capacity)
         here = (capacity - 1 - first) // step + 1 if step > 0 else first // -step + 1
-        here = min(here, examples.count - done, _EXAMPLES_AT_ONCE)
-        yield Piece(shard, Progression(first, step, here), slice(done, done + here))
+        here = min(here, len(examples) - done, _EXAMPLES_AT_ONCE)
+        yield Piece(shard, range(first, first + here * step, step), slice(done, done + here))
         done += here

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.indexing import Axis, Progression, length, parse_axis
+from saev_store.core.indexing import Axis, parse_axis
 from saev_store.core.layout import IntArray, LayerKey, Layout, is_layer_pair
 from saev_store.errors import SelectionError, brief
 
@@ -61,7 +61,7 @@ class RowSpace:
     layout: Layout
     examples: Axis
     layer_idx: tuple[int, ...]
-    tokens: Progression
+    tokens: range
     kept: TokenMask | None = None
     stacks_layers: bool = False
     ends: IntArray | None = field(init=False, default=None)
@@ -74,11 +74,11 @@ class RowSpace:
     n_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.n_examples = length(self.examples)
+        self.n_examples = len(self.examples)
         self.row_layers = np.array(self.layer_idx, dtype=np.int64).reshape((1, -1) if self.stacks_layers else (-1, 1))
         self.rows_per_token, self.vectors_per_row = self.row_layers.shape
         self.row_nbytes = self.vectors_per_row * self.layout.vector_nbytes
-        self.rows_per_example = self.rows_per_token * self.tokens.count
+        self.rows_per_example = self.rows_per_token * len(self.tokens)
         self.n_rows = self.n_examples * self.rows_per_example
         if self.kept is not None:
             of_example = np.count_nonzero(self.kept, axis=1) + self.n_special
@@ -91,7 +91,7 @@ class RowSpace:
     @property
     def n_special(self) -> int:
         """How many special tokens are chosen, of a space with content tokens."""
-        return self.tokens.count - self.layout.content_tokens_per_example
+        return len(self.tokens) - self.layout.content_tokens_per_example
 
     def locate(self, rows: npt.ArrayLike) -> tuple[IntArray, IntArray, IntArray]:
         """(example, layer, token) *positions* of rows, vectorised; rows must be from 0 to `len(self) - 1`.
@@ -102,7 +102,7 @@ class RowSpace:
         if self.ends is not None and self.kept is not None:
             return self._locate_kept(row, self.ends, self.kept)
         ordinal, within = np.divmod(row, np.int64(self.rows_per_example))
-        layer, token = np.divmod(within, np.int64(self.tokens.count))
+        layer, token = np.divmod(within, np.int64(len(self.tokens)))
         return self.example(ordinal), self._layer(layer), self.tokens.start + token
 
     def vectors(self, rows: npt.ArrayLike) -> tuple[IntArray, IntArray, IntArray]:
@@ -117,7 +117,7 @@ class RowSpace:
 
     def example(self, ordinal: IntArray) -> IntArray:
         """Positions on the example axis of chosen examples."""
-        if isinstance(self.examples, Progression):
+        if isinstance(self.examples, range):
             return self.examples.start + self.examples.step * ordinal
         return self.examples[ordinal]
 
@@ -131,7 +131,7 @@ class RowSpace:
         layer, nth = np.divmod(row - rows_before, per_layer)
         # The nth kept token: look only at the examples that occur, once each.
         seen, which = np.unique(self.example(ordinal), return_inverse=True)
-        stays = np.ones((len(seen), self.tokens.count), dtype=np.bool_)
+        stays = np.ones((len(seen), len(self.tokens)), dtype=np.bool_)
         stays[:, self.n_special :] = kept[seen]
         token_of = np.nonzero(stays)[1]
         starts = np.concatenate(([0], np.cumsum(stays.sum(axis=1))))
@@ -167,7 +167,7 @@ def row_space(
     >>> len(rows), rows.coordinates([0, 4])
     (8, Coordinates(example_idx=array([2, 3]), layer=array([5, 5]), token_idx=array([0, 0])))
     """
-    every = Progression(0, 1, layout.n_examples)
+    every = range(layout.n_examples)
     chosen = every if examples is None else parse_axis(examples, layout.n_examples, "example")
     if kept is not None and tokens == "special":
         raise SelectionError("special tokens are never left out", where="tokens", remedy="Choose tokens='content'.")
@@ -194,12 +194,12 @@ def _layers(layer: Layers, layout: Layout) -> tuple[int, ...]:
     return positions
 
 
-def _tokens(tokens: object, layout: Layout) -> Progression:
+def _tokens(tokens: object, layout: Layout) -> range:
     n_special = layout.n_special_tokens
     if not isinstance(tokens, str) or tokens not in get_args(Tokens) or (tokens == "special" and not n_special):
         choices = "'content', 'special' or 'all'" if n_special else "'content' or 'all': there are no special tokens"
         raise SelectionError(f"tokens is {brief(tokens)}; it must be {choices}", where="tokens")
     if tokens == "special":
-        return Progression(0, 1, n_special)
+        return range(n_special)
     first = 0 if tokens == "all" else n_special
-    return Progression(first, 1, layout.tokens_per_example - first)
+    return range(first, layout.tokens_per_example)

@@ -53,7 +53,7 @@ def explain(epoch: Epoch, parts: Sequence[Selection], row_nbytes: int) -> Explan
     stored = sum(part.space.row_nbytes for part in parts)
     of_rank = -(-cut.n_samples // cut.world)
     ranges = [
-        part.space.vectors_per_row * max(1, -(-part.space.tokens.count * part.space.row_nbytes // TASK_BYTES))
+        part.space.vectors_per_row * max(1, -(-len(part.space.tokens) * part.space.row_nbytes // TASK_BYTES))
         for part in parts
     ]
     in_pool = np.diff(cut.pool_starts) * cut.batch_size

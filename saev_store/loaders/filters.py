@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from saev_store._runtime.threads import ahead, n_cores
 from saev_store.core.arguments import check_flag, check_number
-from saev_store.core.indexing import Progression
 from saev_store.errors import ArgumentError, SelectionError, kind_of
 from saev_store.loaders.sample import samples_by_layer
 from saev_store.store.pair import PairSelection
@@ -128,7 +127,7 @@ def _mean_norms(rows: Selection) -> list[float]:
 def _below(rows: Selection, squared: npt.NDArray[np.float64]) -> TokenMask:
     """Return which content tokens have no vector whose squared norm is above that of its layer; of examples that are not chosen all."""
     layout = rows.space.layout
-    tokens = Progression(layout.n_special_tokens, 1, layout.content_tokens_per_example)
+    tokens = range(layout.n_special_tokens, layout.tokens_per_example)
     space = replace(rows.space, tokens=tokens, kept=None, stacks_layers=True)
     every, stays = Selection(rows.reader, space), np.ones(rows.kept.shape, np.bool_)
     step = max(1, _PIECE_BYTES // (4 * space.vectors_per_row * layout.d_model))
@@ -141,6 +140,6 @@ def _below(rows: Selection, squared: npt.NDArray[np.float64]) -> TokenMask:
 
     starts = range(0, len(space), step)
     for first, found in zip(starts, ahead(below, starts, n_cores()), strict=True):
-        ordinal, token = np.divmod(np.arange(first, first + len(found)), np.int64(tokens.count))
+        ordinal, token = np.divmod(np.arange(first, first + len(found)), np.int64(len(tokens)))
         stays[space.example(ordinal), token] = found
     return stays

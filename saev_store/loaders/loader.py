@@ -43,6 +43,8 @@ Batch = dict[str, npt.NDArray[np.generic]]
 _STORED_POOL_BYTES = 64 << 20
 _ALIGN_BYTES = 64
 _MAX_THREADS = 16
+#: More threads than cores only wait for each other where the files are in memory.
+_LOCAL_THREADS = min(max(n_cores(), 4), _MAX_THREADS)
 
 
 B = TypeVar("B")
@@ -182,9 +184,8 @@ class BaseLoader(ABC, Generic[B]):
         epoch = Epoch(self._first.space, cut, self.options.seed, self._epoch)
         plan = partial(self._plan, epoch, self._ranks[0], sides)
         pools = range(int(np.searchsorted(cut.pool_starts, first, side="right")) - 1, len(cut.pool_starts) - 1)
-        # More threads than cores only wait for each other where the files are in memory.
         is_local = all(part.reader.transport.is_local for part in self._parts.values())
-        n_threads = self.options.n_threads or (min(max(n_cores(), 4), _MAX_THREADS) if is_local else _MAX_THREADS)
+        n_threads = self.options.n_threads or (_LOCAL_THREADS if is_local else _MAX_THREADS)
         reader = self._reader = PoolReader(plan, pools, self._memory, n_threads, self.options.batch_timeout_s)
         numbers = iter(range(first, cut.n_batches))
         # Nothing is kept here of what is yielded.

@@ -156,7 +156,7 @@ def plan_reads(pool: Pool, side: Side) -> list[ReadTask]:
     longest = max(1, TASK_BYTES // row_nbytes)
     if space.ends is not None:
         is_first[1:] |= np.diff(cell) > 1 + _GAP_BYTES // layout.vector_nbytes
-    if space.tokens.count > longest:
+    if len(space.tokens) > longest:
         is_first[1:] |= np.diff(cell // longest) != 0
     first = np.flatnonzero(is_first)
     n_rows, piece = np.diff(first, append=len(cell)), np.searchsorted(ends, first, side="right")
@@ -372,7 +372,7 @@ class TokenColumns:
                 raise ArgumentError(
                     f"the store has no token array {brief(name)}; it has {list(known)}", where="token_arrays"
                 )
-        if space.tokens.start + space.tokens.count <= space.layout.n_special_tokens:
+        if space.tokens.stop <= space.layout.n_special_tokens:
             return
         shown = shown_names(known, _TAKEN)
         wanted = {shown[name]: name for name in names}

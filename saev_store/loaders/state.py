@@ -10,7 +10,6 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from saev_store.core.indexing import Progression
 from saev_store.errors import ArgumentError, brief
 from saev_store.order import ORDER_VERSION, Cut
 from saev_store.store.selection import Selection
@@ -31,9 +30,11 @@ def rows_identity(rows: Selection) -> dict[str, object]:
         found.update(family=metadata.family, ckpt=metadata.ckpt, dataset=metadata.dataset)
         found["data"] = _digest(json.dumps(_parsed(metadata.data), sort_keys=True, default=repr).encode())
     n_special = layout.n_special_tokens
-    first, stop = space.tokens.start - n_special, space.tokens.start + space.tokens.count - n_special
-    is_regular = isinstance(space.examples, Progression)
-    examples = repr(space.examples).encode() if is_regular else np.asarray(space.examples, dtype="<i8").tobytes()
+    first, stop = space.tokens.start - n_special, space.tokens.stop - n_special
+    if isinstance(chosen := space.examples, range):  # as states have always called it
+        examples = f"Progression(start={chosen.start}, step={chosen.step}, count={len(chosen)})".encode()
+    else:
+        examples = np.asarray(chosen, dtype="<i8").tobytes()
     return {
         **found,
         "n_examples": layout.n_examples,

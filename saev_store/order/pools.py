@@ -198,7 +198,7 @@ class Epoch:
         Returns:
             Numbers of the blocks (pieces,), rows of each piece (pieces,), and the token of each row within its block (rows,).
         """
-        ends, n_tokens = self._ends, self.space.tokens.count
+        ends, n_tokens = self._ends, len(self.space.tokens)
         if ends is None:
             first, last = lo // n_tokens, (hi - 1) // n_tokens + 1
             ends = np.arange(first, last + 1) * n_tokens

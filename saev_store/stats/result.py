@@ -91,8 +91,7 @@ class Stats:
             ArgumentError: all of these vectors are zero, or none is finite.
         """
         chosen = row_space(self.layout, layer=layer, tokens=tokens)
-        first = chosen.tokens.start
-        part = self.moments.at((list(chosen.layer_idx), slice(first, first + chosen.tokens.count)))
+        part = self.moments.at((list(chosen.layer_idx), slice(chosen.tokens.start, chosen.tokens.stop)))
         norm: float = part.over(1).over(0).mean_norm.item()
         if not norm > 0:
             raise ArgumentError(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from saev_store.core.coalesce import coalesce
-from saev_store.core.indexing import length
 from saev_store.core.plan import MappedBox, PlanPart, Runs
 from saev_store.store.reader import Reader
 
@@ -59,7 +58,5 @@ def count_plan(reader: Reader, plan: Iterable[PlanPart], bytes_wanted: int) -> E
             else:  # of a map
                 requests += 1
                 is_box = isinstance(step, MappedBox)
-                bytes_read += v * (
-                    math.prod(map(length, step.axes[:3])) if is_box else len(step.first) * step.n_vectors
-                )
+                bytes_read += v * (math.prod(map(len, step.axes[:3])) if is_box else len(step.first) * step.n_vectors)
     return Estimate(requests, bytes_read, bytes_wanted)

@@ -93,7 +93,7 @@ class StorePair(NamedTuple):
             layer=layer_b, tokens=tokens, examples=examples, masked=masked, dtype=dtype,
             stack_layers=are_several(layer_b),
         )  # fmt: skip
-        if a.space.tokens.count != b.space.tokens.count:
+        if len(a.space.tokens) != len(b.space.tokens):
             raise SelectionError(
                 "only one of the stores has a special token (CLS)", where="tokens", remedy="Use tokens='content'."
             )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from saev_store._runtime.threads import in_threads, n_threads
 from saev_store.core.dtypes import FLOAT32, convert, converted, numpy_dtype
-from saev_store.core.indexing import Axis, Block, Points, Progression, length
+from saev_store.core.indexing import Axis, Block, Points, positions
 from saev_store.core.layout import IntArray, Layout, shard_name
 from saev_store.core.plan import MappedBox, Planner, PlanPart, Runs
 from saev_store.errors import CorruptShardError, MissingShardError, NotFoundError
@@ -96,7 +96,7 @@ class Reader:
             if part.is_pointwise:
                 out.reshape(-1)[part.rows] = whole[np.arange(n_rows), _index(part.columns)]
             else:
-                out.reshape(-1, length(part.columns))[part.rows] = whole[:, _index(part.columns)]
+                out.reshape(-1, len(part.columns))[part.rows] = whole[:, _index(part.columns)]
         self._read_all(reads)
 
     def vector(self, example: int, layer_idx: int, token: int) -> FloatArray:
@@ -123,15 +123,15 @@ class Reader:
 
     def view(self, block: Block) -> NumberArray | None:
         """A read-only view of mapped memory for a block, of the stored dtype, or None where there is no such thing."""
-        axes = [axis for axis in block.axes if isinstance(axis, Progression)]
-        if not self._is_mapped or len(axes) < len(block.axes) or axes[0].count == 0:
+        axes = [axis for axis in block.axes if isinstance(axis, range)]
+        if not self._is_mapped or len(axes) < len(block.axes) or not axes[0]:
             return None
         examples, capacity = axes[0], self.layout.examples_per_shard
         shard_idx, first = divmod(examples.start, capacity)
-        if (examples.start + (examples.count - 1) * examples.step) // capacity != shard_idx:
+        if examples[-1] // capacity != shard_idx:
             return None
-        axes[0] = Progression(first, examples.step, examples.count)
-        self.check(shard_idx, axes[0].highest)
+        axes[0] = range(first, first + len(examples) * examples.step, examples.step)
+        self.check(shard_idx, max(axes[0][0], axes[0][-1]))
         shard = self._mapped(shard_idx)
         return None if shard is None else shard[tuple(map(_index, axes))].reshape(block.shape)
 
@@ -279,7 +279,7 @@ class Reader:
         if shard is not None:
             convert(shard[examples, layers, tokens][..., columns], out[step.place])
             return
-        e, k, t = (axis.positions() for axis in step.axes[:3])
+        e, k, t = map(positions, step.axes[:3])
         vector = (e[:, None, None] * self.layout.n_layers + k[:, None]) * self.layout.tokens_per_example + t
         rows = self._rows(Runs(step.shard_idx, step.highest, vector.reshape(-1), 1, None))
         convert(rows.reshape(*vector.shape, -1)[..., columns], out[step.place])
@@ -309,9 +309,8 @@ class Reader:
 
 
 def _index(axis: Axis) -> slice | IntArray:
-    if not isinstance(axis, Progression):
+    if not isinstance(axis, range):
         return axis
-    if axis.count == 0:
+    if not axis:
         return slice(0, 0)
-    stop = axis.start + axis.count * axis.step
-    return slice(axis.start, stop if stop >= 0 else None, axis.step)
+    return slice(axis.start, axis.stop if axis.stop >= 0 else None, axis.step)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from saev_store.core.dtypes import FLOAT32
-from saev_store.core.indexing import Axis, Progression, length, parse_axis, positions
+from saev_store.core.indexing import Axis, parse_axis, positions
 from saev_store.core.layout import LayerKey
 from saev_store.core.plan import PlanPart
 from saev_store.core.rows import Coordinates, RowSpace, TokenMask
@@ -99,7 +99,7 @@ class Selection:
         if not isinstance(given, np.ndarray) or tokens.dtype != np.bool_ or tokens.shape != kept.shape:
             found = f"{tokens.dtype} {tokens.shape}" if isinstance(given, np.ndarray) else kind_of(given)
             raise SelectionError(f"tokens is {found}; it must be an array of bool {kept.shape}", where="tokens")
-        if space.tokens.start + space.tokens.count <= space.layout.n_special_tokens:
+        if space.tokens.stop <= space.layout.n_special_tokens:
             raise SelectionError("special tokens alone are chosen", where="tokens", remedy="Choose tokens='content'.")
         some = RowSpace(space.layout, space.examples, space.layer_idx, space.tokens, kept & tokens, space.stacks_layers)
         return Selection(self.reader, some, self.dtype, self.token_arrays, self.metadata)
@@ -125,19 +125,19 @@ class Selection:
             CorruptShardError: a shard of those rows is missing or short.
         """
         picked = parse_axis(rows, len(self), "row")
-        out = prepared(out, (length(picked), *self.shape[1:]), self.dtype)
+        out = prepared(out, (len(picked), *self.shape[1:]), self.dtype)
         self.reader.execute(self._plan(picked), out)
         return out
 
     def _plan(self, picked: Axis) -> Iterator[PlanPart]:
         """The plan of reading rows; a slice is planned in pieces."""
-        if not isinstance(picked, Progression):
+        if not isinstance(picked, range):
             yield self.reader.planner.rows(*self.space.vectors(picked))
             return
         step, n_vectors = max(1, PIECE_BYTES // self.space.row_nbytes), self.space.vectors_per_row
-        for start in range(0, picked.count, step):
-            end = min(start + step, picked.count)
-            rows = picked.start + picked.step * np.arange(start, end, dtype=np.int64)
+        for start in range(0, len(picked), step):
+            end = min(start + step, len(picked))
+            rows = positions(picked[start:end])
             part = self.reader.planner.rows(*self.space.vectors(rows))
             yield part._replace(rows=slice(start * n_vectors, end * n_vectors))
 
@@ -151,7 +151,7 @@ class Selection:
         from saev_store.store.estimate import count_plan
 
         picked = parse_axis(rows, len(self), "row")
-        return count_plan(self.reader, self._plan(picked), length(picked) * self.space.row_nbytes)
+        return count_plan(self.reader, self._plan(picked), len(picked) * self.space.row_nbytes)
 
     def __getitem__(self, row: object) -> FloatArray:
         """One row as (d_model,) or (layers, d_model) for an integer, else `rows(…)`."""
@@ -163,7 +163,7 @@ class Selection:
     def __repr__(self) -> str:
         ignored = " minus ignored labels" if self.space.kept is not None else ""
         row = " x ".join(map(str, self.shape[1:]))
-        n_tokens = self.space.tokens.count
+        n_tokens = len(self.space.tokens)
         return f"<Selection {len(self):,} rows x {row} of layers {list(self.layers)}, {n_tokens} tokens{ignored}>"
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
-from saev_store.core.arguments import check_flag
+from saev_store.core.arguments import check_flag, is_list
 from saev_store.core.dtypes import ReadDtype, StoredDtype, read_dtype
 from saev_store.core.indexing import Block, Key, parse_key
 from saev_store.core.layout import IntArray
 from saev_store.core.rows import Layers, Tokens, row_space
+from saev_store.core.token_arrays import LABELS
 from saev_store.documents import Metadata
 from saev_store.documents.metadata import as_metadata
 from saev_store.errors import ArgumentError, SelectionError, brief
@@ -285,8 +286,13 @@ class ShardStore(TextReading):
         if where is not None and not isinstance(where, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
             raise SelectionError(f"where is {brief(where)}; it must map names of token arrays to values", where="where")
         is_special = isinstance(tokens, str) and tokens == "special"  # pyright: ignore[reportUnnecessaryIsInstance]  # as above
-        hides = not masked and not is_special and arrays.is_declared and MASK in arrays
-        kept = kept_tokens(arrays, where or {}, hides=hides, ignore_labels=ignore_labels)
+        conditions = list[tuple[str, object, str]]()
+        if not masked and not is_special and arrays.is_declared and MASK in arrays:
+            conditions.append((MASK, True, "mask"))
+        if ignore_labels is not None and not (is_list(ignore_labels) and not ignore_labels):
+            conditions.append((LABELS.name, ignore_labels, "ignore_labels"))
+        conditions += [(name, wanted, "where") for name, wanted in (where or {}).items()]
+        kept = kept_tokens(arrays, conditions) if conditions else None
         space = row_space(
             self.layout, layer=layer, tokens=tokens, examples=examples, kept=kept, stack_layers=stack_layers
         )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from saev_store.core.arguments import is_list
 from saev_store.core.layout import Layout
 from saev_store.core.rows import TokenMask
 from saev_store.core.token_arrays import LABELS, TokenArray
@@ -130,22 +129,17 @@ def check_values(array: TokenArray, values: Buffer, *, where: str) -> None:
         )
 
 
-def kept_tokens(
-    arrays: TokenArrays, where: Mapping[str, object], *, hides: bool, ignore_labels: Sequence[int] | None
-) -> TokenMask | None:
-    """Which content tokens fulfil all conditions, (n_examples, content tokens); None if there is no condition."""
-    conditions: list[tuple[str, object, str]] = [(MASK, True, "mask")] if hides else []
-    if ignore_labels is not None and not (is_list(ignore_labels) and not ignore_labels):
-        conditions.append((LABELS.name, ignore_labels, "ignore_labels"))
-    conditions += [(name, wanted, "where") for name, wanted in where.items()]
+def kept_tokens(arrays: TokenArrays, conditions: Sequence[tuple[str, object, str]]) -> TokenMask:
+    """Which content tokens fulfil all conditions, at least one: (n_examples, content tokens).
+
+    A condition is the name of an array, its value or values, and the argument that asks for them.
+    """
     tests: list[tuple[TokenValues, TokenValues, bool]] = []
     for name, wanted, argument in conditions:
         if name not in arrays:
             raise SelectionError(f"the store has no token array {brief(name)}; it has {list(arrays)}", where=argument)
         values = arrays[name]
         tests.append((values, _choices(name, values.dtype, wanted, argument), argument == "ignore_labels"))
-    if not tests:
-        return None
     shape = tests[0][0].shape  # that of a file whose size was compared
     kept = np.ones(shape, dtype=np.bool_)
     step = max(1, _PIECE // shape[1])

@@ -216,7 +216,7 @@ def _described(
         check_choice(dtype, tuple(ITEMSIZES), name="dtype")
     layout = store.layout
     kept = row_space(layout, tokens=tokens).tokens
-    n_kept = kept.count + (tokens == "special")  # the protocol has no store without content
+    n_kept = len(kept) + (tokens == "special")  # the protocol has no store without content
     chosen = tuple(range(layout.n_layers))
     if layers is not None:
         if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:

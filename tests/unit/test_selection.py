@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saev_store.core.indexing import Progression
 from saev_store.core.layout import Layout
 from saev_store.core.rows import row_space
 from saev_store.core.token_arrays import DTYPES, NONE, shown_names
@@ -103,7 +102,7 @@ def test_row_space_takes_layers_in_any_sequence_and_tokens_by_kind() -> None:
     for layer in (5, np.int64(5), np.array(5)):
         assert row_space(layout, layer=layer).layer_idx == (1,)
     for tokens, found in (("content", (1, 3)), ("special", (0, 1)), ("all", (0, 4))):
-        assert row_space(layout, tokens=tokens).tokens == Progression(found[0], 1, found[1])
+        assert row_space(layout, tokens=tokens).tokens == range(found[0], found[0] + found[1])
 
 
 BAD: list[tuple[dict[str, object], type[Exception], str]] = [
