@@ -34,8 +34,6 @@ _LOOK_S, _SLICE_S = 0.02, 0.25
 TASK_BYTES = 4 << 20
 #: Tokens that are left out are read along if there are fewer bytes of them than this in a row.
 _GAP_BYTES = 64 << 10
-#: Vectors of another dtype are converted in pieces that stay in the processor's cache.
-_CONVERT_BYTES = 512 << 10
 #: Memory that each thread reads local files to, before rows are copied to their slots.
 _of_thread = threading.local()
 _LABELS = "token_labels"
@@ -125,23 +123,19 @@ class ReadTask:
         """Copy the rows of all ranges, each with its layers, to their slots."""
         stored, pool, parts = self.side.rows.reader.dtype, self.pool, iter(found)
         out = self.side.vectors(memory, len(pool.slot))
-        dtype, d_model = out.dtype, out.shape[-1]
-        # As opaque items rows are copied whole.
-        void = np.dtype(f"V{d_model * dtype.itemsize}")
-        layers = out.view(void).reshape(len(out), -1).T
+        d_model = out.shape[-1]
+        layers = out.reshape(len(out), -1, d_model).swapaxes(0, 1)
         bounds = zip(self.first.tolist(), (self.first + self.n_rows).tolist(), self.n_cells.tolist(), strict=True)
-        for first, end, n_cells in bounds:
-            slots, is_dense = pool.slot[first:end], end - first == n_cells
-            step = n_cells if stored == dtype else max(1, _CONVERT_BYTES // void.itemsize)
-            for targets in layers:
-                vectors = np.frombuffer(next(parts), stored).reshape(n_cells, d_model)
-                if not is_dense:
-                    vectors = vectors[pool.cell[first:end] - pool.cell[first]]
-                for at in range(0, len(vectors), step):
-                    some = vectors[at : at + step]
-                    rows = some if stored == dtype else converted(some, dtype)
-                    to = slots[at : at + step]
-                    targets[slice(to[0], to[-1] + 1) if pool.in_order else to] = rows.view(void)[:, 0]
+        with np.errstate(over="ignore", invalid="ignore"):  # of numbers that a narrower dtype does not hold
+            for first, end, n_cells in bounds:
+                slots = pool.slot[first:end]
+                to = slice(slots[0], slots[-1] + 1) if pool.in_order else slots
+                for targets in layers:
+                    vectors = np.frombuffer(next(parts), stored).reshape(n_cells, d_model)
+                    if end - first < n_cells:
+                        vectors = vectors[pool.cell[first:end] - pool.cell[first]]
+                    # NumPy converts on the way, without holding other threads up; float16 it widens slowly.
+                    targets[to] = converted(vectors, out.dtype) if stored == np.float16 else vectors
 
 
 def plan_reads(pool: Pool, side: Side) -> list[ReadTask]:
