@@ -145,7 +145,7 @@ def _commands() -> Iterator[str]:
     from saev_store.cli._app import app
 
     yield "# Commands and options\n"
-    yield "Commands with their arguments and options. Exit codes, output and buckets: [the command line](../cli.md).\n"
+    yield "Commands with their arguments and options. Output and exit codes: [errors](../errors.md#on-the-command-line).\n"
     for name, command in app().commands.items():
         yield f"## {name}\n"
         yield f"{_escaped(command.help)}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -501,19 +500,3 @@ def test_recorder_takes_the_first_of_several_outputs_and_refuses_other_shapes() 
             with pytest.raises(ArgumentError) as refused:
                 recorder(ids)
             assert refused.value.where == where
-
-
-def test_the_example_of_the_documentation_stores_the_models_bits(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "recording.md").read_text("utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    (script,) = [block for block in blocks if "class Model(" in block]
-    names: dict[str, object] = {}
-    exec(compile(script.replace("/scratch/shards", str(tmp_path)), "docs/recording.md", "exec"), names)
-    store, model = names["store"], names["model"].eval()
-    ids = torch.zeros(4, 8, dtype=torch.long)
-    for row, part in enumerate((range(8), range(8, 16), range(16, 20), range(7))):
-        ids[row, : len(part)] = torch.tensor(part)
-    out = model(ids).detach().transpose(0, 1)
-    mask = torch.from_numpy(np.array(store.token_arrays["mask"])).bool()
-    assert mask.sum().item() == 27
-    assert torch.equal(torch.from_numpy(store[:])[:, 3][mask], out[mask])
