@@ -5,7 +5,7 @@ Runs where `SAEV_STORE_CACHES_PYTHON` names an interpreter with both, in an envi
     pip install torch sae-lens && pip install --no-deps hs-connectors
 
 vLLM itself needs a GPU. Its connector calls `safetensors.torch.save_file` with these two tensors, and hs-connectors is what reads them
-for speculators. crosscoder_learning is in no registry: its files are a recipe in docs/writing.md.
+for speculators.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ RUN_ELSEWHERE = [
     ("docs/integrations.md", "SAETrainer(", "tests/peers/test_training_peers.py"),
     ("docs/integrations.md", "trainSAE(", "tests/peers/test_training_peers.py"),
     ("docs/integrations.md", "MultiSAETrainer(", "tests/helpers/peer_training.py"),
-    ("docs/integrations.md", "HiddenStatesBackend", "tests/integrations/test_training_recipes.py"),
     ("docs/integrations.md", "VisionAdapter(", "tests/record/test_recording_recipes.py"),
     ("docs/integrations.md", "HookedAdapter(", "tests/record/test_recording_recipes.py"),
     ("docs/integrations.md", "from nnsight import", "tests/peers/test_record_lens.py"),

@@ -32,7 +32,7 @@ def test_the_icechunk_recipe_holds_two_stores(tmp_path: Path, monkeypatch: pytes
     plains = [plain_store(LAYOUT, seed=seed, tail="cut", labelled=True, ckpt="same") for seed in range(2)]
     train, val = (ShardStore.open(plain.write(tmp_path / f"shards/{seed}")) for seed, plain in enumerate(plains))
     monkeypatch.chdir(tmp_path)
-    names = {"train": train, "val": val, "ROOT": str(tmp_path / "shards")}
+    names = {"train": train, "val": val, "ROOT": str(tmp_path / "shards"), "xr": pytest.importorskip("xarray")}
     exec(block("reading.md", "icechunk.Repository"), names)
     found = names["ds"]
     dense = np.concatenate([plain.dense for plain in plains])
