@@ -40,8 +40,8 @@ def import_cache(
 ) -> ShardStore:
     """Write a cache of SAELens, vLLM or speculators as a new store below `root`, bit for bit, and open it.
 
-    docs/writing.md describes the result of each format, and recipes for arrays and other caches. The same call continues
-    after a crash. An argument that a format has no use for is refused.
+    docs/writing.md describes the result of each format. The same call continues after a crash. An argument that a
+    format has no use for is refused.
 
     Args:
         url: The folder of the cache: a path, or any URL that fsspec supports.
