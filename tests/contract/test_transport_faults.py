@@ -371,6 +371,18 @@ def test_of_several_files_the_one_that_fails_is_named(served: tuple[Place, Proxy
     assert failed.value.where == transport.where("acts000000.bin")
 
 
+@pytest.mark.parametrize("name", [name for name in SERVED if name != "gcsfs"])  # which tries for half a minute
+def test_a_server_that_has_gone_is_no_missing_file(name: str, few_tries, short_waits, tmp_path) -> None:
+    with filled(name, tmp_path) as place:
+        with Proxy(place.server) as proxy:
+            transport = place.through(proxy)
+            assert one(transport, 3, 9) == BIG[3:9]
+        for call in (lambda: transport.size("acts000001.bin"), lambda: transport.read("metadata.json")):
+            with pytest.raises(TransportError) as failed:
+                call()
+            assert failed.value.transient
+
+
 def test_a_page_that_has_moved_is_followed(tmp_path) -> None:
     with filled("http", tmp_path) as place, Proxy(place.server) as proxy:
         target = f"{place.url}/acts000000.bin"

@@ -51,6 +51,10 @@ def test_append_of_shards_longer_than_a_block_digests_each_block(tmp_path):
     this = a_case(7, 4, layers=(1,), content=80, cls=False, d_model=1 << 14, labelled=False)
     finish(tmp_path, this, batch=3)
     this.check(content(tmp_path / this.name))
+    # Token arrays too: 600 examples of 2,000 document ids are 9.6 MB.
+    this = a_case(600, 300, layers=(1,), content=2000, cls=False, d_model=1, protocol="3.0")
+    finish(tmp_path, this, batch=300)
+    this.check(content(tmp_path / this.name))
 
 
 def test_append_of_other_dtypes_and_strides_stores_the_same_numbers(tmp_path):
