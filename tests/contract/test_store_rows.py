@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from unittest.mock import Mock
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from saev_store import ShardStore, new_metadata
 from saev_store.errors import ArgumentError, DocumentError, NotFoundError, SelectionError
 from saev_store.store import reader
+from saev_store.transport import local
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
@@ -64,9 +68,12 @@ def damaged(path, name, how):
         file.write_bytes(b"\7" + file.read_bytes()[1:])
 
 
-@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec"])
-def test_every_engine_reads_what_numpy_has(made, engine):
+@pytest.mark.parametrize("engine", ["mmap", "pread", "fsspec", "no maps left"])
+def test_every_engine_reads_what_numpy_has(made, engine, monkeypatch):
     path, acts, arrays = made
+    if engine == "no maps left":
+        monkeypatch.setattr(local, "map_file", Mock(side_effect=OSError(errno.ENOMEM, engine)))
+        engine = "mmap"
     store = ShardStore.open(path, engine=engine)
     assert (store.dtype, store.layout.itemsize) == (acts.dtype, 2)
     wide = acts.astype(np.float32)
