@@ -107,6 +107,10 @@ def test_conditions_of_both_stores_choose_the_same_tokens(tmp_path):
         for side in (rows.a, rows.b):
             where = side.coordinates()
             assert np.array_equal(np.argwhere(keep), np.stack([where.example_idx, where.token_idx], axis=1))
+    rows = pair(a, c).sel(layer_a=9, layer_b=5)
+    found, keep = rows.only(mask_b).rows(slice(None)), mask_a & mask_b
+    assert np.array_equal(found.act_a, acts_a[:, 2, 1:][keep].astype(np.float32))
+    assert np.array_equal(found.act_b, acts_c[:, 1, 1:][keep].astype(np.float32))
 
 
 def test_stores_of_other_tokens_are_refused(tmp_path, monkeypatch):

@@ -273,14 +273,16 @@ def test_close_twice_is_fine_and_a_closed_writer_takes_nothing(tmp_path):
     append_missing(writer, this, most=4)
     for _ in range(2):
         writer.close()
-    with pytest.raises(ArgumentError):
-        this.append(writer, 4, 5)
+    for call in (lambda: this.append(writer, 4, 5), lambda: writer.write(4, this.acts[4], this.labels[4])):
+        with pytest.raises(ArgumentError):
+            call()
     writer = create(tmp_path, this, resume=True)
     append_missing(writer, this)
     with writer:
         writer.close()
-    with pytest.raises(StoreExistsError):
-        this.append(writer, 0, 1)
+    for call in (lambda: this.append(writer, 0, 1), lambda: writer.write(0, this.acts[0], this.labels[0])):
+        with pytest.raises(StoreExistsError):
+            call()
 
 
 def test_dropped_writer_lets_go_of_its_lock(tmp_path):
