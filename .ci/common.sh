@@ -32,12 +32,6 @@ shared_venv() { # NAME VERSION REQUIREMENT -> activates the environment, which t
   source "$work/$1/bin/activate"
 }
 
-need_command() { # COMMAND PACKAGE... -> installs Debian's packages if the command is missing
-  if ! command -v "$1" >/dev/null; then
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${@:2}" >/dev/null
-  fi
-}
-
 without_skips() { # COMMAND... -> runs pytest; a test that is skipped or deselected is an error
   "$@" | tee "$work/without_skips.txt"
   if grep -qE '^=+ .*(skipped|deselected)' "$work/without_skips.txt"; then
