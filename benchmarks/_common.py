@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -23,6 +24,15 @@ AT_MOST_S = 15.0
 
 
 @dataclass(frozen=True)
+class Rate:
+    """Median seconds by the clock and of this process's CPUs; the spread is (longest - shortest) / median by the clock."""
+
+    wall_s: float
+    cpu_s: float
+    spread: float
+
+
+@dataclass(frozen=True)
 class Line:
     """One comparison: us against something, in the same run, medians of interleaved rounds."""
 
@@ -32,8 +42,12 @@ class Line:
     unit: str
     against: str
     goal: str
-    #: Ours divided by theirs where less is better, theirs divided by ours where more is.
+    #: Of speed, or of time where the goal is an upper limit.
     ratio: float
+    #: CPU seconds for each GB: ours and theirs.
+    cpu: tuple[float, float] | None = None
+    cpu_goal: str = ""
+    spread: float = 0.0
 
 
 def make_store(
@@ -71,10 +85,37 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def race(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Median seconds of both, run in turn after one round that is not counted."""
-    pairs = [(seconds(ours), seconds(theirs)) for _ in range(rounds + 1)][1:]
-    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
+def race(
+    runs: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object] = gc.collect
+) -> list[Rate]:
+    """Every run in turn, forwards and backwards, after one round that is not counted; `before` each one, unmeasured."""
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name in list(runs)[:: 1 if number % 2 else -1]:
+            before()
+            cpu_s, started = time.process_time(), time.perf_counter()
+            runs[name]()
+            took = time.perf_counter() - started, time.process_time() - cpu_s
+            if number:
+                seen[name].append(took)
+    found = list[Rate]()
+    for pairs in seen.values():
+        wall, cpu = zip(*pairs, strict=True)
+        middle = statistics.median(wall)
+        found.append(Rate(middle, statistics.median(cpu), (max(wall) - min(wall)) / middle))
+    return found
+
+
+def compare(
+    what: str, ours: Callable[[], object], theirs: Callable[[], object], nbytes: int, rounds: int, goal: str = "",
+    cpu_goal: str = "", *, against: str = "the bare peer", before: Callable[[], object] = gc.collect,
+) -> Line:  # fmt: skip
+    """Both move `nbytes`; rates in MB/s."""
+    us, them = race({"ours": ours, "theirs": theirs}, rounds, before)
+    ratio = us.wall_s / them.wall_s if goal.startswith("<=") else them.wall_s / us.wall_s
+    cpu = us.cpu_s / nbytes * 1e9, them.cpu_s / nbytes * 1e9
+    rates = nbytes / us.wall_s / 1e6, nbytes / them.wall_s / 1e6
+    return Line(what, *rates, "MB/s", against, goal, ratio, cpu, cpu_goal, max(us.spread, them.spread))
 
 
 def forget(folder: Path) -> None:
@@ -86,15 +127,18 @@ def forget(folder: Path) -> None:
         os.close(fd)
 
 
-def report(lines: Sequence[Line], facts: Mapping[str, object], *, as_json: bool) -> None:
+def report(lines: Sequence[Line], facts: Mapping[str, object], *, as_json: bool = False) -> None:
     """Print all comparisons as one table, or as JSON."""
     if as_json:
         print(json.dumps({"facts": dict(facts), "lines": [asdict(line) for line in lines]}))
         return
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    print(f"{'what':44} {'ours':>10} {'theirs':>10} unit   {'ratio':>6}  goal      against")
+    print(
+        f"{'what':44} {'ours':>9} {'theirs':>9} unit   {'ratio':>5} {'goal':>7} {'CPU s/GB':>9} {'theirs':>6} {'ratio':>5} {'goal':>6} spread against"
+    )
     for line in lines:
-        print(
-            f"{line.what:44} {line.ours:10.3f} {line.theirs:10.3f} {line.unit:6} {line.ratio:6.2f}  "
-            f"{line.goal:9} {line.against}"
-        )
+        text = f"{line.what:44} {line.ours:9.4g} {line.theirs:9.4g} {line.unit:6} {line.ratio:5.2f} {line.goal:>7} "
+        if line.cpu:
+            ours, theirs = line.cpu
+            text += f"{ours:9.2f} {theirs:6.2f} {ours / theirs:5.2f} {line.cpu_goal:>6} {line.spread:6.0%} "
+        print(text + line.against)

@@ -2,12 +2,14 @@
 
     python benchmarks/_far_server.py SOCKET_FD FOLDER LATENCY_S
 
-`serve` starts it, `serve_tls` starts nginx before it, and `on_a_line` limits what passes between them and the client. Objects are files below the folder, and what is uploaded: documents are kept, large bodies are dropped inside the kernel and
-only their lengths are remembered. Nothing is checked, neither signatures nor checksums.
+`serve` starts it, `serve_tls` starts nginx before it, and `on_a_line` limits what passes between them and the client. Objects are
+files below the folder, and what is uploaded: documents are kept, large bodies are dropped inside the kernel and only their lengths
+are remembered. Nothing is checked, neither signatures nor checksums.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import os
@@ -18,7 +20,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 #: Longer bodies are dropped.
@@ -49,14 +51,6 @@ class Answer:
     size: int = -1
 
 
-@dataclass
-class Uploading:
-    """An upload whose parts are known by their lengths."""
-
-    key: str
-    parts: dict[int, int] = field(default_factory=dict)
-
-
 class Server:
     """One thread for each connection; the kernel does what takes long, without the GIL."""
 
@@ -64,7 +58,8 @@ class Server:
         self._folder, self._latency_s = folder, latency_s
         self._files: dict[str, tuple[int, int]] = {}
         self._objects: dict[str, tuple[int, bytes]] = {}
-        self._uploads: dict[str, Uploading] = {}
+        #: Bytes of each multipart upload.
+        self._uploads: collections.Counter[str] = collections.Counter()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -126,64 +121,26 @@ class Server:
 
     def _answer(self, request: Request) -> Answer:
         query, key = request.query, request.key
-        if "uploads" in query:
-            return self._begin(key) if request.method == "POST" else self._unfinished(key, query.get("prefix", ""))
-        if "uploadId" in query:
-            return self._upload(request, query["uploadId"])
         if request.method in {"GET", "HEAD"}:
             return self._listing(key, query) if "list-type" in query else self._object(request)
         with self._lock:
-            if request.method == "PUT":
-                if request.headers.get("if-none-match") == "*" and key in self._objects:
-                    return Answer("412 Precondition Failed", b"<Error><Code>PreconditionFailed</Code></Error>")
-                self._objects[key] = request.length, request.body
+            if "uploads" in query:
+                return _xml("InitiateMultipartUploadResult", f"<UploadId>{next(self._numbers)}</UploadId>")
+            if "partNumber" in query:
+                self._uploads[query["uploadId"]] += request.length
                 return Answer()
-            if request.method == "DELETE":
-                self._objects.pop(key, None)
-                return Answer("204 No Content")
-            gone = [name.partition("<")[0] for name in request.body.decode().split("<Key>")[1:]]
-            for name in gone:
-                self._objects.pop(f"{key.rstrip('/')}/{name}", None)
-            return _xml("DeleteResult", "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in gone))
-
-    def _begin(self, key: str) -> Answer:
-        with self._lock:
-            upload = f"upload{next(self._numbers)}"
-            self._uploads[upload] = Uploading(key)
-        bucket, _, name = key.lstrip("/").partition("/")
-        return _xml("InitiateMultipartUploadResult", Bucket=bucket, Key=name, UploadId=upload)
-
-    def _unfinished(self, key: str, prefix: str) -> Answer:
-        bucket = key.strip("/")
-        with self._lock:
-            found = [
-                (one.key, name) for name, one in self._uploads.items() if one.key.startswith(f"/{bucket}/{prefix}")
-            ]
-        listed = "".join(
-            f"<Upload><Key>{path.lstrip('/').partition('/')[2]}</Key><UploadId>{name}</UploadId></Upload>"
-            for path, name in found
-        )
-        return _xml("ListMultipartUploadsResult", listed, IsTruncated="false")
-
-    def _upload(self, request: Request, name: str) -> Answer:
-        with self._lock:
-            upload = self._uploads.get(name)
-            if upload is None:
-                return Answer("404 Not Found", b"<Error><Code>NoSuchUpload</Code></Error>")
-            if request.method == "PUT":
-                upload.parts[int(request.query["partNumber"])] = request.length
-                return Answer()
-            if request.method == "GET":
-                listed = "".join(
-                    f'<Part><PartNumber>{number}</PartNumber><Size>{size}</Size><ETag>"e"</ETag></Part>'
-                    for number, size in sorted(upload.parts.items())
-                )
-                return _xml("ListPartsResult", listed, IsTruncated="false")
-            del self._uploads[name]
-            if request.method == "DELETE":
-                return Answer("204 No Content")
-            self._objects[upload.key] = sum(upload.parts.values()), b""
-            return _xml("CompleteMultipartUploadResult", ETag='"e"')
+            if "uploadId" in query:
+                self._objects[key] = self._uploads.pop(query["uploadId"]), b""
+                return _xml("CompleteMultipartUploadResult", '<ETag>"e"</ETag>')
+            if "delete" in query:
+                gone = [name.partition("<")[0] for name in request.body.decode().split("<Key>")[1:]]
+                for name in gone:
+                    self._objects.pop(f"{key.rstrip('/')}/{name}", None)
+                return _xml("DeleteResult", "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in gone))
+            if request.headers.get("if-none-match") == "*" and key in self._objects:
+                return Answer("412 Precondition Failed", b"<Error><Code>PreconditionFailed</Code></Error>")
+            self._objects[key] = request.length, request.body
+            return Answer()
 
     def _listing(self, key: str, query: dict[str, str]) -> Answer:
         prefix = f"{key.rstrip('/')}/{query.get('prefix', '')}"
@@ -200,7 +157,7 @@ class Server:
                     "<LastModified>2015-10-21T07:28:00.000Z</LastModified></Contents>"
                 )
         listed += "".join(f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in sorted(folders))
-        return _xml("ListBucketResult", listed, IsTruncated="false")
+        return _xml("ListBucketResult", "<IsTruncated>false</IsTruncated>" + listed)
 
     def _object(self, request: Request) -> Answer:
         key = request.key
@@ -219,13 +176,12 @@ class Server:
             return Answer(fd=fd, size=whole)
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         start, end = int(first), min(int(last or whole) + 1, whole)
-        told = f"Content-Range: bytes {start}-{end - 1}/{whole}\r\n"
-        return Answer("206 Partial Content", extra=told, fd=fd, start=start, size=end - start)
+        extra = f"Content-Range: bytes {start}-{end - 1}/{whole}\r\n"
+        return Answer("206 Partial Content", extra=extra, fd=fd, start=start, size=end - start)
 
 
-def _xml(name: str, inside: str = "", **elements: str) -> Answer:
-    listed = "".join(f"<{element}>{value}</{element}>" for element, value in elements.items())
-    return Answer(body=f'<?xml version="1.0" encoding="UTF-8"?><{name}>{listed}{inside}</{name}>'.encode())
+def _xml(name: str, inside: str) -> Answer:
+    return Answer(body=f'<?xml version="1.0" encoding="UTF-8"?><{name}>{inside}</{name}>'.encode())
 
 
 @contextlib.contextmanager
@@ -245,15 +201,14 @@ NGINX = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log;
 events {{ worker_connections 1024; }}
 http {{
-  access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; client_max_body_size 0;
+  access_log off; keepalive_requests 1000000; client_max_body_size 0;
   client_body_temp_path {folder}/t1; proxy_temp_path {folder}/t2; fastcgi_temp_path {folder}/t3;
   uwsgi_temp_path {folder}/t4; scgi_temp_path {folder}/t5;
   upstream far {{ server {far}; keepalive 128; }}
   server {{
-    listen 127.0.0.1:{port} ssl backlog=512; root {root};
+    listen 127.0.0.1:{port} ssl backlog=512;
     ssl_certificate {folder}/server.pem; ssl_certificate_key {folder}/key.pem;
-    location / {{ {files} }}
-    location @far {{
+    location / {{
       proxy_pass http://far; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host $host;
       proxy_buffering off; proxy_request_buffering off;
     }}
@@ -263,16 +218,12 @@ http {{
 
 
 @contextlib.contextmanager
-def serve_tls(root: Path, upstream: str, certificates: Path, *, late: bool) -> Iterator[str]:
-    """Nginx before the far server; it sends files itself where answers are not late. Yields its address."""
+def serve_tls(upstream: str, certificates: Path) -> Iterator[str]:
+    """Nginx before the far server; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    files = "try_files /nothing @far;" if late else "try_files $uri @far;"
     config = certificates / f"nginx{port}.conf"
-    config.write_text(
-        NGINX.format(folder=certificates, far=upstream.removeprefix("http://"), port=port, root=root, files=files)
-    )
-    os.chmod(root, 0o755)  # nginx's worker is another user where root starts it
+    config.write_text(NGINX.format(folder=certificates, far=upstream.removeprefix("http://"), port=port))
     server = subprocess.Popen(["nginx", "-c", str(config)])
     try:
         while server.poll() is None:

@@ -1,36 +1,15 @@
-"""The bare peers: the simplest code that moves the same bytes. Frozen, so that a ratio means the same next year.
-
-    python benchmarks/bare.py [--late 30] [--gbit 4] [--tls] [--mib 256] [--rounds 9] [--json]
-
-A bucket on this machine (`_far_server.py`, a process of its own that shares the cores): ranges in memory of their own, ranges
-that fill one memory, ranges that are dropped, one upload. Files in memory: a vector, rows, a scan, stat calls. `--late` answers so
-many milliseconds late, `--gbit` puts client and server on one line of that speed, `--tls` puts nginx before the server.
-
-Medians of rounds in which all runs take turns, after one round that is not counted; CPU is that of this process, without the
-server's. Needs obstore; `--tls` also nginx and cryptography, `--gbit` root and iproute2.
-"""
+"""The bare peers of `transports.py`: the simplest code that moves the same bytes. Frozen, so that a ratio means the same next year."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
-import gc
-import json
 import os
-import resource
-import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from _far_server import on_a_line, serve, serve_tls
+from _common import D_MODEL
 
 if TYPE_CHECKING:
     from obstore import Bytes
@@ -38,9 +17,6 @@ if TYPE_CHECKING:
 
 IN_FLIGHT = 64
 PART_BYTES = 8 << 20
-SIZES = (8 << 20, 1 << 20, 256 << 10)
-OBJECT_BYTES = 64 << 20
-D_MODEL = 768
 
 
 class Piece(NamedTuple):
@@ -49,9 +25,6 @@ class Piece(NamedTuple):
     key: str
     start: int
     end: int
-
-
-# -- the peers ------------------------------------------------------------------------------------------------------
 
 
 def ranges(store: S3Store, pieces: Sequence[Piece], use: Callable[[int, Bytes, str | None], object]) -> None:
@@ -144,104 +117,6 @@ def stats(documents: Sequence[Path], files: Sequence[str]) -> None:
         os.stat(name)
 
 
-# -- measuring ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Medians of wall time and of this process's CPU time; the spread is (longest - shortest) / median wall time."""
-
-    nbytes: int
-    wall_s: float
-    cpu_s: float
-    spread: float
-
-    @property
-    def mb_s(self) -> float:
-        return self.nbytes / self.wall_s / 1e6
-
-    @property
-    def cpu_s_gb(self) -> float:
-        return self.cpu_s / self.nbytes * 1e9
-
-
-def cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def race(runs: Mapping[str, Callable[[], object]], nbytes: int, rounds: int) -> dict[str, Rate]:
-    """Every run in turn, forwards and backwards, after one round that is not counted."""
-    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name in list(runs)[:: 1 if number % 2 else -1]:
-            gc.collect()
-            cpu, start = cpu_s(), time.perf_counter()
-            runs[name]()
-            took = time.perf_counter() - start, cpu_s() - cpu
-            if number:
-                seen[name].append(took)
-    found: dict[str, Rate] = {}
-    for name, pairs in seen.items():
-        wall, cpu = zip(*pairs, strict=True)
-        middle = statistics.median(wall)
-        found[name] = Rate(nbytes, middle, statistics.median(cpu), (max(wall) - min(wall)) / middle)
-    return found
-
-
-class Bucket(NamedTuple):
-    """The bucket `b`: obstore's client, and the options with which fsspec reaches the same."""
-
-    store: S3Store
-    options: dict[str, object]
-
-
-@contextlib.contextmanager
-def bucket(folder: Path, line: argparse.Namespace) -> Iterator[Bucket]:
-    """A bucket `b` whose objects are the files of `folder/b`, behind the line that the command asks for."""
-    from obstore.store import S3Store
-
-    with contextlib.ExitStack() as stack:
-        endpoint = stack.enter_context(serve(folder, line.late / 1000))
-        client: dict[str, object] = {
-            "allow_http": True, "timeout": timedelta(seconds=120), "pool_max_idle_per_host": str(IN_FLIGHT),
-        }  # fmt: skip
-        options: dict[str, object] = {"key": "k", "secret": "s"}
-        if line.tls:
-            sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
-            from tls import make_certificates
-
-            certificates = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            authority = Path(make_certificates(certificates).authority)
-            endpoint = stack.enter_context(serve_tls(folder, endpoint, certificates, late=line.late > 0))
-            client["root_certificate"] = authority.read_text()
-            options["client_kwargs"] = {"verify": str(authority)}
-        store = S3Store(
-            "b", access_key_id="k", secret_access_key="s", endpoint=endpoint, region="us-east-1", client_options=client
-        )
-        yield Bucket(store, {**options, "endpoint_url": endpoint})
-
-
-def line_arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options that this benchmark and `transports.py` share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--mib", type=int, default=256, help="what ranges read and uploads move; one memory is twice as large"
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--late", type=float, default=0, metavar="MS", help="latency of each answer")
-    parser.add_argument("--gbit", type=float, default=0, help="a line of so many Gbit/s for all connections together")
-    parser.add_argument("--tls", action="store_true", help="through nginx, with a certificate made for the run")
-    parser.add_argument("--json", action="store_true")
-    return parser
-
-
-def scattered(nbytes: int, size: int) -> list[Piece]:
-    """Ranges of the object `k` that together have `nbytes`."""
-    starts = [(7919 * 4096 * i) % (OBJECT_BYTES - size) for i in range(nbytes // size)]
-    return [Piece("k", start, start + size) for start in starts]
-
-
 def whole(files: Mapping[str, int], size: int = PART_BYTES) -> list[Piece]:
     """Ranges that cover objects of these sizes."""
     return [
@@ -249,49 +124,3 @@ def whole(files: Mapping[str, int], size: int = PART_BYTES) -> list[Piece]:
         for key, nbytes in files.items()
         for start in range(0, nbytes, size)
     ]
-
-
-def main() -> None:
-    options = line_arguments(__doc__).parse_args()
-    on_a_line(options.gbit)
-    nbytes, found = options.mib << 20, dict[str, Rate]()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as root:
-        (folder := Path(root, "b")).mkdir()
-        rng = np.random.default_rng(17)
-        rng.standard_normal(OBJECT_BYTES // 4, np.float32).tofile(folder / "k")
-        for name in "0123":
-            rng.standard_normal((OBJECT_BYTES // 4 // D_MODEL, D_MODEL), np.float32).tofile(folder / name)
-        shards = [folder / name for name in "0123"]
-        sizes = {path.name: path.stat().st_size for path in shards}
-        everything = whole(sizes) * max(1, 2 * nbytes // sum(sizes.values()))
-        memory = memoryview(np.ones(sum(piece.end - piece.start for piece in everything), np.uint8))
-        with bucket(Path(root), options) as place:
-            for size in SIZES:
-                pieces = scattered(nbytes, size)
-                name = f"ranges of {size >> 10} KiB"
-                found |= race({name: lambda pieces=pieces: keep(place.store, pieces)}, nbytes, options.rounds)
-            runs = {
-                "ranges that fill one memory": lambda: fill(place.store, everything, memory),
-                "ranges of 8192 KiB, dropped": lambda: drop(place.store, everything),
-            }
-            found |= race(runs, len(memory), options.rounds)
-            data = np.frombuffer(os.urandom(nbytes), np.uint8)
-            found |= race({"upload": lambda: upload(place.store, data)}, nbytes, options.rounds)
-        maps, numbers = [open_map(path) for path in shards], rng.integers(0, 4 * len(open_map(shards[0])), 16_384)
-        one, size = numbers % len(maps[0]), len(numbers) * D_MODEL * 4
-        found |= race({"one vector, 16,384 times": lambda: copy_vectors(maps[0], one.tolist())}, size, options.rounds)
-        found |= race({"16,384 rows of one map": lambda: gather(maps[:1], one)}, size, options.rounds)
-        found |= race({"16,384 rows of 4 maps": lambda: gather(maps, numbers)}, size, options.rounds)
-        buffer = memoryview(np.ones(16 * 197 * D_MODEL * 4, np.uint8))
-        found |= race({"scan": lambda: scan(shards, buffer)}, sum(sizes.values()), options.rounds)
-    if options.json:
-        print(json.dumps({name: asdict(rate) for name, rate in found.items()}))
-        return
-    print(f"{options.late:g} ms, line {options.gbit or 'loopback'}, TLS {options.tls}, load {os.getloadavg()[0]:.1f}")
-    print(f"{'what':30} {'MB/s':>7} {'CPU s/GB':>9} {'spread':>7}")
-    for name, rate in found.items():
-        print(f"{name:30} {rate.mb_s:7.0f} {rate.cpu_s_gb:9.2f} {rate.spread:7.0%}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How fast shuffled rows arrive on a GPU, and whether a trainer there waits for them.
 
-    python benchmarks/gpu.py [--gib N] [--rounds N] [--folder DIR] [--json]
+    python benchmarks/gpu.py [--gib N] [--rounds N] [--folder DIR]
 
 One of three layers of a store in the page cache, ViT-B/16's shape, in batches of 16,384 x 768 float32. First nothing is done
 with the batches, beside copies of one pinned batch. Then a sparse autoencoder of 24,576 features takes a step with each, and is
@@ -10,13 +10,12 @@ compared with the same steps over one batch that is there already. All take turn
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from _common import BATCH, D_MODEL, LAYER, VECTOR, Line, report
@@ -25,8 +24,7 @@ from loaders import make_loaded
 from saev_store.torch import StoreLoader
 
 DEVICE = "cuda"
-D_SAE = 24_576
-Batches = Callable[[], Iterator[torch.Tensor]]
+D_SAE, N_BATCHES = 24_576, 60
 
 
 class Trainer:
@@ -47,71 +45,50 @@ class Trainer:
         self._optimizer.zero_grad()
 
 
-def ours(url: str, n: int, window_mib: int, **options: object) -> Batches:
+def ours(url: str) -> Iterator[torch.Tensor]:
     """The shuffled loader, epoch after epoch; the first batch of the first one is the start."""
-
-    def batches() -> Iterator[torch.Tensor]:
-        with StoreLoader(
-            url, layer=LAYER, batch_size=BATCH, drop_last=True, window_bytes=window_mib << 20, **options
-        ) as loader:
-            left = n
-            while left > 0:
-                for batch in islice(loader, left):
-                    left -= 1
-                    yield batch["act"]
-
-    return batches
+    with StoreLoader(url, layer=LAYER, batch_size=BATCH, drop_last=True, window_bytes=1 << 30, device=DEVICE) as loader:
+        yield from itertools.islice((batch["act"] for _ in itertools.count() for batch in loader), N_BATCHES)
 
 
-def pinned_copies(n: int) -> Batches:
+def pinned_copies() -> Iterator[torch.Tensor]:
     """The limit of the way to the device."""
     source = torch.randn((BATCH, D_MODEL)).pin_memory()
-
-    def batches() -> Iterator[torch.Tensor]:
-        for _ in range(n):
-            yield source.to(DEVICE, non_blocking=True)
-
-    return batches
+    for _ in range(N_BATCHES):
+        yield source.to(DEVICE, non_blocking=True)
 
 
-def seconds_per_batch(batches: Batches, use: Callable[[torch.Tensor], object]) -> float:
+def seconds_per_batch(batches: Iterable[torch.Tensor], use: Callable[[torch.Tensor], object]) -> float:
     """Of all batches but the first two, which are the start."""
-    n, started = 0, 0.0
-    for act in batches():
+    started = 0.0
+    for number, act in enumerate(batches):
         use(act)
-        n += 1
-        if n == 2:
+        if number == 1:
             torch.cuda.synchronize()
             started = time.perf_counter()
     torch.cuda.synchronize()
-    return (time.perf_counter() - started) / (n - 2)
+    return (time.perf_counter() - started) / (N_BATCHES - 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=3.0, help="size of the store")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=60)
-    parser.add_argument("--window-mib", type=int, default=1024)
-    parser.add_argument("--folder", default=None, help="where the store is made")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--folder", help="where the store is made")
     args = parser.parse_args()
-    work = tempfile.mkdtemp(prefix="saev-store-bench", dir=args.folder)
-    try:
-        store = make_loaded(work, args.gib)
-        ways = {
-            "batches": ours(store.url, args.batches, args.window_mib, device=DEVICE),
-            "copies of a pinned batch": pinned_copies(args.batches),
-        }
+    with tempfile.TemporaryDirectory(dir=args.folder) as work:
+        url = make_loaded(work, args.gib).url
         trainer, there = Trainer(), torch.randn((BATCH, D_MODEL), device=DEVICE)
-        found: dict[str, list[float]] = {}
+        runs = {
+            "batches": lambda: seconds_per_batch(ours(url), lambda act: act),
+            "copies of a pinned batch": lambda: seconds_per_batch(pinned_copies(), lambda act: act),
+            "steps": lambda: seconds_per_batch(ours(url), trainer.step),
+            "steps there": lambda: seconds_per_batch([there] * N_BATCHES, trainer.step),
+        }
+        found: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(args.rounds):
-            for name in [*ways][:: 1 if number % 2 else -1]:
-                found.setdefault(name, []).append(seconds_per_batch(ways[name], lambda act: act))
-            for name, batches in (("steps", ways["batches"]), ("steps there", lambda: iter([there] * args.batches))):
-                found.setdefault(name, []).append(seconds_per_batch(batches, trainer.step))
-    finally:
-        shutil.rmtree(work)
+            for name in [*runs][:: 1 if number % 2 else -1]:
+                found[name].append(runs[name]())
     each_s = {name: statistics.median(values) for name, values in found.items()}
 
     def line(what: str, against: str, size: float, unit: str, goal: str) -> Line:
@@ -128,7 +105,7 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
     }
-    report(lines, facts, as_json=args.json)
+    report(lines, facts)
 
 
 if __name__ == "__main__":
