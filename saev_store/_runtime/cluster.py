@@ -1,7 +1,7 @@
 """Work on shards: by threads of this process, or by the workers of a dask cluster."""
 
 # distributed has partial types: futures and clients are unknown to the type checker.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 

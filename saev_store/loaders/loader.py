@@ -111,7 +111,7 @@ class BaseLoader(ABC, Generic[B]):
 
     def _adopted(self, cut: Cut, place: EpochPlace) -> Cut:
         """Return a cut with the pools and partitions of a state."""
-        found = replace(cut, **place.order)  # pyright: ignore[reportArgumentType]  # checked
+        found = replace(cut, **place.order)
         if min(found.pool_batches, cut.n_batches) > cut.pool_batches:
             needed = 2 * found.pool_batches * cut.batch_size * self._row_nbytes
             raise ArgumentError(

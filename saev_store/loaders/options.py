@@ -106,7 +106,7 @@ def chosen(kind: type[T], options: object, changed: Mapping[str, object]) -> T:
     for name in changed:
         if name not in known:
             raise ArgumentError(f"{name} is not an option", where=name)
-    return replace(given, **changed)  # pyright: ignore[reportArgumentType]  # checked by the class
+    return replace(given, **changed)
 
 
 def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:

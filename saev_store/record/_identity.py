@@ -1,8 +1,5 @@
 """Identity of a recording: the weights, the configuration, the names of foreign hooks, and the source."""
 
-# transformers and torch have no types for some of what is asked here.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import hashlib

@@ -1,7 +1,7 @@
 """The demo: records photographs through a vision transformer, checks the store, and draws it."""
 
 # transformers has no types for models made from a configuration, and scikit-image none for its files.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 

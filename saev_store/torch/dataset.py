@@ -117,7 +117,7 @@ class BatchDataset(IterableDataset[ExampleBatch]):
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         self.__dict__.update(state)
-        self._shared.share_memory_()  # pyright: ignore[reportUnknownMemberType]  # not annotated
+        self._shared.share_memory_()
         self.loader.datasets.add(self)
 
     def __len__(self) -> int:

@@ -77,7 +77,7 @@ def memory_for(device: str) -> Callable[[int], Bytes]:
 
 
 def _pinned(nbytes: int) -> Bytes:
-    return cast("Bytes", torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())  # pyright: ignore[reportUnknownMemberType]  # torch has no type for it
+    return cast("Bytes", torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
 
 
 def moved(batches: Iterator[ExampleBatch], copies: Copies) -> Generator[ExampleBatch]:

@@ -47,7 +47,7 @@ class StoreLoader(BaseLoader[ExampleBatch]):
 
     #: Lightning asks loaders with a `sampler` for it.
     batch_sampler = None
-    options: StoreOptions  # pyright: ignore[reportIncompatibleVariableOverride]  # never set to anything else
+    options: StoreOptions
 
     def __init__(self, source: Source, options: StoreOptions | None = None, **changed: object) -> None:
         options = chosen(StoreOptions, options, changed)

@@ -111,7 +111,7 @@ def choose_rows(
         return None, source
     store = source
     if not isinstance(store, ShardStore):
-        if not isinstance(source, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        if not isinstance(source, (str, os.PathLike)):
             raise ArgumentError(f"the source is {kind_of(source)}; it must be a store or its address", where="source")
         store = ShardStore.open(os.fspath(source), options.storage_options, damaged_ok=options.damaged_ok)
     rows = store.sel(

@@ -1,7 +1,6 @@
 """xarray's back end, the dataset of a store, and several stores as one."""
 
-# pandas has no stubs.
-# pyright: reportMissingTypeStubs=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ class SaevBackend(BackendEntrypoint):
             SaevStoreError: as `ShardStore.open`.
         """
         _check_decoders(decoders)
-        is_path = group is None or isinstance(group, (str, os.PathLike))  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+        is_path = group is None or isinstance(group, (str, os.PathLike))
         name = os.fspath(group or "").strip("/") if is_path else ""
         if not is_path or (name and isinstance(filename_or_obj, ShardStore)):
             raise ArgumentError(f"{brief(group)} is not the folder of a store below a root", where="group")
@@ -237,7 +236,7 @@ def open_store(store: ShardStore, *, chunks: TaskSizes) -> xarray.Dataset:
 
     sizes = {"example": task_lengths(store.layout)} if chunks in ("auto", {}) else chunks
     try:
-        return dataset.chunk(sizes, name_prefix="saev-recording-", token=tokenize(store))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportArgumentType]  # partly annotated
+        return dataset.chunk(sizes, name_prefix="saev-recording-", token=tokenize(store))  # pyright: ignore[reportUnknownMemberType]  # partly annotated
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ArgumentError(
             f"{brief(chunks)} cannot be laid over {dict(dataset.sizes)}: {brief(str(error))}", where="chunks"
@@ -281,7 +280,7 @@ def concat(stores: Sequence[ShardStore]) -> xarray.Dataset:
         first = known.setdefault((store.metadata, recording_identity(store.transport, store.layout)), number)
         if first != number:
             raise ArgumentError(f"store {number} is the recording of store {first} again: {store.url}", where="stores")
-    whole: xarray.Dataset = xarray.concat(  # pyright: ignore[reportUnknownMemberType]  # partly annotated
+    whole: xarray.Dataset = xarray.concat(
         [open_store(store, chunks={}).drop_vars("example") for store in stores],
         dim="example",
         data_vars="minimal",

@@ -1,7 +1,5 @@
 """`energon://`: the parts of a data set as files that any tool can open by name, through fsspec."""
 
-# fsspec has no stubs.
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import io

@@ -1,7 +1,5 @@
 """Sample types of Energon's specification, and the field maps that fill them from parts: `image: jpg,png`, `caption: json[caption]`."""
 
-# msgpack has no stubs.
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import dataclasses
