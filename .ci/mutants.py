@@ -5,7 +5,7 @@
 To be run where `mutants/` is. A mutant is caught if a test fails or does not end. One that no test runs is not caught; one that was
 not tried is an error. Mutants that cannot change what the code does are told apart by comparing the functions, and do not count:
 
-* what `cast` is told, which it ignores;
+* the type that is passed to `cast`, which ignores it;
 * `strict=` of a `zip`: the arguments have one length wherever it is written, so it never raises and never cuts;
 * the case of a codec's name.
 """
@@ -49,7 +49,7 @@ def _functions(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def is_equivalent(mutant: str) -> bool:
-    """Whether a mutant does the same as the function that it was made of, for one of the reasons above."""
+    """Return True if a mutant does the same as the function that it was made of, for one of the reasons above."""
     module, _, name = mutant.rpartition(".")
     found = [_functions(module)[which] for which in (name, f"{name.rpartition('__mutmut_')[0]}__mutmut_orig")]
     trees = [_Same().visit(ast.parse(ast.unparse(function))) for function in found]
@@ -64,7 +64,7 @@ def main() -> int:
         name, _, status = line.strip().rpartition(": ")
         if name:
             if status in ESCAPED and is_equivalent(name):
-                status = EQUIVALENT  # it is judged anew
+                status = EQUIVALENT
             room = ".".join(name.split(".")[:2])
             rooms[room][status] += 1
             rooms["all"][status] += 1
@@ -73,8 +73,8 @@ def main() -> int:
         counts = rooms[room]
         caught, n = sum(counts[status] for status in CAUGHT), counts.total() - counts[EQUIVALENT]
         worst = min(worst, caught / max(n, 1))
-        told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        print(f"{room}: {caught / max(n, 1):.4f} = {caught} of {n} ({told})")
+        parts = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        print(f"{room}: {caught / max(n, 1):.4f} = {caught} of {n} ({parts})")
     strange = set(rooms["all"]) - CAUGHT - ESCAPED - {EQUIVALENT}
     if not rooms["all"] or strange:
         print(f"not all mutants were tried: {', '.join(sorted(strange)) or 'there are none'}")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs this package as it was before it was rebuilt (9b30f8f, from this repository's history) into an environment of its own, to be
-# asked for bytes, states and speed:
+# Installs this package as it was before it was rebuilt (9b30f8f, from this repository's history) into an environment of its own, to
+# compare bytes, states and speed. The scripts here need today's names.
 #
-#     bash benchmarks/oracle.sh FOLDER && FOLDER/bin/python benchmarks/transports.py
+#     bash benchmarks/oracle.sh FOLDER
 #
 # Install a CPU wheel of torch first to avoid CUDA's libraries: python3.11 -m venv FOLDER && FOLDER/bin/pip install …
 set -euo pipefail
