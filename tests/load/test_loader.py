@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 
 import ml_dtypes
@@ -448,6 +449,8 @@ def test_state_that_is_not_of_this_loader_is_refused() -> None:
             loader.load_state_dict(state)
         assert loader.state_dict() == good
     loader.load_state_dict(good)
+    loader.load_state_dict({**good, "batch": 17})  # of a caller who counts batches
+    assert loader.place == (1, 0)
 
 
 def test_state_with_larger_pools_names_the_window_that_it_needs() -> None:
@@ -502,6 +505,21 @@ def test_ranks_are_those_of_the_environment_when_an_iteration_begins(monkeypatch
     for options in ({"world": 2}, {"rank": 1}):
         with pytest.raises(ArgumentError):
             Loader(loader.rows, **options)
+
+
+def test_loader_that_a_spawned_process_gets_keeps_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = Loader(store_of()[1].sel(layer=5, tokens="content", masked=True), batch_size=4)
+    set_spawning_popen(object())
+    try:
+        raw = pickle.dumps(loader)
+    finally:
+        set_spawning_popen(None)
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    again = pickle.loads(raw)
+    assert (again.rank, again.world, len(again)) == (1, 2, 9)
 
 
 def test_state_follows_ranks_that_are_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
