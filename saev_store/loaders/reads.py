@@ -283,14 +283,15 @@ class PoolReader:
             ArgumentError: this was closed in the meantime.
             SaevStoreError: of a read.
         """
-        deadline_s, self.current = time.monotonic() + self._timeout_s, None
+        is_first, deadline_s, self.current = self.current is None, time.monotonic() + self._timeout_s, None
         while (reading := self.following or self.begin(MOST_POOLS)) is None:
             if time.monotonic() > deadline_s:
                 raise DeadlineError("reads of an earlier iteration hold the memory of the pools", where="loader")
             time.sleep(_LOOK_S)
-        self.current, self.following = reading, None
         # Two pools are enough unless batches are kept, if the caller has let go of the pool before by the second batch.
-        self.following = self.begin(MOST_POOLS - (reading.plan.pool.n_batches > 1))
+        most = MOST_POOLS - (reading.plan.pool.n_batches > 1)
+        self.current = reading
+        self.following = None if is_first else self.begin(most)  # the first batch has a slow line for itself
         left = set(reading.reads)
         while left:
             done, left = wait(left, _SLICE_S, return_when="FIRST_EXCEPTION")
@@ -306,6 +307,7 @@ class PoolReader:
                     where="loader",
                     remedy="Check the storage, or allow more batch_timeout_s.",
                 )
+        self.following = self.following or self.begin(most)
         return reading
 
     def close(self) -> None:
