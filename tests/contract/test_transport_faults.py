@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from cloud_servers import Fault, Proxy
 from contract_places import FILES, SERVED, Place, filled, n_uploads
+from fsspec.implementations.http import HTTPFileSystem
 from power_cut import PowerCut
 from retries import few_tries, short_waits  # noqa: F401 (fixtures)
 from system_faults import SystemFaults
@@ -381,6 +382,19 @@ def test_a_server_that_has_gone_is_no_missing_file(name: str, few_tries, short_w
             with pytest.raises(TransportError) as failed:
                 call()
             assert failed.value.transient
+
+
+def test_a_short_answer_that_its_client_takes_is_asked_for_again(tmp_path, monkeypatch) -> None:
+    real, answers = HTTPFileSystem._cat_file, []
+
+    async def short_at_first(*arguments: object, **options: object) -> bytes:
+        answers.append(await real(*arguments, **options))
+        return answers[-1][: 2 if len(answers) == 1 else None]
+
+    monkeypatch.setattr(HTTPFileSystem, "_cat_file", short_at_first)
+    with filled("http", tmp_path) as place, Proxy(place.server) as proxy:
+        assert one(place.through(proxy), 3, 9) == BIG[3:9]
+    assert len(answers) == 2
 
 
 def test_a_page_that_has_moved_is_followed(tmp_path) -> None:

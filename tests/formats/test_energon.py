@@ -217,6 +217,8 @@ def test_splits_leave_out_what_split_yaml_excludes(tmp_path):
                 assert type(refused(lambda read=read, key=key: read(key))) is SelectionError
     for each in (dataset, dataset.split("all")):
         assert len(pickle.loads(pickle.dumps(each))) == len(reopen(each.describe())) == len(each)
+    (folder / "s/01.tar").unlink()
+    assert EnergonDataset(folder).split("train").validate(progress=False).lost == ((1, 4),)
 
 
 def test_older_split_json_is_read_and_newest_document_counts(tmp_path):

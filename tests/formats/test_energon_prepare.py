@@ -258,11 +258,11 @@ def test_prepare_that_is_killed_leaves_a_whole_dataset_or_none(tmp_path):
 
 
 def test_shards_of_a_split_are_written_in_braces_and_a_split_of_ones_own_is_kept(tmp_path):
-    tars(tmp_path, "train/00.tar", "train/01.tar", "val/00.tar")
+    tars(tmp_path, "train/00.tar", "train/01.tar", "val/ä.tar")
     prepare(tmp_path, split="2,1,0", progress=False)
     split = tmp_path / ".nv-meta/split.yaml"
     assert split.read_text() == (
-        "split_parts:\n  train:\n  - train/{00..01}.tar\n  val:\n  - val/00.tar\n  test: []\nexclude: []\n"
+        "split_parts:\n  train:\n  - train/{00..01}.tar\n  val:\n  - val/ä.tar\n  test: []\nexclude: []\n"
     )
     split.write_text("split_parts: {mine: ['train/0{0,1}.tar'], none: []}\n")
     made = prepare(tmp_path, overwrite=True, progress=False)

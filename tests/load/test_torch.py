@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from token_stores import token_store
 from torch.utils.data import DataLoader
 
 from saev_store import ShardStore, new_metadata, pair
-from saev_store.errors import ArgumentError, SelectionError
+from saev_store.errors import ArgumentError, CorruptShardError, SelectionError
 from saev_store.loaders import Loader
 from saev_store.torch import BatchDataset, ExampleBatch, StoreDataset, StoreLoader, StoreOptions
 from saev_store.torch.device import Copies, copies_to, memory_for, moved
@@ -346,6 +348,18 @@ def test_epochs_follow_a_framework_that_counts_them(path: Path) -> None:
     same.load_state_dict({**state, "batch": 2})
     same.begin_epoch(1)
     assert same.place == (1, 2)
+
+
+def test_an_epoch_is_chosen_after_one_that_failed_before_its_first_batch(path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(path, tmp_path / path.name)
+    loader = make(copy)
+    assert len(list(loader)) == len(loader)
+    for shard in copy.glob("acts*.bin"):
+        os.truncate(shard, 0)
+    with pytest.raises(CorruptShardError):
+        next(iter(loader))
+    loader.begin_epoch(5)
+    assert loader.place == (5, 0)
 
 
 def test_pickled_loader_is_at_the_same_place(path: Path) -> None:

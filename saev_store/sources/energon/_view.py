@@ -51,9 +51,7 @@ class SampleView:
         return None
 
     def span(self, shard: int) -> tuple[int, int]:
-        """Half-open range of positions of a shard's samples, empty for a shard that is not in this view."""
-        if shard not in self._slots:
-            return 0, 0
+        """Half-open range of positions of the samples of a shard that is in this view."""
         slot = self._slots[shard][0]
         before = [int(np.searchsorted(self._holes, raw)) for raw in (self._start(slot), int(self._ends[slot]))]
         return self._start(slot) - before[0], int(self._ends[slot]) - before[1]
