@@ -60,7 +60,7 @@ class Points:
 
 
 def positions(axis: Axis) -> IntArray:
-    """All positions of a choice; `ArgumentError` if there is no memory for them, because documents can promise any number."""
+    """All positions of a choice, int64; `ArgumentError` if they do not fit into memory."""
     try:
         return np.arange(axis.start, axis.stop, axis.step, dtype=np.int64) if isinstance(axis, range) else axis
     except (MemoryError, ValueError) as error:

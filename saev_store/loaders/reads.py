@@ -283,7 +283,8 @@ class PoolReader:
             ArgumentError: this was closed in the meantime.
             SaevStoreError: of a read.
         """
-        is_first, deadline_s, self.current = self.current is None, time.monotonic() + self._timeout_s, None
+        is_first, self.current = self.current is None, None
+        deadline_s = time.monotonic() + self._timeout_s
         while (reading := self.following or self.begin(MOST_POOLS)) is None:
             if time.monotonic() > deadline_s:
                 raise DeadlineError("reads of an earlier iteration hold the memory of the pools", where="loader")

@@ -506,7 +506,7 @@ def test_create_refuses_names_that_are_taken(written: Place) -> None:
 
 def test_create_has_one_winner(written: Place) -> None:
     if written.name.startswith("swift"):
-        pytest.skip("Swift's conditional create is not atomic: docs/writing.md")
+        pytest.skip("Swift's conditional create is not atomic: docs/cloud.md")
     transport, together = written.open(), threading.Barrier(16)
 
     def create(rank: int) -> bool:
